@@ -1,0 +1,50 @@
+# `make demo` and `make test` need nothing but a Python >= 3.10: they make .venv and install into it.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= test
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help venv demo test lint format bench docs clean
+
+help:
+	@echo "make venv | demo | test | lint | format | bench | docs | clean"
+	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
+
+venv: $(INSTALLED)-$(EXTRAS)
+
+demo: $(INSTALLED)-demo
+	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	set -e; for module in benchmarks/bench_*.py; do \
+	    $(BIN)/python -m benchmarks.$$(basename $$module .py); done
+
+docs: $(INSTALLED)-docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# One stamp per set of extras; all of them live in the same environment.
+$(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable ".[$*]"
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: set PYTHON")'
+	$(PYTHON) -m venv $(VENV)

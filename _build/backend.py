@@ -1,0 +1,81 @@
+"""PEP 517 backend: setuptools, plus the startup files at the root of site-packages.
+
+setuptools has no declarative way to put a `.pth` file there that also reaches editable installs.  So the
+wheel that it builds, ordinary or editable, gets the files of `startup/` added, and recorded in RECORD so
+that uninstalling removes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import (
+    build_sdist,
+    get_requires_for_build_editable,
+    get_requires_for_build_sdist,
+    get_requires_for_build_wheel,
+    prepare_metadata_for_build_editable,
+    prepare_metadata_for_build_wheel,
+)
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+STARTUP_FILES = tuple(
+    Path(__file__).parents[1] / "startup" / f"megatron_rl_patches_startup.{suffix}"
+    for suffix in ("pth", "start")
+)
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    add_to_root(Path(wheel_directory, name), STARTUP_FILES)
+    return name
+
+
+def build_editable(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    add_to_root(Path(wheel_directory, name), STARTUP_FILES)
+    return name
+
+
+def add_to_root(wheel: Path, files: tuple[Path, ...]) -> None:
+    """Rewrite `wheel` with `files` at its root and in its RECORD; times and modes follow RECORD's own."""
+    rewritten = wheel.with_suffix(".tmp")
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(rewritten, "w") as result:
+        (record,) = (entry for entry in source.infolist() if entry.filename.endswith(".dist-info/RECORD"))
+        for entry in source.infolist():
+            if entry is not record:
+                result.writestr(entry, source.read(entry))
+        lines = source.read(record).decode()
+        for file in files:
+            content = file.read_bytes()
+            entry = zipfile.ZipInfo(file.name, record.date_time)
+            entry.compress_type, entry.external_attr = record.compress_type, record.external_attr
+            result.writestr(entry, content)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            lines = f"{file.name},sha256={digest},{len(content)}\n{lines}"
+        result.writestr(record, lines)
+    os.replace(rewritten, wheel)

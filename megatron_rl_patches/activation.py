@@ -1,0 +1,41 @@
+"""What the environment variable does, once a host is about to be imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from types import ModuleType
+
+from .engine import registry
+from .engine.installer import installer
+from .errors import PatchError
+from .settings import VARIABLE, Settings, parse_selection
+
+_log = logging.getLogger("megatron_rl_patches")
+
+
+def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Put in place what ``MEGATRON_RL_PATCHES`` selects. Registers import hooks only.
+
+    Raises:
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise a bad value costs one warning.
+    """
+    settings = Settings.from_environment(environ)
+    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
+    if selection.unknown:
+        told = (
+            f"{VARIABLE}: unknown patch {', '.join(map(repr, selection.unknown))}; "
+            f"known: {', '.join(registry.patches())}"
+        )
+        if settings.strict:
+            raise PatchError(told)
+        _log.warning("%s", told)
+    if selection:
+        chosen = registry.select(selection.names or (), selection.exclude)
+        installer.add(chosen, settings, must=settings.strict)
+
+
+def autowrapt(_: ModuleType) -> None:
+    """Post-import hook for ``AUTOWRAPT_BOOTSTRAP=megatron_rl_patches``: all patches, unless the variable says."""
+    activate_from_environment({VARIABLE: "all", **os.environ})

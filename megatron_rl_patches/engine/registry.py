@@ -1,0 +1,59 @@
+"""The patches there are: files in ``patches/``, and those that other packages register."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pkgutil
+from functools import cache
+from importlib.metadata import entry_points
+
+from ..errors import PatchError
+from .spec import Patch
+
+ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
+_log = logging.getLogger("megatron_rl_patches")
+
+
+@cache
+def patches() -> dict[str, Patch]:
+    """All registered patches by name, built-in ones first.
+
+    A package registers its own under the entry-point group ``megatron_rl_patches.patches``
+    (``name = "package.module:patch"``). One that fails to load is reported and left out.
+    """
+    found = {patch.name: patch for patch in _built_in()}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            patch = entry.load()
+            if not isinstance(patch, Patch):
+                raise TypeError(f"expected a Patch, got {type(patch).__name__}")
+            if patch.name in found:
+                raise ValueError(f"a patch named {patch.name!r} exists already")
+        except Exception as error:
+            _log.warning("patch %s of %s could not be loaded: %s", entry.name, entry.value, error)
+        else:
+            found[patch.name] = patch
+    return found
+
+
+def select(names: tuple[str, ...], exclude: tuple[str, ...] = ()) -> list[Patch]:
+    """The named patches, or all of them when no name is given.
+
+    Raises:
+        PatchError: a name that no patch has; the message lists those there are.
+    """
+    known = patches()
+    unknown = [name for name in (*names, *exclude) if name not in known]
+    if unknown:
+        raise PatchError(f"unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+    return [known[name] for name in names or known if name not in exclude]
+
+
+def _built_in() -> list[Patch]:
+    package = importlib.import_module("megatron_rl_patches.patches")
+    return [
+        importlib.import_module(f"{package.__name__}.{module.name}").patch
+        for module in pkgutil.iter_modules(package.__path__)
+        if not module.name.startswith("_")
+    ]

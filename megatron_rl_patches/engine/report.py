@@ -1,0 +1,58 @@
+"""Site states as a line, a table or JSON. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .judge import FAULTS, State
+
+
+@dataclass(frozen=True)
+class SiteStatus:
+    """State of one site at the moment of asking."""
+
+    patch: str
+    host: str
+    target: str
+    state: State
+    reason: str
+    fingerprint: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.state in FAULTS
+
+    def __str__(self) -> str:
+        return f"{self.patch}: {self.target}: {self.state}: {self.reason}"
+
+
+def summary(statuses: Sequence[SiteStatus], version: str) -> str:
+    """One line for a log: what is in place, and what is not and why. Absent hosts are not mentioned."""
+    parts = []
+    for patch in dict.fromkeys(status.patch for status in statuses):
+        counts = Counter(
+            (status.host, status.state)
+            for status in statuses
+            if status.patch == patch and status.state != "waiting"
+        )
+        told = ", ".join(f"{host}: {count} {state}" for (host, state), count in counts.items())
+        parts.append(f"{patch} ({told or 'waiting for a host'})")
+    return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
+
+
+def table(statuses: Iterable[SiteStatus]) -> str:
+    """Plain text, one site per line, columns aligned."""
+    rows = [("patch", "site", "state", "reason")]
+    rows += [(status.patch, status.target, status.state, status.reason) for status in statuses]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])).rstrip()
+        for row in rows
+    )
+
+
+def as_json(statuses: Iterable[SiteStatus]) -> list[dict[str, Any]]:
+    return [asdict(status) for status in statuses]

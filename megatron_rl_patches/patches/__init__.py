@@ -1,0 +1,1 @@
+"""One file per patch: the sites in the hosts, each bound to a core. Found by listing this folder."""

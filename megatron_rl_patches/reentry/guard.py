@@ -1,0 +1,185 @@
+"""One call of a ``train``-like function: entry, normal end, exception."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+from ..errors import MegatronRLPatchesError
+from . import timers as megatron_timers
+from .chunks import Model, as_model, distinct_configs
+from .recovery import recover, synchronize_interrupted
+from .sync_functions import METHODS, clear_installed
+
+_log = logging.getLogger("megatron_rl_patches")
+_ABSENT = object()
+#: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
+INTERVAL_TIMER = "interval-time"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class TrainGuard:
+    """Context of one call of ``train``; see :func:`reentrant_train`.
+
+    At entry: sync functions installed by a former call are cleared, the interval timer is reset if it was left
+    running, and parameters are made whole if a former call broke off. In the end: garbage collection is as it
+    was. On an exception also: everything that the call changed on config, chunks, optimizer, timers and rerun
+    state machine is as at entry, outstanding collectives are waited for, bucket groups are reset; the
+    exception propagates unchanged.
+
+    Args:
+        model: list of model chunks, or one chunk.
+        optimizer: the ``MegatronOptimizer``, if there is one.
+        timers: the host's ``megatron.core.timers.Timers``, if it uses them.
+        config: the config that the host works with, if it is not the chunks' own.
+        installs: the body installs ``no_sync_func``, so it is cleared at entry. ``False`` for a loop that relies
+            on functions installed once by others (Megatron-Bridge): without them every microbatch would reduce.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any = None,
+        timers: Any = None,
+        config: Any = None,
+        installs: bool = True,
+    ) -> None:
+        self._installs = installs
+        self._model: Model = as_model(model)
+        self._optimizer = optimizer
+        self._timers = timers
+        self._config = config
+
+    def __enter__(self) -> None:
+        model = self._model
+        self._collecting = gc.isenabled()
+        self._configs = distinct_configs(model)
+        if self._config is not None and not any(self._config is config for config in self._configs):
+            self._configs.append(self._config)
+        self._at_entry = [
+            (config, {name: getattr(config, name, _ABSENT) for name in (*METHODS, "timers")})
+            for config in self._configs
+        ]
+        self._modes = [(chunk, getattr(chunk, "training", None)) for chunk in model]
+        self._reducing = [(chunk, getattr(chunk, "force_all_reduce", _ABSENT)) for chunk in model]
+        self._step = vars(self._optimizer).get("step", _ABSENT) if self._optimizer is not None else _ABSENT
+        machine = _rerun_state_machine()
+        self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
+        megatron_timers.reset_if_running(self._timers, INTERVAL_TIMER)
+        self._running = megatron_timers.running(self._timers)
+        if self._installs:
+            clear_installed(model, *self._configs)
+        synchronize_interrupted(model, self._optimizer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if gc.isenabled() != self._collecting:
+            (gc.enable if self._collecting else gc.disable)()
+        if error is not None:
+            self._as_at_entry()
+            recover(self._model, error)
+        else:
+            self._warn_if_left_out()
+
+    def _as_at_entry(self) -> None:
+        for config, values in self._at_entry:
+            _restore(config, values)
+        for chunk, training in self._modes:
+            if training is not None and chunk.training != training:
+                chunk.train(training)
+        for chunk, reducing in self._reducing:
+            _restore(chunk, {"force_all_reduce": reducing})
+        if self._optimizer is not None and vars(self._optimizer).get("step", _ABSENT) is not self._step:
+            _restore(self._optimizer, {"step": self._step})
+        if self._rerun is not None:
+            machine, machine.state, machine.mode = self._rerun
+        megatron_timers.reset_new(self._timers, self._running, but=INTERVAL_TIMER)
+
+    def _warn_if_left_out(self) -> None:
+        for config, values in self._at_entry:
+            installed = values["no_sync_func"]
+            if installed not in (None, _ABSENT) and config.no_sync_func is None:
+                config.no_sync_func = installed
+                _log.warning(
+                    "no_sync_func was set at entry of a re-entrant train() that did not install it: gradients "
+                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does."
+                )
+
+
+def installs_sync_functions(function: Callable[..., Any]) -> bool:
+    """Does the function's own code handle ``no_sync_func``, as Megatron's ``train`` does?"""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and "no_sync_func" in code.co_names
+
+
+def _restore(target: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not _ABSENT:
+            setattr(target, name, value)
+        elif name in vars(target):
+            delattr(target, name)
+
+
+def _rerun_state_machine() -> Any:
+    # Looked up, not asked for: get_rerun_state_machine() would create one and log about it.
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+
+
+@overload
+def reentrant_train(target: Function) -> Function: ...
+@overload
+def reentrant_train(
+    target: Any, *, optimizer: Any = None, timers: Any = None, config: Any = None, installs: bool = True
+) -> TrainGuard: ...
+def reentrant_train(target: Any, **options: Any) -> Any:
+    """Make one's own training loop re-enterable, as decorator or context manager.
+
+    ::
+
+        @reentrant_train
+        def train(model, optimizer, data, ...):     # a parameter named ``model``; ``optimizer`` if there is one
+            ...
+
+        with reentrant_train(model, optimizer=optimizer):
+            ...
+
+    The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs it.
+    A decorated function that does not mention ``no_sync_func`` is taken to rely on one that is installed
+    already, which then stays.
+    With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
+    rank of the group must enter.
+
+    Args:
+        target: the function, or the list of model chunks (one chunk will do).
+        options: of :class:`TrainGuard`.
+
+    Raises:
+        MegatronRLPatchesError: the decorated function has no parameter named ``model``.
+    """
+    if not inspect.isroutine(target):
+        return TrainGuard(target, **options)
+    signature = inspect.signature(target)
+    if "model" not in signature.parameters:
+        raise MegatronRLPatchesError(
+            f"{target.__qualname__}{signature} has no parameter named 'model' (the list of model chunks); "
+            "use 'with reentrant_train(model):' inside it instead"
+        )
+
+    installs = installs_sync_functions(target)
+
+    @functools.wraps(target)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        with TrainGuard(bound["model"], optimizer=bound.get("optimizer"), installs=installs):
+            return target(*args, **kwargs)
+
+    return train

@@ -1,0 +1,86 @@
+"""``no_sync_func`` and its kin on the config: told apart by who put them there.
+
+Megatron's training loops assert ``config.no_sync_func is None`` before they install the ``no_sync`` of their
+own model chunks. The assertion protects a *custom* function from being overwritten; on the second call it
+fires on what the first call installed (THUDM/slime#1779, #1857).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .chunks import Model, config_of, distinct_configs, is_data_parallel
+
+#: Attribute of the config -> method of the chunk that hosts install there.
+METHODS = {
+    "no_sync_func": "no_sync",
+    "grad_sync_func": "start_grad_sync",
+    "param_sync_func": "start_param_sync",
+}
+
+
+def clear_installed(model: Model, *configs: Any) -> None:
+    """Make room for the host to install its functions afresh.
+
+    ``no_sync_func`` becomes ``None`` when it consists only of ``no_sync`` methods of data-parallel chunks, of
+    this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no host asserts, become
+    ``None`` when they belong to a former model. A foreign callable stays, and the host's assertion fires on it
+    as its authors intended.
+
+    Args:
+        model: the chunks about to be trained.
+        configs: configs to clear besides those of the chunks.
+    """
+    for config in _distinct(*configs, *distinct_configs(model)):
+        for attribute in METHODS:
+            owners = _owners(getattr(config, attribute, None), METHODS[attribute], model)
+            stale = owners and not all(_is_among(owner, model) for owner in owners)
+            if stale or (owners and attribute == "no_sync_func"):
+                setattr(config, attribute, None)
+
+
+def install_per_config(
+    install: Callable[[list[Any]], Any], model: Model
+) -> None:
+    """Run a host's installer that handles one chunk per config on chunks that share one.
+
+    verl's ``register_megatron_training_hooks`` loops over the chunks and asserts in the second round that the
+    shared config has no ``no_sync_func`` yet, which the first round has just installed
+    (verl-project/verl#7380). Called once per chunk, each call installs that chunk's method; the list that the
+    interleaved schedule expects is put together from them.
+    """
+    installed: list[dict[str, Any]] = []
+    for chunk in model:
+        config = config_of(chunk)
+        for attribute in METHODS:
+            if _owners(getattr(config, attribute, None), METHODS[attribute], model):
+                setattr(config, attribute, None)
+        install([chunk])
+        installed.append({attribute: getattr(config, attribute, None) for attribute in METHODS})
+    if len(model) == 1:
+        return
+    for config in distinct_configs(model):
+        for attribute in METHODS:
+            functions = [functions[attribute] for functions in installed if functions[attribute] is not None]
+            if len(functions) == len(model):
+                setattr(config, attribute, functions)
+
+
+def _owners(functions: Any, method: str, model: Model) -> list[Any]:
+    """The chunks whose method this is (or these are); empty when any of it is foreign."""
+    functions = functions if isinstance(functions, list | tuple) else [functions]
+    owners = [getattr(function, "__self__", None) for function in functions]
+    ours = all(
+        getattr(function, "__name__", None) == method and (_is_among(owner, model) or is_data_parallel(owner))
+        for function, owner in zip(functions, owners, strict=True)
+    )
+    return owners if ours else []
+
+
+def _is_among(chunk: Any, model: Sequence[Any]) -> bool:
+    return any(chunk is other for other in model)
+
+
+def _distinct(*configs: Any) -> list[Any]:
+    return list({id(config): config for config in configs if config is not None}.values())

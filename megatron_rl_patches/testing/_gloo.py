@@ -1,0 +1,67 @@
+"""``torch.distributed`` written for NCCL, running on gloo."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+from ._cuda_redirect import Replacement
+
+
+def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that creates process groups create gloo groups, whatever backend it is asked for."""
+
+    @functools.wraps(create)
+    def with_gloo(*args: Any, **kwargs: Any) -> Any:
+        # Both creators take the backend positionally as well: first, or third after ranks and timeout.
+        args = tuple("gloo" if isinstance(arg, str) and "nccl" in arg else arg for arg in args)
+        if "nccl" in (kwargs.get("backend") or ""):
+            kwargs["backend"] = "gloo"
+        for gpu_only in ("pg_options", "device_id"):
+            kwargs.pop(gpu_only, None)
+        return create(*args, **kwargs)
+
+    return with_gloo
+
+
+def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(barrier)
+    def on_cpu(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    return on_cpu
+
+
+def _sending_a_view(isend: Callable[..., Any]) -> Callable[..., Any]:
+    """Pipeline schedules free ``tensor.data`` right after an asynchronous send.
+
+    NCCL's stream keeps the memory alive until it is sent; gloo would send what has replaced it (NaN in
+    interleaved runs), unless it holds a view of its own.
+    """
+
+    @functools.wraps(isend)
+    def on_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return isend(tensor.detach(), *args, **kwargs)
+
+    return on_cpu
+
+
+def replacements() -> list[Replacement]:
+    """Everything of ``torch.distributed`` that is swapped while the redirect is on."""
+    adapters = {
+        "init_process_group": _on_gloo,
+        "new_group": _on_gloo,
+        "barrier": _without_device_ids,
+        "isend": _sending_a_view,
+    }
+    adapted = {name: adapt(getattr(distributed_c10d, name)) for name, adapt in adapters.items()}
+    # Both places: P2POp compares its operation with the defining module's by identity.
+    return [
+        Replacement(module, name, function)
+        for module in (torch.distributed, distributed_c10d)
+        for name, function in adapted.items()
+    ]

@@ -1,0 +1,168 @@
+"""Fresh environments with the package installed, and programs that run in them.
+
+`installed` is one environment per Python version found on this machine and per kind of install.  Each has
+wrapt and, in place of Megatron, a stand-in of a few lines on its path: the trigger and the engine need
+neither torch nor the real thing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = Path(__file__).with_name("stand_in")
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
+VARIABLES = re.compile("MEGATRON_RL_PATCHES|AUTOWRAPT|PYTHON|RAY_|COV_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+def run(command: list[str | Path], *, timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, text=True, capture_output=True, timeout=timeout, **options)
+
+
+def check_call(command: list[str | Path], **options: Any) -> str:
+    done = run(command, **options)
+    assert done.returncode == 0, f"{command} failed\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment; `run` starts its Python with exactly the variables of ours that are given."""
+
+    path: Path
+
+    @property
+    def python(self) -> Path:
+        return self.path / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.path.glob("lib/python*/site-packages")
+        return found
+
+    def pip(self, command: str, *arguments: str | Path, **options: Any) -> str:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python]
+        return check_call([*pip, command, *arguments], timeout=600, **options)
+
+    def run(
+        self, *arguments: str | Path, variables: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
+        return run([self.python, *arguments], env=inherited | dict(variables or {}), **options)
+
+    def program(self, code: str, *options: str, value: str | None = "1", **variables: str) -> dict[str, Any]:
+        """Run `code` with `MEGATRON_RL_PATCHES=value`; what it returned by `print(json.dumps(...))`.
+
+        The process must succeed and say nothing on stderr.
+        """
+        if value is not None:
+            variables["MEGATRON_RL_PATCHES"] = value
+        done = self.run(*options, "-c", code, variables=variables)
+        assert (done.returncode, _without_summary(done.stderr)) == (0, ""), done
+        return json.loads(done.stdout)
+
+
+def _without_summary(stderr: str) -> str:
+    """The engine says once per process what it did; that is not a complaint."""
+    return "\n".join(line for line in stderr.splitlines() if not line.startswith("megatron_rl_patches: applied"))
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    sdist: Path
+    wheel: Path
+    tree: Path
+    """The unpacked sdist: what editable installs are made of, so that it is known to be complete."""
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """The sdist of this working tree, and the wheel made from that sdist."""
+    folder = tmp_path_factory.mktemp("artifacts")
+    check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], timeout=300)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return Artifacts(sdist, wheel, folder / sdist.name.removesuffix(".tar.gz"))
+
+
+MakeEnvironment = Callable[..., Environment]
+
+
+@pytest.fixture(scope="session")
+def make_environment(tmp_path_factory: pytest.TempPathFactory) -> MakeEnvironment:
+    """An empty environment (no pip in it) that sees the stand-in for Megatron."""
+
+    def make(name: str, version: str = CURRENT) -> Environment:
+        environment = Environment(tmp_path_factory.mktemp(name) / "venv")
+        check_call([interpreter(version), "-m", "venv", "--without-pip", environment.path])
+        (environment.site_packages / "stand_in.pth").write_text(f"{STAND_IN}\n")
+        return environment
+
+    return make
+
+
+def interpreter(version: str) -> str:
+    """The base interpreter of that version; skips the test if this machine has none."""
+    if version == CURRENT:
+        return getattr(sys, "_base_executable", sys.executable)
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for candidate in (shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python")):
+        # A pyenv shim is on PATH for each version installed, whether or not it is switched on.
+        if candidate and run([candidate, "-c", "import venv"]).returncode == 0:
+            return str(candidate)
+    pytest.skip(f"no Python {version} on this machine")
+
+
+@pytest.fixture(scope="session", params=[f"{version}-{kind}" for version in VERSIONS for kind in ("wheel", "editable")])
+def installed(
+    request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: MakeEnvironment
+) -> Iterator[Environment]:
+    version, kind = request.param.split("-")
+    environment = make_environment(f"{kind}-{version}", version)
+    source = [artifacts.wheel] if kind == "wheel" else ["--editable", artifacts.tree]
+    environment.pip("install", "--quiet", "wrapt>=1.16,<3")
+    environment.pip("install", "--quiet", "--no-deps", *source)
+    yield environment
+    shutil.rmtree(environment.path)
+
+
+@pytest.fixture
+def disposable(
+    artifacts: Artifacts, make_environment: MakeEnvironment, request: pytest.FixtureRequest
+) -> Iterator[Environment]:
+    """The wheel in an environment of this Python that the test may damage; without wrapt."""
+    environment = make_environment("disposable")
+    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    yield environment
+    shutil.rmtree(environment.path)
+
+
+@pytest.fixture(scope="session")
+def with_torch(artifacts: Artifacts, make_environment: MakeEnvironment) -> Environment:
+    """The wheel in an environment that sees all packages of the one that runs the tests, torch for one."""
+    environment = make_environment("with-torch")
+    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    # Ours come first: the environment that runs the tests holds this package too, as an editable install.
+    packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (environment.site_packages / "zz_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")
+    return environment

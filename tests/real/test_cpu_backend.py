@@ -1,0 +1,271 @@
+"""cpu_backend: real megatron-core trains on gloo in every layout, and everything is undone on exit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+
+STEPS, MICROBATCHES = 6, 4
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tp": 2},
+    "tp2_sequence_parallel": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+}
+
+
+def train_on_this_rank(layouts: dict[str, dict[str, Any]], precisions: tuple[bool, ...] = (False,)) -> Any:
+    """Losses, checksum and counted overlap of each layout and precision, overlapped and not."""
+    with cpu_backend():
+        from tests.real import tiny_gpt
+
+        def run(layout: dict[str, Any], bf16: bool, overlap: bool) -> tuple[list[float], str, Any]:
+            options = tiny_gpt.Options(
+                tiny_gpt.Parallelism(**layout),
+                overlap_grad_reduce=overlap,
+                overlap_param_gather=overlap,
+                bf16=bf16,
+            )
+            model, optimizer = tiny_gpt.build(options)
+            with tiny_gpt.counting_overlap() as counts:
+                data = tiny_gpt.data_iterators(options)
+                losses = tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * STEPS, options)
+            return losses, tiny_gpt.checksum(model, optimizer), vars(counts)
+
+        return {
+            (name, bf16): [run(layout, bf16, overlap) for overlap in (True, False)]
+            for name, layout in layouts.items()
+            for bf16 in precisions
+        }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Any:
+    return spawn_ranks(train_on_this_rank, 2, LAYOUTS, timeout=120)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks(layout: str, two_ranks: Any) -> None:
+    for rank in two_ranks:
+        (losses, _, counts), (plain_losses, _, plain_counts) = rank[layout, False]
+        assert all(map(math.isfinite, losses))
+        assert losses[-1] < losses[0] - 0.3
+        # Reductions of another bucketing add up in another order.
+        assert losses == pytest.approx(plain_losses, rel=1e-4)
+        assert not any(plain_counts.values())
+        # The first step of a call runs without hooks, as upstream has it.
+        assert counts["param_gathers"] >= STEPS - 1
+        assert counts["grad_reduces"] + counts["scheduled_grad_reduces"] >= STEPS - 1
+    assert two_ranks[0][layout, False][0][0] == two_ranks[1][layout, False][0][0]
+
+
+def test_context_parallel_ranks_see_what_one_rank_would(two_ranks: Any, one_rank: Any) -> None:
+    assert two_ranks[0]["cp2", False][0][0] == pytest.approx(one_rank["dp1", False][0][0], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    [outcomes] = spawn_ranks(train_on_this_rank, 1, {"dp1": {}}, (False, True), timeout=90)
+    return outcomes
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_one_rank_overlapped_and_plain_agree_bit_for_bit(bf16: bool, one_rank: Any) -> None:
+    (losses, checksum, counts), (plain_losses, plain_checksum, _) = one_rank["dp1", bf16]
+    assert (losses, checksum) == (plain_losses, plain_checksum)
+    assert losses[-1] < losses[0] - 0.3
+    assert counts["param_gathers"] and counts["grad_reduces"]
+
+
+def train_late_and_twice() -> None:
+    """On a rank: the backend entered after Megatron was imported, left, and entered again."""
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
+
+    runs = [train_on_this_rank({"dp": {}})["dp", False][0] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_megatron_may_be_imported_before() -> None:
+    spawn_ranks(train_late_and_twice, 2, timeout=90)
+
+
+def exercise_collectives() -> None:
+    """On a rank: calls that only NCCL takes as they are."""
+    import torch
+    import torch.distributed as dist
+
+    with cpu_backend():
+        group = dist.new_group([0, 1], backend="nccl", pg_options=object())
+        assert dist.get_backend(group) == "gloo"
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+
+        rank = dist.get_rank()
+        sent = [1, 2] if rank == 0 else [3, 4]
+        received = [1, 3] if rank == 0 else [2, 4]
+        output = torch.empty(sum(received), device="cuda")
+        dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent, group=group)
+        assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+
+        # What a pipeline schedule does: the data is freed while the message is on its way.
+        if rank == 0:
+            message = torch.full((1 << 20,), 7.0)
+            [request] = dist.batch_isend_irecv([dist.P2POp(dist.isend, message, 1)])
+            message.data = torch.empty(1)
+        else:
+            message = torch.empty(1 << 20)
+            [request] = dist.batch_isend_irecv([dist.P2POp(dist.irecv, message, 0)])
+        request.wait()
+        assert rank == 0 or bool((message == 7.0).all())
+        dist.barrier()
+
+
+def test_collectives_written_for_nccl() -> None:
+    spawn_ranks(exercise_collectives, 2, timeout=60)
+
+
+def _snapshot() -> dict[tuple[str, str], tuple[object, bool]]:
+    """Every attribute of every namespace that the backend touches: the object, and whether it is its own."""
+    import torch
+    import torch.distributed
+    from torch.distributed import distributed_c10d
+
+    owners = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.nn.Module]
+    owners += [torch.autograd.Variable, torch.distributed, distributed_c10d]
+    return {
+        (repr(owner), name): (vars(owner).get(name, getattr(owner, name, None)), name in vars(owner))
+        for owner in owners
+        for name in {*dir(owner), "_execution_engine"}
+        if name not in ("__dict__", "__weakref__", "__annotations__") and not name.startswith("__")
+    }
+
+
+def _differences(before: Any, after: Any) -> list[tuple[str, str]]:
+    names = [name for name in before if name not in after]
+    return names + [
+        name
+        for name, (value, own) in after.items()
+        if name not in before or before[name][1] != own or (own and before[name][0] is not value)
+    ]
+
+
+@pytest.mark.parametrize("body_raises", [False, True])
+def test_everything_is_undone(body_raises: bool) -> None:
+    import torch
+
+    before = _snapshot()
+    modes = torch._C._len_torch_function_stack()
+    try:
+        with cpu_backend(), cpu_backend():
+            assert len(_differences(before, _snapshot())) > 50
+            if body_raises:
+                raise LookupError
+    except LookupError:
+        pass
+    assert _differences(before, _snapshot()) == []
+    assert torch._C._len_torch_function_stack() == modes
+
+
+def test_nesting_ends_with_the_outermost() -> None:
+    import torch
+
+    available = torch.cuda.is_available
+    with cpu_backend():
+        with cpu_backend():
+            pass
+        assert torch.ones(1, device="cuda").device.type == "cpu"
+        assert torch.cuda.is_available()
+    assert torch.cuda.is_available is available
+
+
+def test_what_names_the_gpu_goes_to_the_cpu() -> None:
+    import torch
+
+    with cpu_backend():
+        device = torch.cuda.current_device()
+        tensors = [
+            torch.empty(2, device=device),
+            torch.tensor([1.0], device="cuda"),
+            torch.zeros(2, device=torch.device("cuda", 0), pin_memory=True),
+            torch.ones(2).to("cuda:0"),
+            torch.ones(2).to(device, torch.float64),
+            torch.ones(2).to(device="cuda"),
+            torch.ones(2).cuda(non_blocking=True).pin_memory(),
+            torch.nn.Linear(2, 2).cuda().to("cuda").weight,
+            torch.cuda.FloatTensor([1.0]),
+            torch.empty_like(torch.ones(2), device="cuda"),
+        ]
+        assert {tensor.device.type for tensor in tensors} == {"cpu"}
+        assert torch.ones(1, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+        assert torch.ones(1).type("torch.cuda.HalfTensor").dtype is torch.float16
+        assert torch.compile(len) is len
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.nvtx.range("nothing"):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            end.record(torch.cuda.current_stream())
+            torch.cuda.synchronize()
+        assert start.elapsed_time(end) >= 0
+        assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
+
+
+def test_the_generators_are_one() -> None:
+    import torch
+
+    with cpu_backend():
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        drawn = torch.rand(4, device="cuda")
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(drawn, torch.rand(4))
+
+
+def test_the_redirect_holds_in_backward() -> None:
+    import torch
+
+    class AsksForCuda(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] + torch.zeros(1, device=torch.cuda.current_device())
+
+    value = torch.ones(1, requires_grad=True)
+    with cpu_backend():
+        AsksForCuda.apply(value).backward()
+        (grad,) = torch.autograd.grad(AsksForCuda.apply(value), value)
+    assert value.grad is not None and value.grad.item() == grad.item() == 1.0
+
+
+def test_other_threads_may_enter_and_leave_first() -> None:
+    import torch
+
+    seen: list[str] = []
+
+    def in_a_thread() -> None:
+        with cpu_backend():
+            seen.append(torch.ones(1, device="cuda").device.type)
+
+    with cpu_backend():
+        thread = threading.Thread(target=in_a_thread)
+        thread.start()
+        thread.join()
+        assert torch.cuda.is_initialized()
+        assert torch.ones(1, device="cuda").device.type == "cpu"
+    assert seen == ["cpu"]
+
+
+def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
+    code = "import sys, megatron_rl_patches.testing; assert not {'torch', 'megatron', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

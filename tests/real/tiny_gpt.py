@@ -1,0 +1,400 @@
+"""A tiny GPT on real megatron-core, and an ordinary Megatron training loop for it.
+
+:func:`build` gives model chunks in real ``DistributedDataParallel`` with the real distributed optimizer;
+:func:`train` has the shape that Megatron-LM's and slime's ``train`` share, upstream assertions included.
+Call both inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialised.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import get_model_config
+
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS, HEADS = 32, 16, 2, 32, 4, 4
+# Parameters per bucket: small enough for several buckets per chunk.
+BUCKET = 16_000
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Sizes of the parallel groups; what is left of the world is data parallel."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a host would have in its ``args``."""
+
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    align_grad_reduce: bool = True
+    align_param_gather: bool = False
+    use_distributed_optimizer: bool = True
+    bf16: bool = False
+    lr: float = 5e-3
+    seed: int = 1234
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def overlaps_param_gather(self) -> bool:
+        return self.use_distributed_optimizer and self.overlap_param_gather
+
+
+class GatheredAttention(torch.nn.Module):
+    """Causal attention for context parallelism: keys and values are gathered, queries stay where they are.
+
+    Megatron's local core attention refuses context parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        group = parallel_state.get_context_parallel_group()
+        q_bhsd, k_bhtd, v_bhtd = (
+            tensor.permute(1, 2, 0, 3)
+            for tensor in (
+                query,
+                gather_from_sequence_parallel_region(key, group=group),
+                gather_from_sequence_parallel_region(value, group=group),
+            )
+        )
+        positions_t = torch.cat([_positions(rank, group.size()) for rank in range(group.size())])
+        mask_st = _positions(group.rank(), group.size())[:, None] >= positions_t[None, :]
+        context = torch.nn.functional.scaled_dot_product_attention(q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """Layer norm whose parameters are marked for sequence parallelism; Megatron's torch norm refuses it."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
+    """Initialise Megatron's process groups over the whole world; return model chunks and optimizer."""
+    sizes = options.parallelism
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        sizes.tp, sizes.pp, sizes.vpp, context_parallel_size=sizes.cp, create_gloo_process_groups=False
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
+    config = _transformer_config(options)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=options.overlap_grad_reduce,
+        overlap_param_gather=options.overlap_param_gather,
+        align_param_gather=options.align_param_gather,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        check_for_nan_in_grad=True,
+        bucket_size=BUCKET,
+    )
+    stages = [None] if sizes.vpp is None else list(range(sizes.vpp))
+    chunks = [_chunk(config, sizes, stage) for stage in stages]
+    if options.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
+    model = [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for chunk in model:
+        chunk.broadcast_params()
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        bf16=options.bf16,
+        params_dtype=options.dtype,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        overlap_param_gather=options.overlap_param_gather,
+    )
+    return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+
+
+def _transformer_config(options: Options) -> TransformerConfig:
+    sizes = options.parallelism
+    interleaved = sizes.vpp is not None
+    return TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vpp,
+        context_parallel_size=sizes.cp,
+        sequence_parallel=sizes.sequence_parallel,
+        bf16=options.bf16,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+    )
+
+
+def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> GPTModel:
+    layer = get_gpt_layer_local_spec()
+    if sizes.cp > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    layers_here = LAYERS // (sizes.pp * (sizes.vpp or 1))
+    return GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=SequenceParallelNorm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+        vp_stage=stage,
+    )
+
+
+def _positions(rank: int, size: int) -> torch.Tensor:
+    """Positions that a context-parallel rank holds: its piece from either end of the sequence."""
+    if size == 1:
+        return torch.arange(SEQUENCE)
+    pieces = torch.arange(SEQUENCE).chunk(2 * size)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+
+
+class SyntheticData:
+    """An endless stream of batches for this rank: the next token is a fixed function of the last.
+
+    Sample ``i`` of the stream is the same on any layout, so runs on different layouts see the same data.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._microbatch = 0
+
+    def __iter__(self) -> SyntheticData:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        replicas = parallel_state.get_data_parallel_world_size()
+        number = self._microbatch * replicas + parallel_state.get_data_parallel_rank()
+        self._microbatch += 1
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
+        token_b = torch.randint(VOCABULARY, (BATCH,), generator=generator)
+        sequence = [token_b]
+        for _ in range(SEQUENCE):
+            sequence.append((5 * sequence[-1] + 3) % VOCABULARY)
+        tokens_bs = torch.stack(sequence, dim=1)
+        positions_s = _positions(
+            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        )
+        return {
+            "tokens": tokens_bs[:, positions_s],
+            "labels": tokens_bs[:, positions_s + 1],
+            "position_ids": positions_s.expand(BATCH, -1),
+        }
+
+
+def data_iterators(options: Options, seed: int = 0) -> list[SyntheticData]:
+    """One iterator per model chunk, all over the same stream."""
+    return [SyntheticData(seed) for _ in range(options.parallelism.vpp or 1)]
+
+
+def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
+    """Megatron's ``forward_step_func``: output of one microbatch and the function for its loss."""
+    batch = next(data_iterator)
+    # True is what must not be seen.
+    mask_ss = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    output = model(batch["tokens"], batch["position_ids"], mask_ss, labels=batch["labels"])
+    return output, partial(_loss)
+
+
+def _loss(losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses_bs.float().mean()
+    # The schedule multiplies by the context-parallel size, as it expects a share of the sequence's mean.
+    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach()}
+
+
+def train(
+    model: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    data_iterator: Sequence[Iterator[dict[str, torch.Tensor]]],
+    num_microbatches: Sequence[int],
+    options: Options,
+) -> list[float]:
+    """Train one step per entry of ``num_microbatches``; return the loss of each, the same on every rank.
+
+    An ordinary Megatron-core loop: like those of Megatron-LM and slime, it works once per process.
+    """
+    for chunk in model:
+        chunk.train()
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
+    if isinstance(model[0], DistributedDataParallel) and options.overlap_grad_reduce:
+        assert config.no_sync_func is None, (
+            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+            "a custom no_sync_func is not supported when overlapping grad-reduce"
+        )
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+        if options.align_grad_reduce:
+            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
+    if options.overlap_param_gather and options.align_param_gather:
+        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
+    config.finalize_model_grads_func = finalize_model_grads
+
+    pre_hook_enabled = False
+    param_sync_func = None
+    if options.overlaps_param_gather:
+        # The first step shows errors of loading or initialisation before a gather can spread them.
+        disable_forward_pre_hook(model, param_sync=False)
+        param_sync_func = config.param_sync_func
+        config.param_sync_func = None
+
+    losses = []
+    for step, microbatches in enumerate(num_microbatches):
+        losses.append(train_step(model, optimizer, data_iterator, microbatches))
+        if step == 0 and options.overlaps_param_gather:
+            enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hook_enabled = True
+    if pre_hook_enabled:
+        disable_forward_pre_hook(model)
+    return losses
+
+
+def train_step(
+    model: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    data_iterator: Sequence[Iterator[dict[str, torch.Tensor]]],
+    num_microbatches: int,
+) -> float:
+    """One optimizer step; return the mean loss over microbatches and replicas."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=list(data_iterator),
+        model=list(model),
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    succeeded, _, _ = optimizer.step()
+    assert succeeded
+    # Only the last pipeline stage has a loss.
+    total_and_count = torch.tensor([sum(float(report["loss"]) for report in reports), float(len(reports))])
+    torch.distributed.all_reduce(total_and_count)
+    return (total_and_count[0] / total_and_count[1]).item()
+
+
+def enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:
+    for chunk in model:
+        chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model: Sequence[DistributedDataParallel], param_sync: bool = True) -> None:
+    for chunk in model:
+        chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def checksum(model: Sequence[torch.nn.Module], optimizer: Any) -> str:
+    """A hash of every bit of this rank's parameters and of its shard of the optimizer's own copies."""
+    digest = hashlib.sha256()
+    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for tensor in [parameter for chunk in model for parameter in chunk.parameters()] + masters:
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass
+class Overlap:
+    """Collectives that bucket groups dispatched while computing, by who asked for them."""
+
+    param_gathers: int = 0  # by forward pre-hooks
+    grad_reduces: int = 0  # by backward hooks
+    scheduled_grad_reduces: int = 0  # by a pipeline schedule, through ``config.grad_sync_func``
+
+
+@contextmanager
+def counting_overlap() -> Iterator[Overlap]:
+    """Count the collectives that overlap with computation.
+
+    A bucket group's ``finish_param_sync`` is called by nothing but the forward pre-hook, its
+    ``register_grad_ready`` by nothing but the backward hook (which dispatches in the last microbatch only),
+    and the model chunk's ``start_grad_sync`` by nothing but a schedule.
+    """
+    overlap = Overlap()
+    group, chunk = _ParamAndGradBucketGroup, DistributedDataParallel
+    with (
+        _counting((group, "start_param_sync"), (group, "finish_param_sync"), overlap, "param_gathers"),
+        _counting((group, "start_grad_sync"), (group, "register_grad_ready"), overlap, "grad_reduces"),
+        _counting((group, "start_grad_sync"), (chunk, "start_grad_sync"), overlap, "scheduled_grad_reduces"),
+    ):
+        yield overlap
+
+
+@contextmanager
+def _counting(
+    method: tuple[type, str], caller: tuple[type, str], overlap: Overlap, field_name: str
+) -> Iterator[None]:
+    """Add the calls of ``method`` that are made by ``caller`` to a field of ``overlap``."""
+    call_method, call_caller = getattr(*method), getattr(*caller)
+    inside = False
+
+    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        inside = True
+        try:
+            return call_caller(self, *args, **kwargs)
+        finally:
+            inside = False
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if inside:
+            setattr(overlap, field_name, getattr(overlap, field_name) + 1)
+        return call_method(self, *args, **kwargs)
+
+    with mock.patch.object(*caller, within), mock.patch.object(*method, counted):
+        yield

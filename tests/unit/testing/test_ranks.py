@@ -1,0 +1,131 @@
+"""spawn_ranks: results, failures, hangs, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_patches import MegatronRLPatchesError
+from megatron_rl_patches.testing import RanksFailed, spawn_ranks
+
+
+def sum_of_ranks(offset: int, *, scale: int = 1) -> tuple[int, dict[str, str]]:
+    import torch
+    import torch.distributed
+
+    total = torch.tensor(scale * torch.distributed.get_rank() + offset)
+    torch.distributed.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "INHERITED", "GIVEN")
+    assert torch.get_num_threads() == 1
+    return int(total), {name: os.environ[name] for name in names}
+
+
+def rendezvous_again() -> int:
+    import torch.distributed
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_world_size()
+
+
+def one_rank_raises() -> None:
+    import torch
+    import torch.distributed
+
+    if torch.distributed.get_rank() == 1:
+        raise LookupError("the root cause")
+    torch.distributed.all_reduce(torch.zeros(1))
+
+
+def one_rank_is_stuck() -> None:
+    import torch.distributed
+
+    if torch.distributed.get_rank() == 1:
+        waiting_for_godot()
+
+
+def waiting_for_godot() -> None:
+    time.sleep(600)
+
+
+def die_silently() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def unpicklable_result() -> object:
+    return lambda: None
+
+
+def stuck_with_a_child(pid_file: str) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(pid_file).write_text(f"{os.getpid()} {child.pid}")
+    waiting_for_godot()
+
+
+def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INHERITED", "yes")
+    results = spawn_ranks(sum_of_ranks, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=60)
+    assert [total for total, _ in results] == [22, 22]
+    assert [variables["RANK"] for _, variables in results] == ["0", "1"]
+    assert results[1][1] == {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "INHERITED": "yes",
+        "GIVEN": "too",
+    }
+    assert "RANK" not in os.environ
+
+
+def test_a_rank_may_initialise_torch_distributed_itself() -> None:
+    assert spawn_ranks(rendezvous_again, 2, timeout=60) == [2, 2]
+
+
+def test_the_root_cause_comes_first() -> None:
+    with pytest.raises(RanksFailed, match="rank 1 failed") as error:
+        spawn_ranks(one_rank_raises, 2, timeout=60)
+    assert isinstance(error.value, MegatronRLPatchesError)
+    assert error.value.ranks[0] == 1
+    message = str(error.value)
+    first_traceback = message.split("--- rank ")[1]
+    assert "LookupError: the root cause" in first_traceback and "in one_rank_raises" in first_traceback
+
+
+def test_a_timeout_tells_where_the_rank_hangs() -> None:
+    with pytest.raises(RanksFailed, match=r"no result after 8 s; still running: rank 1") as error:
+        spawn_ranks(one_rank_is_stuck, 2, timeout=8)
+    assert "in waiting_for_godot" in str(error.value)
+    assert error.value.ranks == ()
+
+
+def test_a_crash_is_reported_with_its_stack() -> None:
+    with pytest.raises(RanksFailed, match="Segmentation fault") as error:
+        spawn_ranks(die_silently, 1, timeout=60)
+    assert "in die_silently" in str(error.value)
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
+    with pytest.raises(RanksFailed, match="pickle"):
+        spawn_ranks(unpicklable_result, 1, timeout=60)
+
+
+def test_no_process_outlives_the_call(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
+    with pytest.raises(RanksFailed):
+        spawn_ranks(stuck_with_a_child, 1, str(pid_file), timeout=8)
+    time.sleep(0.2)
+    for pid in map(int, pid_file.read_text().split()):
+        assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+    ).stdout.strip()
+    return bool(state) and not state.startswith("Z")
