@@ -6,7 +6,8 @@ imported here at module level, and neither wrapt nor the package itself before a
 """
 
 _ROOTS = ("megatron", "slime", "miles", "verl", "nemo_rl")
-_OFF = frozenset(("", "0", "false", "off", "no", "none"))
+_ON = ("1", "true", "on", "yes")
+_OFF = ("", "0", "false", "off", "no", "none")
 _PATIENCE_SECONDS = 60.0
 
 
@@ -15,14 +16,15 @@ def main() -> None:
     try:
         import sys
 
-        if _is_on("MEGATRON_RL_PATCHES") and not any(isinstance(f, _Trigger) for f in sys.meta_path):
-            sys.meta_path.insert(0, _Trigger(_roots()))
+        if _value("MEGATRON_RL_PATCHES") in _OFF or any(isinstance(f, _Trigger) for f in sys.meta_path):
+            return
+        sys.meta_path.insert(0, _Trigger(_roots()))
     except Exception as error:
         _complain(error)
 
 
 class _Trigger:
-    """A finder that finds nothing by itself: the first look-up of a host activates the patches."""
+    """A finder that finds what the others find, and has the first host loaded by `_Loader`."""
 
     def __init__(self, roots: frozenset[str]) -> None:
         from _thread import RLock
@@ -31,17 +33,33 @@ class _Trigger:
         self._lock = RLock()
         self._activating = False
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> object:
-        if fullname.partition(".")[0] not in self._roots:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] not in self._roots or target is not None:
             return None
-        # A second thread waits here until the hooks are in place.  Not for ever: it may hold the import
-        # lock of a module that the activation needs; hooks that come late still fire.
-        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
-            return None
+        spec = self.ask_others(fullname, path)
+        # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
+        if hasattr(getattr(spec, "loader", None), "exec_module"):
+            spec.loader = _Loader(spec.loader, path, self)
+        return spec
+
+    def ask_others(self, fullname, path):
+        import sys
+
+        for finder in tuple(sys.meta_path):
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec = find_spec and find_spec(fullname, path, None)
+            if spec is not None:
+                return spec
+        return None
+
+    def fire(self) -> None:
+        """Activate once.  Raises, and stays armed, only if that fails and strict mode is on."""
+        # A second thread waits until the hooks are in place.  Not for ever: it may hold the import lock
+        # of a module that the activation needs; hooks that come late still fire.
+        if not self._roots or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return
         try:
-            if self._activating:  # the activation itself imports a host
-                return None
-            if self._roots:
+            if self._roots and not self._activating:  # the activation itself may import a host
                 self._activating = True
                 try:
                     _activate()
@@ -52,11 +70,33 @@ class _Trigger:
                 self._roots = frozenset()
         finally:
             self._lock.release()
-        # The import system has passed the place where wrapt just put its finder; ask all of them again,
-        # so that a hook on this very module fires too.
-        from importlib.util import find_spec
 
-        return find_spec(fullname)
+
+class _Loader:
+    """Fires the trigger, then hands over to the real loader.
+
+    Not done in `find_spec`, which runs under the global import lock: if another thread were half way
+    through a module that the activation imports, the two would wait for each other.  It also leaves those
+    alone who only look whether a host is installed.
+    """
+
+    def __init__(self, loader, path, trigger):
+        self._loader, self._path, self._trigger = loader, path, trigger
+
+    def create_module(self, spec):
+        self._trigger.fire()
+        # wrapt's finder is there only now; with its loader a hook on this very module fires too.
+        found = self._trigger.ask_others(spec.name, self._path)
+        self._loader = getattr(found, "loader", None) or self._loader
+        if spec.loader is self:
+            spec.loader = self._loader
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
 
 
 def _activate() -> None:
@@ -65,7 +105,7 @@ def _activate() -> None:
 
         activate_from_environment()
     except Exception as error:
-        if not _is_on("MEGATRON_RL_PATCHES_STRICT"):
+        if _value("MEGATRON_RL_PATCHES_STRICT") not in _ON:
             _complain(error)
         elif isinstance(error, ImportError):  # which hosts swallow where they make each other optional
             raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
@@ -73,10 +113,10 @@ def _activate() -> None:
             raise
 
 
-def _is_on(variable: str) -> bool:
+def _value(variable: str) -> str:
     import os
 
-    return os.environ.get(variable, "").strip().lower() not in _OFF
+    return os.environ.get(variable, "").strip().lower()
 
 
 def _roots() -> frozenset[str]:
@@ -89,12 +129,11 @@ def _roots() -> frozenset[str]:
 
 def _complain(error: Exception) -> None:
     import sys
+    from contextlib import suppress
 
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    try:
+    with suppress(Exception):  # no stderr, or a closed one: nobody to tell
         sys.stderr.write(
             f"megatron_rl_patches: not activated, going on without: {reason} "
             "(MEGATRON_RL_PATCHES_STRICT=1 makes this an error)\n"
         )
-    except Exception:
-        pass  # no stderr, or a closed one: nobody to tell

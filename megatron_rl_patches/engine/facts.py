@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -58,7 +57,8 @@ class Facts:
 
     def with_live(self, module: ModuleType, qualname: str) -> Facts:
         """These facts and those of the imported module's object."""
-        original = bottom_layer(inspect.getattr_static(*resolve(module, qualname)))
+        owner, name = resolve(module, qualname)
+        original = bottom_layer(vars(owner)[name])
         code = getattr(original, "__code__", None)
         file = getattr(module, "__file__", None)
         foreign = code is not None and file is not None and code.co_filename != file
@@ -86,16 +86,17 @@ def from_source(module: str, qualname: str, text: str) -> Facts:
 
 
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
-    """The object that holds the target, and the target's name in it.
+    """The module or class that defines the target, and the target's name in it.
 
     Raises:
-        AttributeError: some part of the name is not there.
+        AttributeError: some part of the name is not there, or is inherited.
     """
     *owners, name = qualname.split(".")
     owner: Any = module
     for part in owners:
         owner = getattr(owner, part)
-    getattr(owner, name)
+    if name not in vars(owner):
+        raise AttributeError(f"{owner!r} does not define {name!r}")
     return owner, name
 
 

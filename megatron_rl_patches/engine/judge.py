@@ -73,7 +73,15 @@ def judge_from_source(sites: tuple[Site, ...], source: Source) -> dict[Site, Ver
 
     They take effect together or not at all: a fault in one holds back all that fit.
     """
-    return hold_back({site: judge(site, facts_from(source, site)) for site in sites})
+    return hold_back({site: _judge_from_source(site, source) for site in sites})
+
+
+def _judge_from_source(site: Site, source: Source) -> Verdict:
+    try:
+        facts = facts_from(source, site)
+    except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
+        return Verdict("failed", f"{site.module} cannot be parsed: {error}")
+    return judge(site, facts)
 
 
 def hold_back(verdicts: dict[Site, Verdict]) -> dict[Site, Verdict]:

@@ -29,7 +29,8 @@ class Layer(wrapt.FunctionWrapper):  # type: ignore[misc]
     """One adapter around one target.
 
     ``switch(False)`` makes it inert wherever copies of it may live. It pickles by name, as the function
-    that it wraps does, so a process without the patch gets the plain function.
+    that it wraps does, so a process without the patch gets the plain function. ``torch.compile`` looks through
+    it: a compiled caller inlines the original, so no site may be a function that a host compiles.
     """
 
     __bound_function_wrapper__ = _BoundLayer

@@ -6,11 +6,11 @@ import importlib.util
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
-from typing import Protocol
+from importlib.machinery import ModuleSpec
+from pathlib import Path, PurePosixPath
+from typing import Protocol, cast
 
 from ..errors import MegatronRLPatchesError
 
@@ -20,7 +20,8 @@ class Source(Protocol):
 
     name: str
 
-    def has_package(self, package: str) -> bool: ...
+    def has_package(self, package: str) -> bool:
+        """Whether the package is there. A bare folder is not one: any checkout would be."""
 
     def read(self, module: str) -> str | None:
         """The module's source text, ``None`` when there is no such module."""
@@ -32,7 +33,12 @@ class Environment:
     name = "this environment"
 
     def has_package(self, package: str) -> bool:
-        return _find_spec(package) is not None
+        return self.file_of(package) is not None
+
+    def file_of(self, module: str) -> str | None:
+        """The file that ``import`` would execute."""
+        spec = _find_spec(module)
+        return spec.origin if spec is not None and spec.has_location else None
 
     def read(self, module: str) -> str | None:
         spec = _find_spec(module)
@@ -43,14 +49,24 @@ class Environment:
 def _find_spec(module: str) -> ModuleSpec | None:
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.
     root, *rest = module.split(".")
-    spec = _spec_of_loaded(root) or importlib.util.find_spec(root)
+    spec = _spec_of_loaded(root) or _search(root, None)
     name = root
     for part in rest:
         if spec is None or spec.submodule_search_locations is None:
             return None
         name = f"{name}.{part}"
-        spec = _spec_of_loaded(name) or PathFinder.find_spec(name, spec.submodule_search_locations)
+        spec = _spec_of_loaded(name) or _search(name, spec.submodule_search_locations)
     return spec
+
+
+def _search(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+    for finder in list(sys.meta_path):
+        # Finders that run import hooks (wrapt's, our own) are instances; asking one of those may import the
+        # parents. PathFinder, and the finders of editable installs, are classes.
+        find_spec = getattr(finder, "find_spec", None) if isinstance(finder, type) else None
+        if find_spec is not None and (spec := find_spec(name, path)) is not None:
+            return cast(ModuleSpec, spec)
+    return None
 
 
 def _spec_of_loaded(name: str) -> ModuleSpec | None:
@@ -58,97 +74,164 @@ def _spec_of_loaded(name: str) -> ModuleSpec | None:
 
 
 class _Files:
-    """Modules found by the end of their path, so that ``src/`` and vendored layouts need no options."""
+    """Import, acted out on a list of files.
+
+    Every folder that is not inside a package counts as a place to import from, the shallowest first, so that
+    ``src/`` and vendored layouts (``slime/slime/...``) need no options.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    @cached_property
-    def _paths(self) -> dict[str, str]:
-        """Dotted suffixes are looked up by their last part; the shallowest path wins."""
-        by_length = sorted(self._list(), key=lambda path: (path.count("/"), path))
-        return {path: path for path in by_length if path.endswith(".py")}
+        self._texts: dict[str, str] = {}
 
     def has_package(self, package: str) -> bool:
-        stem = package.replace(".", "/")
-        return any(f"/{path}".find(f"/{stem}/") >= 0 for path in self._paths)
+        return self._find(package) is not None
 
     def read(self, module: str) -> str | None:
-        stem = module.replace(".", "/")
-        for path in self._paths:
-            if f"/{path}".endswith((f"/{stem}.py", f"/{stem}/__init__.py")):
-                return self._text(path)
-        return None
+        file = self._find(module)
+        if file is None:
+            return None
+        if file not in self._texts:
+            self._texts[file] = importlib.util.decode_source(self._bytes(file))
+        return self._texts[file]
+
+    def _find(self, module: str) -> str | None:
+        """The file that ``import module`` would execute."""
+        places = self._places
+        file = None
+        for part in module.split("."):
+            file, places = self._step(part, places)
+        return file
+
+    def _step(self, name: str, places: list[str]) -> tuple[str | None, list[str]]:
+        """One look-up as Python does it: the first package or module wins, bare folders add up."""
+        for place in places:
+            if f"{place}{name}/__init__.py" in self._files:
+                return f"{place}{name}/__init__.py", [f"{place}{name}/"]
+            if f"{place}{name}.py" in self._files:
+                return f"{place}{name}.py", []
+        return None, [f"{place}{name}/" for place in places if f"{place}{name}/" in self._folders]
+
+    @cached_property
+    def _files(self) -> frozenset[str]:
+        return frozenset(path for path in self._list() if path.endswith(".py"))
+
+    @cached_property
+    def _folders(self) -> frozenset[str]:
+        """All folders that hold Python files at some depth, each with a slash at its end."""
+        parents = {parent for path in self._files for parent in PurePosixPath(path).parents}
+        return frozenset(f"{parent}/" for parent in parents if parent.name)
+
+    @cached_property
+    def _places(self) -> list[str]:
+        packages = {path.removesuffix("__init__.py") for path in self._files if path.endswith("/__init__.py")}
+        outside = (folder for folder in self._folders if packages.isdisjoint(_with_parents(folder)))
+        return ["", *sorted(outside, key=lambda folder: (folder.count("/"), folder))]
 
     def _list(self) -> Iterable[str]:
+        """Paths from the source's root, with forward slashes."""
         raise NotImplementedError
 
-    def _text(self, path: str) -> str:
+    def _bytes(self, path: str) -> bytes:
         raise NotImplementedError
+
+
+def _with_parents(folder: str) -> Iterator[str]:
+    """``a/b/c/``: ``a/``, ``a/b/``, ``a/b/c/``."""
+    for index, letter in enumerate(folder):
+        if letter == "/":
+            yield folder[: index + 1]
 
 
 class Folder(_Files):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder.name)
+    """A checkout, or a site-packages; folders whose name begins with a dot are passed over."""
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        super().__init__(name or folder.name)
         self._folder = folder
 
-    def _list(self) -> Iterable[str]:
-        return (path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*.py"))
+    def _list(self) -> Iterator[str]:
+        pending = [self._folder]
+        while pending:
+            for path in pending.pop().iterdir():
+                if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                    pending.append(path)
+                elif path.suffix == ".py":
+                    yield path.relative_to(self._folder).as_posix()
 
-    def _text(self, path: str) -> str:
-        return (self._folder / path).read_text(encoding="utf-8")
+    def _bytes(self, path: str) -> bytes:
+        return (self._folder / path).read_bytes()
 
 
 class Wheel(_Files):
-    def __init__(self, wheel: Path) -> None:
-        name, version = wheel.name.split("-")[:2]
-        super().__init__(f"{name} {version}")
-        self._archive = zipfile.ZipFile(wheel)
+    def __init__(self, wheel: Path, name: str = "") -> None:
+        super().__init__(name or " ".join(wheel.stem.split("-")[:2]))
+        try:
+            self._archive = zipfile.ZipFile(wheel)
+        except zipfile.BadZipFile as error:
+            raise MegatronRLPatchesError(f"{wheel}: {error}") from None
 
-    def _list(self) -> Iterable[str]:
+    def _list(self) -> list[str]:
         return self._archive.namelist()
 
-    def _text(self, path: str) -> str:
-        return self._archive.read(path).decode()
+    def _bytes(self, path: str) -> bytes:
+        return self._archive.read(path)
 
 
 class GitTree(_Files):
-    """``REPOSITORY@REVISION``; a bare repository will do."""
+    """A commit of a repository; a bare one will do."""
 
-    def __init__(self, repository: Path, revision: str) -> None:
+    def __init__(self, repository: Path, revision: str, name: str = "") -> None:
         root = repository.parent if repository.name == ".git" else repository
-        super().__init__(f"{root.name.removesuffix('.git')} {revision}")
+        super().__init__(name or f"{root.name.removesuffix('.git')} {revision}")
         self._repository = repository
-        self._revision = revision
+        found = self._git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+        self._commit = found.decode().strip()
 
-    def _git(self, *arguments: str) -> str:
+    def _git(self, *arguments: str) -> bytes:
         command = ["git", "-C", str(self._repository), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
+        try:
+            done = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            raise MegatronRLPatchesError(
+                "git is not installed: it is needed for REPOSITORY@REVISION"
+            ) from None
         if done.returncode:
-            raise MegatronRLPatchesError(f"{' '.join(command)}: {done.stderr.strip()}")
+            told = done.stderr.decode(errors="replace").strip()
+            raise MegatronRLPatchesError(f"{' '.join(command)}: {told}")
         return done.stdout
 
-    def _list(self) -> Iterable[str]:
-        return self._git("ls-tree", "-r", "--full-tree", "--name-only", self._revision).splitlines()
+    def _list(self) -> list[str]:
+        names = self._git("ls-tree", "-r", "-z", "--full-tree", "--name-only", self._commit)
+        return names.decode(errors="replace").split("\0")
 
-    def _text(self, path: str) -> str:
-        return self._git("show", f"{self._revision}:{path}")
+    def _bytes(self, path: str) -> bytes:
+        return self._git("cat-file", "blob", f"{self._commit}:{path}")
 
 
 def open_source(source: str) -> Source:
-    """A wheel, a folder, or ``REPOSITORY@REVISION``.
+    """A wheel, a folder, or ``REPOSITORY@REVISION``; with ``NAME=`` before it, it is called NAME in reports.
 
     Raises:
         MegatronRLPatchesError: it is none of these.
     """
-    path = Path(source)
-    if path.is_dir():
-        return Folder(path.resolve())
-    if path.suffix == ".whl" and path.is_file():
-        return Wheel(path)
-    repository, _, revision = source.rpartition("@")
-    if repository and Path(repository).is_dir():
-        return GitTree(Path(repository).resolve(), revision)
+    if opened := _open(source):
+        return opened
+    name, _, unnamed = source.partition("=")
+    if name and (opened := _open(unnamed, name)):
+        return opened
     raise MegatronRLPatchesError(
         f"{source!r} is neither a folder, nor a .whl file, nor REPOSITORY@REVISION of a git repository"
     )
+
+
+def _open(source: str, name: str = "") -> Source | None:
+    path = Path(source)
+    if source and path.is_dir():
+        return Folder(path.resolve(), name)
+    if path.suffix == ".whl" and path.is_file():
+        return Wheel(path, name)
+    repository, _, revision = source.rpartition("@")
+    if repository and Path(repository).is_dir():
+        return GitTree(Path(repository).resolve(), revision, name)
+    return None

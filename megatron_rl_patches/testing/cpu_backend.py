@@ -23,7 +23,7 @@ def _install() -> ExitStack:
 
     import torch
 
-    from . import _cuda_redirect, _gloo
+    from . import _cuda_redirect, _gloo, _megatron_gaps
 
     with ExitStack() as stack:
         for owner, name, value in _cuda_redirect.replacements() + _gloo.replacements():
@@ -32,6 +32,7 @@ def _install() -> ExitStack:
         if "torch._dynamo" in sys.modules:
             # Functions that were compiled before, at the import of megatron.core, run eagerly meanwhile.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_megatron_gaps.filled())
         rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
         rng_logger.addFilter(_rng_is_shared)
         stack.callback(rng_logger.removeFilter, _rng_is_shared)

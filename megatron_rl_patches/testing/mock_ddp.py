@@ -2,7 +2,7 @@
 
 Pure Python. What a pipeline can observe is kept: which call raises what, which hooks are installed, which
 collectives would be outstanding, and whether a forward pass would have used stale parameters. The behaviour
-is that of megatron-core 0.16; a contract test runs the same scripts of calls against the real class.
+is that of megatron-core 0.16 to 0.19; a contract test runs the same scripts of calls against the real class.
 Nothing is computed or communicated: ``ddp()`` is a forward pass, ``ddp.backward()`` a backward pass.
 """
 

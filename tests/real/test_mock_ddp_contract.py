@@ -198,7 +198,7 @@ def _run_real_case(overlap_grad_reduce: bool, overlap_param_gather: bool, script
 
 @pytest.fixture(scope="module")
 def real_outcomes() -> dict[tuple[str, str], Any]:
-    [outcomes] = spawn_ranks(run_real, 1, CASES, timeout=90)
+    [outcomes] = spawn_ranks(run_real, 1, CASES, timeout=240)
     return {(case[0], case[3]): outcome for case, outcome in zip(CASES, outcomes, strict=True)}
 
 

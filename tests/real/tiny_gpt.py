@@ -144,7 +144,6 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
         bf16=options.bf16,
         params_dtype=options.dtype,
         use_distributed_optimizer=options.use_distributed_optimizer,
-        overlap_param_gather=options.overlap_param_gather,
     )
     return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 
@@ -177,15 +176,19 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> 
     if sizes.cp > 1:
         layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    layers_here = LAYERS // (sizes.pp * (sizes.vpp or 1))
+    stages = sizes.vpp or 1
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     return GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * layers_here, layer_norm=SequenceParallelNorm),
+        TransformerBlockSubmodules(
+            layer_specs=[layer] * (LAYERS // (sizes.pp * stages)), layer_norm=SequenceParallelNorm
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
-        vp_stage=stage,
+        pre_process=pp_rank == 0 and stage in (None, 0),
+        post_process=pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
+        # Releases that number stages by a global instead take no such argument.
+        **({} if stage is None else {"vp_stage": stage}),
     )
 
 

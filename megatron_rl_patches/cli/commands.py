@@ -1,0 +1,271 @@
+"""The commands. Each gathers facts elsewhere, shows them, and turns them into an exit code."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file, survey
+from ..engine import registry
+from ..engine.sources import Environment, open_source
+from ..errors import MegatronRLPatchesError
+from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
+from .compatibility import Judged, as_json, as_markdown
+from .output import selected, show_diagnosis, show_findings, show_json, show_judged, show_table
+
+FOUND_FAULTS = 1
+CANNOT_START = 2
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+app = typer.Typer(
+    name="megatron-rl-patches",
+    help="Patches that make Megatron-core and the RL frameworks on top of it re-enterable.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script and of ``python -m megatron_rl_patches``."""
+    try:
+        app(arguments, prog_name="megatron-rl-patches")
+    except MegatronRLPatchesError as error:
+        typer.echo(f"megatron-rl-patches: {error}", err=True)
+        sys.exit(CANNOT_START)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"megatron-rl-patches {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("list")
+def list_patches(json: Json = False) -> None:
+    """List the patches, what each is about, and the functions that it wraps.
+
+    Exit code: 0.
+    """
+    settings = choice_of().settings
+    patches = registry.patches().values()
+    if json:
+        show_json(
+            [
+                {
+                    "name": patch.name,
+                    "summary": patch.summary,
+                    "upstream": list(patch.upstream),
+                    "sites": [{"host": s.host, "target": s.target} for s in patch.sites_for(settings)],
+                }
+                for patch in patches
+            ]
+        )
+        return
+    for patch in patches:
+        typer.echo(f"{patch.name}: {patch.summary}\nupstream: {', '.join(patch.upstream) or 'none'}")
+        show_table(("host", "site"), [(s.host, s.target) for s in patch.sites_for(settings)])
+
+
+@app.command()
+def status(json: Json = False) -> None:
+    """Show what the environment variables select here, and what will become of it, host by host.
+
+    Judged from source: nothing is imported.
+
+    Exit code: 0, whatever the states are (`doctor` turns them into a code).
+    """
+    choice = choice_of()
+    patches = [registry.patches()[name] for name in choice.patches]
+    findings = survey(Environment(), patches, choice.settings)
+    if json:
+        sites = [asdict(finding) for finding in findings]
+        show_json({"selected": choice.patches, "problems": choice.problems, "sites": sites})
+        return
+    typer.echo(f"{VARIABLE}={os.environ.get(VARIABLE, '')}: {selected(choice.patches)}")
+    for problem in choice.problems:
+        typer.echo(f"problem: {problem}", err=True)
+    if findings:
+        show_findings(findings)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Find out why patches do not take effect in this environment.
+
+    Starts one child process to see whether the startup file fires. Imports no host.
+
+    Exit codes:
+
+    - 0: what is selected can take effect, or nothing is selected
+    - 1: it cannot. A site of a host that is present is missing, drifted, in conflict or cannot be judged;
+      the variable is set, but the startup file does not fire; a variable has a bad value; wrapt is absent
+      or out of range
+    """
+    diagnosis = examine()
+    if json:
+        show_json({**asdict(diagnosis), "out_of_reach": OUT_OF_REACH})
+    else:
+        show_diagnosis(diagnosis)
+    if diagnosis.problems:
+        raise typer.Exit(FOUND_FAULTS)
+
+
+@app.command()
+def check(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[NAME=]SOURCE...",
+            help="A wheel, a folder, or REPOSITORY@REVISION of a git repository (a bare one will do).",
+        ),
+    ],
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the tables as a Markdown page.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Judge releases or checkouts of hosts by their code: does each patch fit?
+
+    Neither the hosts nor torch need be installed; nothing of them is imported.
+
+    Exit codes:
+
+    - 0: everything fits or needs no patch
+    - 1: some site is missing, drifted or cannot be judged
+    - 2: a source cannot be read, or none of them contains a host
+    """
+    judged = _judge(sources)
+    if markdown:
+        markdown.write_text(as_markdown(judged), encoding="utf-8")
+    if json:
+        show_json(as_json(judged))
+    else:
+        show_judged(judged)
+    if any(finding.is_fault for one in judged for finding in one.findings):
+        raise typer.Exit(FOUND_FAULTS)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to execute.")],
+    patches: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Value for {VARIABLE}; by default the one that is set, or 1."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="A patch that cannot take effect is an error, not a warning.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="First write the variables and the command to stderr, as JSON.")
+    ] = False,
+) -> None:
+    """Execute a command with the patches switched on in it and in its child processes.
+
+    Exit codes: those of the command, and
+
+    - 2: `--patches` names a patch that does not exist
+    - 126: the command cannot be executed
+    - 127: the command is not found
+    """
+    known = registry.patches()
+    if unknown := parse_selection(patches or "", known).unknown:
+        told = f"unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
+        raise MegatronRLPatchesError(told)
+    variables = {VARIABLE: patches or os.environ.get(VARIABLE) or "1"}
+    if strict:
+        variables[STRICT_VARIABLE] = "1"
+    if json:
+        typer.echo(jsonlib.dumps({"variables": variables, "command": command}), err=True)
+    if find_startup_file()[0] is None:
+        typer.echo(
+            "megatron-rl-patches: no startup file in this environment, so the variable may do nothing; "
+            "see `megatron-rl-patches doctor`",
+            err=True,
+        )
+    _execute(command, {**os.environ, **variables})
+
+
+@app.command()
+def demo(
+    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 30,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures of the run.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the reward curve.")
+    ] = None,
+    without_patches: Annotated[
+        bool, typer.Option("--without-patches", help="Show the upstream error instead.")
+    ] = False,
+) -> None:
+    """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.
+
+    Needs the extra `demo`, torch and megatron-core.
+    """
+    from ..demo import run_demo
+
+    raise typer.Exit(
+        run_demo(
+            rollouts=rollouts,
+            ranks=ranks,
+            seed=seed,
+            json_file=json_file,
+            plot_file=plot_file,
+            without_patches=without_patches,
+        )
+    )
+
+
+def _judge(sources: Sequence[str]) -> list[Judged]:
+    settings = choice_of().settings
+    patches = registry.patches().values()
+    opened = [open_source(source) for source in sources]
+    twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
+    if twice:
+        raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
+    judged = [Judged(source.name, survey(source, patches, settings)) for source in opened]
+    empty = [one.source for one in judged if all(finding.state == "absent" for finding in one.findings)]
+    if len(empty) == len(judged):
+        raise MegatronRLPatchesError(f"no host that a patch knows is in {', '.join(empty)}")
+    for name in empty:
+        typer.echo(f"megatron-rl-patches: no host that a patch knows is in {name}", err=True)
+    return judged
+
+
+def _execute(command: Sequence[str], environ: dict[str, str]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], list(command), environ)
+    except FileNotFoundError:
+        typer.echo(f"megatron-rl-patches: command not found: {command[0]}", err=True)
+        raise typer.Exit(NOT_FOUND) from None
+    except OSError as error:
+        typer.echo(f"megatron-rl-patches: {shlex.join(command)}: {error.strerror}", err=True)
+        raise typer.Exit(NOT_EXECUTABLE) from None

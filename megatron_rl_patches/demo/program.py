@@ -1,0 +1,68 @@
+"""The reinforcement-learning program: the model writes, the checker scores, ``train()`` learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from . import digits
+from .policy import answer, build
+from .training import Batch, train
+
+# Per rank and rollout.
+_PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
+_STEPS, _MICROBATCHES_PER_STEP = 6, 2
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What came out of one rollout, over all ranks.
+
+    Attributes:
+        reward: share of digits that are right; 1/11 by chance.
+        solved: share of answers with all digits right.
+        steps: optimizer steps that ``train()`` then made.
+    """
+
+    reward: float
+    solved: float
+    steps: int
+
+
+def rollouts(count: int, seed: int) -> Iterator[Rollout]:
+    """Run the program on this rank, ``torch.distributed`` being initialised; yield after each ``train()``."""
+    model, optimizer = build(seed)
+    device = next(model[0].parameters()).device
+    generator = torch.Generator(device)
+    generator.manual_seed(seed * torch.distributed.get_world_size() + torch.distributed.get_rank())
+    for _ in range(count):
+        prompts_bp = digits.prompts(_PROMPTS, generator).repeat_interleave(_ANSWERS_PER_PROMPT, dim=0)
+        tokens_bs, log_probs_bd = answer(model, prompts_bp, generator)
+        scores_bd = digits.score(tokens_bs)
+        batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": _advantages(scores_bd)}
+        train(model, optimizer, _microbatches(batch, generator), [_MICROBATCHES_PER_STEP] * _STEPS)
+        reward, solved = _mean_over_ranks(scores_bd.mean(), scores_bd.all(dim=1).float().mean())
+        yield Rollout(reward, solved, _STEPS)
+
+
+def _advantages(scores_bd: torch.Tensor) -> torch.Tensor:
+    """How much better each digit is than that digit in the other answers to the same prompt."""
+    groups_pad = scores_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, digits.DIGITS)
+    centred_pad = groups_pad - groups_pad.mean(dim=1, keepdim=True)
+    return (centred_pad / (groups_pad.std(dim=1, keepdim=True) + 1e-2)).view_as(scores_bd)
+
+
+def _microbatches(batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
+    """The rollout in random order: every answer is trained on once."""
+    shuffled = torch.randperm(len(batch["tokens"]), generator=generator, device=generator.device)
+    for chosen in shuffled.chunk(_STEPS * _MICROBATCHES_PER_STEP):
+        yield {name: values[chosen] for name, values in batch.items()}
+
+
+def _mean_over_ranks(*values: torch.Tensor) -> list[float]:
+    total = torch.stack(values)
+    torch.distributed.all_reduce(total)
+    return (total / torch.distributed.get_world_size()).tolist()

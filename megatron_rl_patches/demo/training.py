@@ -1,0 +1,113 @@
+"""One ``train()`` call per rollout: an ordinary Megatron-core training loop, the way hosts write it.
+
+It installs the model's ``no_sync`` on the config after asserting that nothing is there, and keeps the forward
+pre-hooks of overlapped parameter gathering off during the first step of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+
+from .digits import DIGITS
+from .policy import positions
+
+#: ``tokens`` [b, s]; ``log_probs`` under the policy that wrote them and ``advantages``, [b, DIGITS].
+Batch = dict[str, torch.Tensor]
+
+_CLIP = 0.2
+
+
+def train(
+    model: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    data_iterator: Iterator[Batch],
+    num_microbatches: Sequence[int],
+) -> None:
+    """Train on one rollout: one optimizer step per entry of ``num_microbatches``."""
+    for chunk in model:
+        chunk.train()
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    if model[0].ddp_config.overlap_grad_reduce:
+        assert config.no_sync_func is None, (
+            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+            "a custom no_sync_func is not supported when overlapping grad-reduce"
+        )
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+    config.finalize_model_grads_func = finalize_model_grads
+
+    overlap_param_gather = model[0].ddp_config.overlap_param_gather
+    param_sync_func = config.param_sync_func
+    pre_hooks_on = False
+    if overlap_param_gather:
+        # What went wrong at loading or building shall show in the first step, before a gather spreads it.
+        _disable_forward_pre_hook(model, param_sync=False)
+        config.param_sync_func = None
+
+    for microbatches in num_microbatches:
+        _train_step(model, optimizer, data_iterator, microbatches)
+        if overlap_param_gather and not pre_hooks_on:
+            _enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hooks_on = True
+    if pre_hooks_on:
+        _disable_forward_pre_hook(model)
+
+
+def _train_step(
+    model: Sequence[DistributedDataParallel],
+    optimizer: Any,
+    data_iterator: Iterator[Batch],
+    num_microbatches: int,
+) -> None:
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=data_iterator,
+        model=list(model),
+        num_microbatches=num_microbatches,
+        # Read by pipelined schedules only.
+        seq_length=None,
+        micro_batch_size=None,
+    )
+    optimizer.step()
+
+
+def _forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    batch = next(data_iterator)
+    input_bs, label_bs = batch["tokens"][:, :-1], batch["tokens"][:, 1:].contiguous()
+    losses_bs = model(input_bs, positions(input_bs), attention_mask=None, labels=label_bs)
+    return losses_bs, partial(_policy_loss, batch)
+
+
+def _policy_loss(batch: Batch, losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Clipped policy gradient. The model's losses are negated log-probabilities of the label tokens."""
+    log_probs_bd = -losses_bs[:, -DIGITS:].float()
+    ratio_bd = (log_probs_bd - batch["log_probs"]).exp()
+    clipped_bd = ratio_bd.clamp(1 - _CLIP, 1 + _CLIP)
+    advantages_bd = batch["advantages"]
+    loss = -torch.minimum(ratio_bd * advantages_bd, clipped_bd * advantages_bd).mean()
+    return loss, {"loss": loss.detach()}
+
+
+def _enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:
+    for chunk in model:
+        chunk.enable_forward_pre_hook()
+
+
+def _disable_forward_pre_hook(model: Sequence[DistributedDataParallel], param_sync: bool = True) -> None:
+    for chunk in model:
+        chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions

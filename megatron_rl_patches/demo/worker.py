@@ -1,0 +1,113 @@
+"""One rank of the demo: a backend for the machine at hand, the program, and its progress on rank 0.
+
+Started by :func:`megatron_rl_patches.demo.run_demo` through ``torch.distributed.run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed
+from tqdm import tqdm
+
+from .. import __version__, status
+from ..engine.report import summary
+from ..settings import VARIABLE
+from .figures import Figures
+
+# A rank that waits longer than this for another waits in vain.
+_PATIENCE = timedelta(seconds=60)
+
+
+def main() -> None:
+    """Run this rank; rank 0 writes the figures.
+
+    Without patches a failed assertion is what the run is to show: it goes into the figures.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rollouts", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--figures", type=Path, required=True)
+    options = parser.parse_args()
+    with _distributed():
+        figures = _run(options.rollouts, options.seed)
+        if torch.distributed.get_rank() == 0:
+            figures.write(options.figures)
+
+
+def _run(count: int, seed: int) -> Figures:
+    # Before the program's own modules: the patches arm themselves when the first host is imported, and the
+    # program's train() must not be half imported by then.
+    import megatron.core
+
+    from . import program
+
+    patched = os.environ[VARIABLE] != "0"
+    rank = torch.distributed.get_rank()
+    figures = Figures(
+        patched=patched,
+        patches="",
+        ranks=torch.distributed.get_world_size(),
+        seed=seed,
+        backend=torch.distributed.get_backend(),
+        versions={
+            "megatron_rl_patches": __version__,
+            "megatron-core": megatron.core.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    try:
+        with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:
+            for number, rollout in enumerate(program.rollouts(count, seed), 1):
+                figures.reward_per_rollout.append(rollout.reward)
+                figures.solved_per_rollout.append(rollout.solved)
+                figures.steps += rollout.steps
+                if rank == 0:
+                    told = f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}"
+                    bar.write(f"rollout {number:3d}  {told}")
+                bar.set_postfix_str(f"reward {rollout.reward:.3f}", refresh=False)
+                bar.update()
+    except AssertionError:
+        if patched:
+            raise
+        figures.error = traceback.format_exc()
+    figures.patches = summary(status(), __version__) if patched else "off"
+    return figures
+
+
+@contextmanager
+def _distributed() -> Iterator[None]:
+    """Process group over all ranks: NCCL if each has a GPU, else gloo on the CPU."""
+    # Neither is needed here, and every rank would say so four times.
+    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    with _device():
+        torch.distributed.init_process_group("nccl", timeout=_PATIENCE)
+        yield
+        # Not after an exception: an orderly end may wait for a rank that is gone.
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _device() -> Iterator[None]:
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        yield
+    else:
+        from ..testing import cpu_backend
+
+        with cpu_backend():
+            yield
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Packages that hosts import and that training a tiny model on a CPU never calls.
+
+A stub stands in for a package only where the real one is not installed. It gives a class for every capitalized
+name, so that hosts can derive from it and test for it, and a function that does nothing for every other.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+#: Trackers, inference engines, schedulers of clusters, tokenizers, GPU kernels.
+PACKAGES = (
+    "accelerate",
+    "av",
+    "codetiming",
+    "datasets",
+    "einops",
+    "flask",
+    "flask_restful",
+    "hydra",
+    "mbridge",
+    "nltk",
+    "omegaconf",
+    "peft",
+    "psutil",
+    "pybase64",
+    "ray",
+    "regex",
+    "requests",
+    "safetensors",
+    "sentencepiece",
+    "sglang",
+    "sglang_router",
+    "six",
+    "tensordict",
+    "tensorboard",
+    "tiktoken",
+    "torchvision",
+    "transformers",
+    "triton",
+    "wandb",
+)
+
+
+class _Stub(ModuleType):
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value: Any = type(name, (), {"__module__": self.__name__}) if name[0].isupper() else _nothing
+        setattr(self, name, value)
+        return value
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    """Also a decorator: ``@ray.remote`` leaves its class alone."""
+    return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else None
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, packages: Iterable[str]) -> None:
+        self._packages = frozenset(packages)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in self._packages:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def install(packages: Iterable[str] = PACKAGES) -> None:
+    """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
+    missing = [name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None]
+    sys.meta_path.append(_Finder(missing))

@@ -1,0 +1,208 @@
+"""In the shape of Megatron-LM's, core_v0.12 to 0.15.
+
+``train`` leaves the interval timer running and the garbage collector off; a step goes through the rerun state
+machine; saving stops the interval timer first and switches the forward pre-hooks off and on.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+from .checkpointing import save_checkpoint
+from .global_vars import get_args, get_timers
+
+Losses = list[dict[str, torch.Tensor]]
+
+
+def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    config: Any,
+) -> Losses:
+    args, timers = get_args(), get_timers()
+    rerun_state_machine = get_rerun_state_machine()
+    while rerun_state_machine.should_run_forward_backward(data_iterator):
+        for model_chunk in model:
+            model_chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses_reduced = get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
+        )
+    _, should_exit, _ = rerun_state_machine.should_checkpoint_and_exit()
+    assert not should_exit
+
+    timers("optimizer", log_level=1).start()
+    update_successful, _, _ = optimizer.step()
+    timers("optimizer").stop()
+    assert update_successful
+    opt_param_scheduler.step(increment=args.num_microbatches * args.micro_batch_size)
+    return losses_reduced
+
+
+def save_checkpoint_and_time(
+    iteration: int,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: Any,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+) -> None:
+    args, timers = get_args(), get_timers()
+    timers("interval-time").stop()
+    timers("save-checkpoint", log_level=0).start()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model)
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler)
+    if should_disable_forward_pre_hook(args):
+        enable_forward_pre_hook(model)
+    timers("save-checkpoint").stop()
+    timers("interval-time", log_level=0).start()
+
+
+def train(
+    forward_step_func: Callable[..., Any],
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    train_data_iterator: Any,
+    valid_data_iterator: Any,
+    process_non_loss_data_func: Any,
+    config: Any,
+    checkpointing_context: Any,
+    non_loss_data_func: Any,
+) -> tuple[int, float]:
+    args, timers = get_args(), get_timers()
+    for model_module in model:
+        model_module.train()
+    iteration = args.iteration
+    get_rerun_state_machine().current_iteration = iteration
+
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = timers
+    if isinstance(model[0], DDP) and args.overlap_grad_reduce:
+        assert config.no_sync_func is None, (
+            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+            "a custom no_sync_func is not supported when overlapping grad-reduce"
+        )
+        config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
+        if len(model) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+        if args.align_grad_reduce:
+            config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
+            if len(model) == 1:
+                config.grad_sync_func = config.grad_sync_func[0]
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
+        if len(model) == 1:
+            config.param_sync_func = config.param_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+
+    timers("interval-time", log_level=0).start(barrier=True)
+    pre_hook_enabled = False
+
+    if args.manual_gc:
+        gc.disable()
+        gc.collect()
+
+    start_iteration = iteration
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model, param_sync=False)
+        param_sync_func = config.param_sync_func
+        config.param_sync_func = None
+
+    while iteration < args.train_iters:
+        train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config)
+        if iteration == start_iteration and should_disable_forward_pre_hook(args):
+            enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hook_enabled = True
+        iteration += 1
+
+        if args.eval_interval and iteration % args.eval_interval == 0:
+            timers("interval-time").stop()
+            if should_disable_forward_pre_hook(args):
+                disable_forward_pre_hook(model)
+                pre_hook_enabled = False
+            timers("eval-time", log_level=0).start(barrier=True)
+            evaluate(forward_step_func, valid_data_iterator, model, process_non_loss_data_func, config)
+            timers("eval-time").stop()
+            if should_disable_forward_pre_hook(args):
+                enable_forward_pre_hook(model)
+                pre_hook_enabled = True
+            timers("interval-time", log_level=0).start(barrier=True)
+
+        if args.save_interval and iteration % args.save_interval == 0:
+            save_checkpoint_and_time(
+                iteration, model, optimizer, opt_param_scheduler, 0.0, checkpointing_context
+            )
+
+    if pre_hook_enabled:
+        disable_forward_pre_hook(model)
+    return iteration, 0.0
+
+
+def evaluate(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Sequence[DDP],
+    process_non_loss_data_func: Any,
+    config: Any,
+) -> Losses:
+    args, timers = get_args(), get_timers()
+    timers("evaluate", log_level=0).start(barrier=True)
+    for model_module in model:
+        model_module.eval()
+    rerun_state_machine = get_rerun_state_machine()
+    rerun_mode = rerun_state_machine.get_mode()
+    rerun_state_machine.set_mode(RerunMode.DISABLED)
+    with torch.no_grad():
+        config.timers = None
+        losses: Losses = get_forward_backward_func()(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+        config.timers = timers
+    for model_module in model:
+        model_module.train()
+    timers("evaluate").stop()
+    rerun_state_machine.set_mode(rerun_mode)
+    return losses

@@ -1,0 +1,152 @@
+"""In the shape of miles': slime's ``train`` and ``save`` with further parameters and an outcome."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.global_vars import get_args
+
+
+class TrainStepOutcome(Enum):
+    NORMAL = "normal"
+    DISCARDED_SHOULD_RETRY = "discarded"
+
+
+def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def train_one_step(
+    args: SimpleNamespace,
+    data_iterator: Sequence[Any],
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_microbatches: int,
+    num_rollouts: int,
+) -> TrainStepOutcome:
+    _zero_grads(model, optimizer)
+    get_forward_backward_func()(
+        forward_step_func=args.forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    update_successful, _, _ = optimizer.step()
+    assert update_successful
+    opt_param_scheduler.step(increment=num_rollouts)
+    _zero_grads(model, optimizer)
+    return TrainStepOutcome.NORMAL
+
+
+def _zero_grads(model: Sequence[DDP], optimizer: Any) -> None:
+    for model_chunk in model:
+        model_chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def train(
+    rollout_id: int,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    num_rollouts: Sequence[int],
+    witness_info: Any,
+    attempt: int,
+    ft_test_action_executor: Any = None,
+) -> TrainStepOutcome:
+    args = get_args()
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.train()
+
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
+    if isinstance(model[0], DDP) and args.overlap_grad_reduce:
+        assert config.no_sync_func is None, (
+            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+            "a custom no_sync_func is not supported when overlapping grad-reduce"
+        )
+        config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
+        if len(model) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+        if args.align_grad_reduce:
+            config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
+            if len(model) == 1:
+                config.grad_sync_func = config.grad_sync_func[0]
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
+        if len(model) == 1:
+            config.param_sync_func = config.param_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+
+    pre_hook_enabled = False
+    if args.manual_gc:
+        gc.disable()
+        gc.collect()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model, param_sync=False)
+        param_sync_func = config.param_sync_func
+        config.param_sync_func = None
+
+    for step_id, (microbatches, rollouts) in enumerate(zip(num_microbatches, num_rollouts, strict=True)):
+        outcome = train_one_step(
+            args, data_iterator, model, optimizer, opt_param_scheduler, microbatches, rollouts
+        )
+        if step_id == 0 and should_disable_forward_pre_hook(args):
+            enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hook_enabled = True
+    if pre_hook_enabled:
+        disable_forward_pre_hook(model)
+    return outcome
+
+
+def save(
+    iteration: int,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    checkpointing_context: Any = None,
+    non_persistent_ckpt: bool = False,
+) -> None:
+    args = get_args()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model)
+    save_checkpoint(
+        iteration,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far=0,
+        checkpointing_context=checkpointing_context,
+        non_persistent_ckpt=non_persistent_ckpt,
+    )
+    if should_disable_forward_pre_hook(args):
+        enable_forward_pre_hook(model)

@@ -1,0 +1,158 @@
+"""In the shape of slime's, v0.2.4 to today: one ``train`` per rollout, on a config that outlives it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import save_checkpoint
+from megatron.training.global_vars import get_args
+
+
+def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+@torch.no_grad()
+def forward_only(
+    args: SimpleNamespace, model: Sequence[DDP], data_iterator: Sequence[Any], num_microbatches: Sequence[int]
+) -> list[dict[str, torch.Tensor]]:
+    for iterator in data_iterator:
+        iterator.reset()
+    config = get_model_config(model[0])
+    for model_module in model:
+        model_module.eval()
+    config.timers = None
+    results: list[dict[str, torch.Tensor]] = []
+    for microbatches in num_microbatches:
+        results += get_forward_backward_func()(
+            forward_step_func=args.forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=True,
+        )
+    for model_module in model:
+        model_module.train()
+    return results
+
+
+def train_one_step(
+    args: SimpleNamespace,
+    data_iterator: Sequence[Any],
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_microbatches: int,
+    step_global_batch_size: int,
+) -> None:
+    for model_chunk in model:
+        model_chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=args.forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=False,
+    )
+    update_successful, _, _ = optimizer.step()
+    assert update_successful
+    opt_param_scheduler.step(increment=step_global_batch_size)
+    for model_chunk in model:
+        model_chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def train(
+    rollout_id: int,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    global_batch_sizes: Sequence[int],
+) -> None:
+    args = get_args()
+    assert len(num_microbatches) == len(global_batch_sizes)
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.train()
+
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
+    if isinstance(model[0], DDP) and args.overlap_grad_reduce:
+        assert config.no_sync_func is None, (
+            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
+            "a custom no_sync_func is not supported when overlapping grad-reduce"
+        )
+        config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
+        if len(model) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+        if args.align_grad_reduce:
+            config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
+            if len(model) == 1:
+                config.grad_sync_func = config.grad_sync_func[0]
+    if args.overlap_param_gather and args.align_param_gather:
+        config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
+        if len(model) == 1:
+            config.param_sync_func = config.param_sync_func[0]
+    config.finalize_model_grads_func = finalize_model_grads
+
+    pre_hook_enabled = False
+    if args.manual_gc:
+        gc.disable()
+        gc.collect()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model, param_sync=False)
+        param_sync_func = config.param_sync_func
+        config.param_sync_func = None
+
+    for step_id, microbatches in enumerate(num_microbatches):
+        train_one_step(
+            args,
+            data_iterator,
+            model,
+            optimizer,
+            opt_param_scheduler,
+            microbatches,
+            global_batch_sizes[step_id],
+        )
+        if step_id == 0 and should_disable_forward_pre_hook(args):
+            enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hook_enabled = True
+    if pre_hook_enabled:
+        disable_forward_pre_hook(model)
+
+
+def save(iteration: int, model: Sequence[DDP], optimizer: Any, opt_param_scheduler: Any) -> None:
+    args = get_args()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model)
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far=0)
+    if should_disable_forward_pre_hook(args):
+        enable_forward_pre_hook(model)

@@ -1,0 +1,73 @@
+"""What is in the files that are uploaded, and what an install leaves behind when it goes."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import zipfile
+from email import message_from_bytes
+
+STARTUP_FILES = {
+    "megatron_rl_patches_startup.pth",
+    "megatron_rl_patches_startup.start",
+    "_megatron_rl_patches_startup.py",
+}
+
+
+def test_wheel_holds_the_startup_files_at_its_root_and_nothing_foreign(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        names = wheel.namelist()
+    assert len(names) == len(set(names))
+    roots = {name.partition("/")[0] for name in names}
+    assert roots == {*STARTUP_FILES, "megatron_rl_patches", "megatron_rl_patches-0.1.0.dist-info"}
+    assert "megatron_rl_patches/py.typed" in names
+    assert names[-1].endswith(".dist-info/RECORD")
+
+
+def test_record_names_every_file_with_its_hash_and_size(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        record = wheel.read("megatron_rl_patches-0.1.0.dist-info/RECORD").decode()
+        rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(record))}
+        assert set(rows) == set(wheel.namelist())
+        for name in set(rows) - {"megatron_rl_patches-0.1.0.dist-info/RECORD"}:
+            content = wheel.read(name)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            assert rows[name] == (f"sha256={digest}", str(len(content))), name
+
+
+def test_metadata_says_what_is_needed(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        metadata = message_from_bytes(wheel.read("megatron_rl_patches-0.1.0.dist-info/METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "docs"}
+    needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
+    assert {"torch", "megatron-core>=0.12", "wrapt<3,>=1.16"} <= needed
+
+
+def test_startup_line_is_short_plain_and_harmless_when_unset(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        line = wheel.read("megatron_rl_patches_startup.pth").decode()
+    assert line == (
+        'import os; os.environ.get("MEGATRON_RL_PATCHES")'
+        ' and __import__("_megatron_rl_patches_startup").main()\n'
+    )
+
+
+def test_install_puts_the_startup_files_into_site_packages(installed):
+    there = {path.name for path in installed.site_packages.iterdir()}
+    editable = any(name.startswith("__editable__") for name in there)
+    assert STARTUP_FILES - ({"_megatron_rl_patches_startup.py"} if editable else set()) <= there
+
+
+def test_uninstall_removes_everything(disposable):
+    def files():
+        return {path for path in disposable.site_packages.rglob("*") if "__pycache__" not in path.parts}
+
+    assert {path.name for path in files()} >= STARTUP_FILES
+    disposable.pip("uninstall", "--yes", "megatron-rl-patches")
+    assert not [path for path in files() if "megatron_rl_patches" in str(path)]
+    done = disposable.run("-c", "import sys", variables={"MEGATRON_RL_PATCHES": "1"})
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,134 @@
+"""Which processes the variable reaches, and which it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+PROBE = "import probe; probe.report(patched=probe.patched())"
+
+
+@pytest.mark.parametrize("option", ["-I", "-E", "-s", "-B"])
+def test_interpreter_options_that_do_not_matter(installed, option):
+    assert installed.program(PROBE, option) == {"patched": True}
+
+
+def test_no_site_no_activation(installed):
+    paths = [str(installed.site_packages), (installed.site_packages / "stand_in.pth").read_text().strip()]
+    assert installed.program(f"import sys; sys.path += {paths}; {PROBE}", "-S") == {"patched": False}
+
+
+def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
+    environment = make_environment("bare")
+    environment.pip("install", "--quiet", "--no-deps", "--target", tmp_path, artifacts.wheel)
+    assert environment.program(PROBE, PYTHONPATH=str(tmp_path)) == {"patched": False}
+
+
+def test_subprocess(installed):
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True)"
+    assert installed.program(code) == {"patched": True}
+
+
+def test_subprocess_with_a_cleaned_environment_is_not_reached(installed):
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True, env={{}})"
+    assert installed.program(code) == {"patched": False}
+
+
+@pytest.mark.parametrize("parent", ["before", "after"], ids="parent {} importing the host".format)
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_multiprocessing(installed, method, parent):
+    code = f"""
+import multiprocessing, os, probe
+{"probe.patched()" if parent == "after" else ""}
+context = multiprocessing.get_context({method!r})
+queue = context.SimpleQueue()
+child = context.Process(target=probe.patched_in_child, args=(queue,))
+child.start()
+pid, patched = queue.get()
+child.join()
+probe.report(elsewhere=pid != os.getpid(), patched=patched, exitcode=child.exitcode)
+"""
+    assert installed.program(code) == {"elsewhere": True, "patched": True, "exitcode": 0}
+
+
+def test_process_pool(installed):
+    code = """
+import probe
+from concurrent.futures import ProcessPoolExecutor
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1) as pool:
+        probe.report(patched=pool.submit(probe.patched).result())
+"""
+    assert installed.program(code) == {"patched": True}
+
+
+def test_autowrapt(artifacts, make_environment):
+    environment = make_environment("autowrapt")
+    try:
+        environment.pip("install", "--quiet", "autowrapt")
+    except (AssertionError, subprocess.TimeoutExpired):
+        pytest.skip("autowrapt cannot be installed here")
+    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
+    assert environment.program(PROBE, value=None) == {"patched": False}
+    assert environment.program(PROBE, value=None, AUTOWRAPT_BOOTSTRAP="megatron_rl_patches") == {
+        "patched": True
+    }
+
+
+def test_torchrun(with_torch, tmp_path):
+    pytest.importorskip("torch")
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, pathlib, probe\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(probe.patched()))\n"
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = with_torch.run(*launch, variables={"MEGATRON_RL_PATCHES": "1"})
+    assert done.returncode == 0, done
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
+
+
+RAY = """
+import json, sys
+import probe, ray
+
+@ray.remote
+def task():
+    return probe.patched()
+
+@ray.remote
+class Inner:
+    def patched(self):
+        return probe.patched()
+
+@ray.remote
+class Outer:
+    def __init__(self):
+        self.inner = Inner.options(num_cpus=0).remote()
+    def patched(self):
+        return [probe.patched(), ray.get(self.inner.patched.remote())]
+
+switched_on = {"env_vars": {"MEGATRON_RL_PATCHES": "1"}}
+job, here = (switched_on if where == sys.argv[1] else None for where in ("job", "here"))
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=job)
+outer = Outer.options(num_cpus=0, runtime_env=here).remote()
+found = [*ray.get(outer.patched.remote(), timeout=90)]
+found += [ray.get(task.options(runtime_env=here).remote(), timeout=90)]
+ray.shutdown()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("where", ["job", "here", "driver", "nowhere"])
+def test_ray_actors_nested_actors_and_tasks(with_torch, tmp_path, where):
+    pytest.importorskip("ray")
+    script = tmp_path / "driver.py"
+    script.write_text(RAY)
+    variables = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    if where == "driver":  # it starts the raylet, which starts the workers
+        variables["MEGATRON_RL_PATCHES"] = "1"
+    done = with_torch.run(script, where, variables=variables, timeout=200)
+    assert done.returncode == 0, done
+    assert json.loads(done.stdout.splitlines()[-1]) == [where != "nowhere"] * 3

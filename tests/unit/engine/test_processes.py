@@ -1,0 +1,59 @@
+"""Fork, spawn, and ranks that differ."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches import PatchError, apply, verify_ranks
+from megatron_rl_patches.testing import spawn_ranks
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_child_forked_while_another_thread_holds_the_lock_goes_on() -> None:
+    script = textwrap.dedent("""
+        import os, sys, threading
+        from megatron_rl_patches.engine import installer
+        held = threading.Event()
+        threading.Thread(
+            target=lambda: (installer.installer._lock.acquire(), held.set(), threading.Event().wait(60)), daemon=True
+        ).start()
+        held.wait()
+        pid = os.fork()
+        if pid == 0:
+            installer.status()
+            os._exit(0)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    """)
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, cwd=Path(__file__).parents[3], check=False)
+    assert done.returncode == 0
+
+
+def _verify(different_rank: int | None) -> str:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    if rank != different_rank:
+        apply("reentrant-train")
+    try:
+        verify_ranks()
+    except PatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_agree() -> None:
+    assert spawn_ranks(_verify, 2, None, timeout=60) == ["", ""]
+
+
+def test_ranks_that_differ_are_named_on_every_rank() -> None:
+    told: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
+    assert len(set(told)) == 1
+    assert "DistributedDataParallel.disable_forward_pre_hook: rank 1: not selected; most ranks: waiting" in told[0]
+    assert "rank 0:" not in told[0]

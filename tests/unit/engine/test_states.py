@@ -1,0 +1,242 @@
+"""Verdicts, and what asking by name, for all, and strictly makes of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from megatron_rl_patches import PatchError, Settings, apply, revert, status
+from megatron_rl_patches.engine.facts import Facts
+from megatron_rl_patches.engine.spec import Patch
+
+from .conftest import patch_of, tag
+
+Host = Callable[..., str]
+Engine = dict[str, Patch]
+
+
+def verdicts() -> dict[str, tuple[str, str]]:
+    return {s.target.split(".", 1)[1]: (s.state, s.reason) for s in status()}
+
+
+def test_an_absent_host_is_never_an_error(engine: Engine) -> None:
+    engine["tagging"] = patch_of("no_such_host", "train")
+    apply("tagging", strict=True)
+    assert verdicts() == {"model.train": ("waiting", "no_such_host is not installed")}
+
+
+@pytest.mark.parametrize(
+    ("site", "options", "state", "reason"),
+    [
+        ("run", {}, "missing", "does not define run"),
+        ("Trainer.run", {}, "missing", "does not define Trainer.run"),
+        ("train", {"uses": ("model", "optimizer")}, "drifted", "it no longer takes optimizer"),
+        ("train", {"mentions": ("no_sync_func",)}, "drifted", "its body no longer uses no_sync_func"),
+        ("train", {"not_needed": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("imported_first", [True, False])
+def test_a_site_that_does_not_fit_is_left_alone_with_its_reason(
+    host: Host, engine: Engine, site: str, options: dict, state: str, reason: str, imported_first: bool
+) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, site, **options)
+    module = importlib.import_module(f"{name}.model") if imported_first else None
+    apply()
+    module = module or importlib.import_module(f"{name}.model")
+    [(told_state, told_reason)] = verdicts().values()
+    assert told_state == state
+    assert reason in told_reason
+    assert module.train("m") == ("trained", "m", 1)
+
+
+def test_a_name_that_moved_is_drift_and_says_where_to(host: Host, engine: Engine) -> None:
+    name = host(loop="def train(model):\n    return 1", model="from .loop import train")
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    importlib.import_module(f"{name}.model")
+    assert verdicts() == {"model.train": ("drifted", f"moved: {name}.model imports it from .loop")}
+
+
+def test_a_missing_module_of_a_present_host(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = Patch("tagging", "")
+    engine["tagging"].wrap(f"{name}.gone", "train")(tag)
+    with pytest.raises(PatchError, match=f"no source of module {name}.gone"):
+        apply("tagging")
+
+
+def test_not_needed_is_never_an_error(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train", not_needed=lambda facts: "mended upstream")
+    apply("tagging", strict=True)
+    assert importlib.import_module(f"{name}.model").train("m") == ("trained", "m", 1)
+    assert verdicts() == {"model.train": ("not needed", "mended upstream")}
+
+
+def test_judged_by_the_live_original_below_layers(host: Host, engine: Engine) -> None:
+    name = host()
+    seen = []
+
+    def judge(facts: Facts) -> None:
+        seen.append(facts.original)
+
+    engine["tagging"] = patch_of(name, "train", not_needed=judge)
+    apply()
+    original = importlib.import_module(f"{name}.model").train.__wrapped__
+    assert seen == [original]
+
+
+def test_a_replaced_target_is_a_conflict_that_names_the_other(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    module = importlib.import_module(f"{name}.model")
+
+    def replacement(model: object) -> str:
+        return "replaced"
+
+    module.train = replacement
+    apply()
+    [(state, reason)] = verdicts().values()
+    assert state == "conflict"
+    assert "test_states" in reason
+    assert module.train is replacement
+
+
+@pytest.mark.parametrize("first", ["model", "other"])
+def test_all_sites_of_a_host_or_none(host: Host, engine: Engine, first: str) -> None:
+    name = host(other="def go(model):\n    return 'gone'")
+    engine["tagging"] = patch_of(name, "train", "run")
+    engine["tagging"].wrap(f"{name}.other", "go")(tag)
+    apply()
+    for module in (first, "model", "other"):
+        importlib.import_module(f"{name}.{module}")
+    told = verdicts()
+    assert told["model.run"][0] == "missing"
+    for held in ("model.train", "other.go"):
+        assert told[held][0] == "missing"
+        assert told[held][1].startswith(f"held back: {name}.model.run")
+    assert sys.modules[f"{name}.model"].train("m") == ("trained", "m", 1)
+    assert sys.modules[f"{name}.other"].go("m") == "gone"
+
+
+def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(host: Host, engine: Engine) -> None:
+    replaced = "import posixpath\ndef go(model):\n    return 'gone'\nglobals()['go'] = posixpath.join"
+    name = host(other=replaced)
+    engine["tagging"] = patch_of(name, "train")
+    engine["tagging"].wrap(f"{name}.other", "go")(tag)
+    apply()
+    module = importlib.import_module(f"{name}.model")
+    assert module.train("m")[0] == "patched"
+    importlib.import_module(f"{name}.other")
+    assert {state for state, _ in verdicts().values()} == {"conflict"}
+    assert module.train("m") == ("trained", "m", 1)
+
+
+def test_hosts_do_not_hold_each_other_back(host: Host, engine: Engine) -> None:
+    good, bad = host(), host(model="")
+    engine["tagging"] = patch_of(good, "train")
+    engine["tagging"].wrap(f"{bad}.model", "train")(tag)
+    apply()
+    assert importlib.import_module(f"{good}.model").train("m")[0] == "patched"
+    importlib.import_module(f"{bad}.model")
+    assert [s.state for s in status()] == ["applied", "missing"]
+
+
+def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(
+    host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = "class Meta(type):\n    def __setattr__(cls, name, value): raise TypeError('frozen')\n"
+    name = host(model=frozen + "class Trainer(metaclass=Meta):\n    def step(self, x): return x\ndef train(m): return m")
+    engine["tagging"] = patch_of(name, "train", "Trainer.step")
+    apply()
+    module = importlib.import_module(f"{name}.model")
+    told = verdicts()
+    assert told["model.Trainer.step"] == ("failed", "wrapping it raised TypeError: frozen")
+    assert told["model.train"][0] == "failed"
+    assert module.train("m") == "m"
+
+
+def test_by_name_is_a_must_and_nothing_is_changed(host: Host, engine: Engine) -> None:
+    good, bad = host(), host(model="")
+    engine["tagging"] = patch_of(good, "train")
+    engine["tagging"].wrap(f"{bad}.model", "train")(tag)
+    module = importlib.import_module(f"{good}.model")
+    original = module.train
+    with pytest.raises(PatchError, match=f"{bad}.model.train: missing") as caught:
+        apply("tagging")
+    assert isinstance(caught.value, RuntimeError)
+    assert not isinstance(caught.value, ImportError)
+    assert module.train is original
+    assert status() == []
+
+
+def test_by_name_a_fault_that_shows_only_live_is_raised_too(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train", "save")
+    module = importlib.import_module(f"{name}.model")
+    original = module.train
+    module.save = lambda model: None
+    with pytest.raises(PatchError, match="conflict"):
+        apply("tagging")
+    assert module.train is original
+
+
+def test_for_all_is_a_may_unless_strict(host: Host, engine: Engine) -> None:
+    engine["tagging"] = patch_of(host(), "run")
+    apply()
+    revert()
+    for options in ({"strict": True}, {"settings": Settings(strict=True)}):
+        with pytest.raises(PatchError):
+            apply(**options)
+    apply(strict=False, settings=Settings(strict=True))
+
+
+def test_strict_raises_at_the_import_and_again_at_the_second(host: Host, engine: Engine) -> None:
+    from megatron_rl_patches.engine import installer
+
+    name = host()
+    engine["tagging"] = patch_of(name, "run")
+    # As the variable does: nothing is judged before the host is imported.
+    installer.installer.add(list(engine.values()), Settings(), must=True)
+    for _ in range(3):
+        with pytest.raises(PatchError, match="missing"):
+            importlib.import_module(f"{name}.model")
+        assert f"{name}.model" not in sys.modules
+    revert()
+    importlib.import_module(f"{name}.model")
+
+
+def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(host: Host, engine: Engine) -> None:
+    calls = []
+
+    def adapter(wrapped, instance, args, kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise ZeroDivisionError("of the adapter")
+        return wrapped(*args, **kwargs)
+
+    name = host()
+    engine["tagging"] = patch_of(name, "train", adapter=adapter)
+    apply()
+    module = importlib.import_module(f"{name}.model")
+    with pytest.raises(ZeroDivisionError, match="of the adapter"):
+        module.train("m")
+    assert module.train("m") == ("trained", "m", 1)
+    assert [s.state for s in status()] == ["applied"]
+
+
+def test_settings_add_sites(host: Host, engine: Engine) -> None:
+    from megatron_rl_patches.engine.spec import Site
+
+    name = host()
+    engine["tagging"] = Patch(
+        "tagging",
+        "",
+        configured=lambda settings: tuple(Site(*path.split(":"), tag) for path in settings.train_functions),
+    )
+    apply(settings=Settings(train_functions=(f"{name}.model:train",)))
+    assert importlib.import_module(f"{name}.model").train("m")[0] == "patched"

@@ -1,0 +1,316 @@
+"""The import trigger on its own: a host of the test, and an activation that the test chooses."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import wrapt
+
+import _megatron_rl_patches_startup as startup
+from megatron_rl_patches.settings import parse_selection
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package that nobody has imported, configured as a root; `meta_path` is restored afterwards."""
+    name = f"trigger_host_{next(_numbers)}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / name / "model.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, startup._Trigger)])
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", f"somewhere.else:train, {name}.model:train")
+    monkeypatch.delenv("MEGATRON_RL_PATCHES_STRICT", raising=False)
+    yield name
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        del sys.modules[module]
+
+
+@pytest.fixture
+def activate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[int]]:
+    """Replaces the activation; the list that it returns counts the calls."""
+
+    def replace(activation: Callable[[], None] = lambda: None) -> list[int]:
+        calls: list[int] = []
+
+        def counted() -> None:
+            calls.append(len(calls) + 1)
+            activation()
+
+        module = ModuleType("megatron_rl_patches.activation")
+        module.activate_from_environment = counted  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return calls
+
+    return replace
+
+
+def armed() -> list[object]:
+    return [finder for finder in sys.meta_path if isinstance(finder, startup._Trigger)]
+
+
+def test_imports_nothing_at_module_level():
+    body = ast.parse(Path(startup.__file__).read_text()).body
+    assert not [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "OFF", "no", "None", " 0 "])
+def test_words_that_mean_off_are_those_of_the_settings(host, monkeypatch, value):
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", value)
+    startup.main()
+    assert not armed()
+    assert not parse_selection(value, ["reentrant-train"])
+
+
+def test_arms_once_in_front_of_all_finders(host):
+    startup.main()
+    startup.main()
+    assert armed() == sys.meta_path[:1]
+
+
+def test_fires_at_the_first_import_of_a_root_and_never_again(host, activate):
+    calls = activate()
+    startup.main()
+    assert importlib.util.find_spec(host).origin
+    assert importlib.util.find_spec("no_host_at_all") is None
+    assert not calls
+    importlib.import_module(host)
+    importlib.import_module(f"{host}.model")
+    assert calls == [1]
+    startup.main()
+    del sys.modules[host]
+    importlib.import_module(host)
+    assert calls == [1]
+
+
+def test_name_that_only_begins_like_a_root_does_not_fire(host, activate):
+    calls = activate()
+    startup.main()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"{host}_extra")
+    assert not calls
+
+
+def test_missing_host_is_an_ordinary_import_error_and_loads_nothing(host, activate):
+    calls = activate()
+    startup.main()
+    with pytest.raises(ModuleNotFoundError, match="No module named 'somewhere'"):
+        importlib.import_module("somewhere.else")
+    assert not calls
+
+
+def test_namespace_fires_at_the_first_package_in_it(host, activate, tmp_path):
+    """`megatron` is one: several distributions share it."""
+    (tmp_path / host / "__init__.py").unlink()
+    calls = activate()
+    startup.main()
+    importlib.import_module(host)
+    assert not calls
+    importlib.import_module(f"{host}.model")
+    assert calls == [1]
+
+
+def test_leaves_no_mark_on_the_module(host, activate):
+    importlib.import_module(host)
+    before = vars(sys.modules.pop(host))
+    activate()
+    startup.main()
+    after = vars(importlib.import_module(host))
+    assert set(before) == set(after)
+    assert type(before["__loader__"]) is type(after["__loader__"]) is type(after["__spec__"].loader)
+    assert before["__spec__"].origin == after["__spec__"].origin
+    assert after["__loader__"] is after["__spec__"].loader
+
+
+def test_spec_of_a_mere_look_up_can_be_read_and_loaded(host, activate):
+    calls = activate()
+    startup.main()
+    spec = importlib.util.find_spec(host)
+    assert spec.loader.get_source(host) == "" and not calls
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert calls == [1]
+
+
+def test_lazy_loader(host, activate):
+    calls = activate()
+    startup.main()
+    spec = importlib.util.find_spec(f"{host}")
+    lazy = importlib.util.LazyLoader(spec.loader)
+    spec.loader = lazy
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[host] = module
+    lazy.exec_module(module)
+    assert calls == [1] and module.__doc__ is None
+
+
+def test_fires_for_a_submodule_of_a_root_that_was_imported_before(host, activate):
+    calls = activate()
+    importlib.import_module(host)
+    startup.main()
+    importlib.import_module(f"{host}.model")
+    assert calls == [1]
+
+
+def test_hook_that_the_activation_puts_on_the_root_itself_fires(host, activate):
+    hooked: list[str] = []
+    activate(lambda: wrapt.register_post_import_hook(lambda module: hooked.append(module.__name__), host))
+    startup.main()
+    importlib.import_module(host)
+    assert hooked == [host]
+
+
+def test_activation_that_imports_a_host_is_not_started_twice(host, activate):
+    calls = activate(lambda: importlib.import_module(f"{host}.model") and None)
+    startup.main()
+    importlib.import_module(host)
+    assert calls == [1]
+
+
+def test_failure_costs_one_line_and_disarms(host, activate, capsys):
+    def fail() -> None:
+        raise ValueError("two\nlines")
+
+    calls = activate(fail)
+    startup.main()
+    importlib.import_module(host)
+    importlib.import_module(f"{host}.model")
+    assert calls == [1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not activated" in line and "ValueError: two lines" in line
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["no stderr", "closed stderr"])
+def test_failure_without_anybody_to_tell(host, activate, monkeypatch, tmp_path, closed):
+    stream = (tmp_path / "stderr").open("w")
+    stream.close()
+    monkeypatch.setattr(sys, "stderr", stream if closed else None)
+    activate(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    startup.main()
+    importlib.import_module(host)
+
+
+def test_strict_failure_is_raised_at_every_import(host, activate, monkeypatch, capsys):
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
+    error = RuntimeError("drifted")
+
+    def fail() -> None:
+        raise error
+
+    calls = activate(fail)
+    startup.main()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            importlib.import_module(host)
+        assert caught.value is error
+    assert calls == [1, 2] and host not in sys.modules
+    assert capsys.readouterr().err == ""
+
+
+def test_strict_import_error_cannot_be_mistaken_for_a_missing_host(host, activate, monkeypatch):
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
+
+    def fail() -> None:
+        raise ModuleNotFoundError("No module named 'wrapt'")
+
+    activate(fail)
+    startup.main()
+    with pytest.raises(RuntimeError, match="could not be activated: No module named 'wrapt'") as caught:
+        importlib.import_module(host)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.fixture
+def second_host(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "somewhere.py").write_text("")
+    yield "somewhere"
+    sys.modules.pop("somewhere", None)
+
+
+def test_second_thread_waits_until_the_activation_is_through(host, second_host, activate):
+    inside, finish = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def slow() -> None:
+        inside.set()
+        assert finish.wait(30)
+        order.append("activated")
+
+    def second() -> None:
+        importlib.import_module(second_host)
+        order.append("second import done")
+
+    calls = activate(slow)
+    startup.main()
+    first_thread = threading.Thread(target=importlib.import_module, args=(host,))
+    second_thread = threading.Thread(target=second)
+    first_thread.start()
+    assert inside.wait(30)
+    second_thread.start()
+    second_thread.join(0.2)
+    assert second_thread.is_alive()
+    finish.set()
+    first_thread.join(30)
+    second_thread.join(30)
+    assert order == ["activated", "second import done"] and calls == [1]
+
+
+def test_second_thread_does_not_wait_for_ever(host, second_host, activate, monkeypatch):
+    """It may hold the import lock of something that the activation imports."""
+    monkeypatch.setattr(startup, "_PATIENCE_SECONDS", 0.05)
+    inside, finish = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        inside.set()
+        assert finish.wait(30)
+
+    calls = activate(stuck)
+    startup.main()
+    first_thread = threading.Thread(target=importlib.import_module, args=(host,))
+    first_thread.start()
+    assert inside.wait(30)
+    importlib.import_module(second_host)
+    assert first_thread.is_alive()
+    finish.set()
+    first_thread.join(30)
+    assert calls == [1]
+
+
+def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(host, activate, tmp_path):
+    """The other one needs the global import lock to go on: the activation must not hold it."""
+    half_way, go_on = threading.Event(), threading.Event()
+    (tmp_path / f"{host}_needed.py").write_text(
+        f"import sys\nsys.{host}_half_way.set()\nsys.{host}_go_on.wait(30)\nimport {host}_other\n"
+    )
+    (tmp_path / f"{host}_other.py").write_text("")
+    setattr(sys, f"{host}_half_way", half_way)
+    setattr(sys, f"{host}_go_on", go_on)
+
+    def activation() -> None:
+        threading.Timer(0.1, go_on.set).start()
+        importlib.import_module(f"{host}_needed")
+
+    calls = activate(activation)
+    startup.main()
+    threads = [
+        threading.Thread(target=importlib.import_module, args=(name,), daemon=True)
+        for name in (f"{host}_needed", host)
+    ]
+    threads[0].start()
+    assert half_way.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads) and calls == [1]
