@@ -155,7 +155,7 @@ def check(
     Exit codes:
 
     - 0: everything fits or needs no patch
-    - 1: some site is missing, drifted or cannot be judged
+    - 1: some site is missing, drifted, or cannot be judged
     - 2: a source cannot be read, or none of them contains a host
     """
     judged = _judge(sources)

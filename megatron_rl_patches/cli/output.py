@@ -64,10 +64,7 @@ def show_diagnosis(found: Diagnosis) -> None:
         ],
     )
     typer.echo()
-    show_table(
-        ("variable", "value"),
-        list(found.variables.items()) or [(VARIABLE, "not set")],
-    )
+    show_table(("variable", "value"), list(found.variables.items()) or [(VARIABLE, "not set")])
     typer.echo(selected(found.selected))
     fires = "fires" if found.startup.fires else "does not fire"
     typer.echo(f"startup file: {found.startup.file or 'not found'}: {fires}: {found.startup.reason}\n")
@@ -80,10 +77,6 @@ def show_diagnosis(found: Diagnosis) -> None:
         typer.echo(f"  - {problem}")
 
 
-def _version_and_path(version: str | None, path: str | None) -> tuple[str, str]:
-    return ("not installed", "") if path is None else (version or "unknown", path)
-
-
 def show_findings(findings: Sequence[Finding]) -> None:
     show_table(
         ("patch", "site", "state", "reason"),
@@ -93,6 +86,10 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 def selected(names: Sequence[str]) -> str:
     return f"selected: {', '.join(names)}" if names else "nothing is selected"
+
+
+def _version_and_path(version: str | None, path: str | None) -> tuple[str, str]:
+    return ("not installed", "") if path is None else (version or "unknown", path)
 
 
 def _plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -60,7 +60,7 @@ def run_demo(
         arguments = [f"--rollouts={rollouts}", f"--seed={seed}", f"--figures={file}"]
         code = _run_ranks(ranks, arguments, environ)
         if code != 0:
-            print(f"the demo failed with exit code {code}: see the first traceback above", file=sys.stderr)
+            print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
             return 1
         figures = Figures.read(file)
     figures.seconds = round(time.monotonic() - started, 1)

@@ -50,7 +50,6 @@ def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
         optimizer="adam",
         lr=_LEARNING_RATE,
         weight_decay=0.0,
-        adam_beta2=0.98,
         use_distributed_optimizer=True,
         overlap_param_gather=True,
     )

@@ -51,8 +51,7 @@ def rollouts(count: int, seed: int) -> Iterator[Rollout]:
 def _advantages(scores_bd: torch.Tensor) -> torch.Tensor:
     """How much better each digit is than that digit in the other answers to the same prompt."""
     groups_pad = scores_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, digits.DIGITS)
-    centred_pad = groups_pad - groups_pad.mean(dim=1, keepdim=True)
-    return (centred_pad / (groups_pad.std(dim=1, keepdim=True) + 1e-2)).view_as(scores_bd)
+    return (groups_pad - groups_pad.mean(dim=1, keepdim=True)).view_as(scores_bd)
 
 
 def _microbatches(batch: Batch, generator: torch.Generator) -> Iterator[Batch]:

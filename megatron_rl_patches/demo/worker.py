@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from .. import __version__, status
@@ -28,6 +29,7 @@ from .figures import Figures
 _PATIENCE = timedelta(seconds=60)
 
 
+@record  # the launcher's last words then hold the traceback of the rank that failed first
 def main() -> None:
     """Run this rank; rank 0 writes the figures.
 
@@ -88,8 +90,8 @@ def _run(count: int, seed: int) -> Figures:
 @contextmanager
 def _distributed() -> Iterator[None]:
     """Process group over all ranks: NCCL if each has a GPU, else gloo on the CPU."""
-    # Neither is needed here, and every rank would say so four times.
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    # What Megatron and torch say of optional packages and deprecated names, on every rank, is not our subject.
+    warnings.simplefilter("ignore")
     with _device():
         torch.distributed.init_process_group("nccl", timeout=_PATIENCE)
         yield

@@ -1,4 +1,4 @@
-"""Site and facts in, verdict out. Pure: touches nothing, and judges by the code, never by a version number."""
+"""Site and facts in, verdict out. Pure: touches nothing, judges by the code, never by a version number."""
 
 from __future__ import annotations
 

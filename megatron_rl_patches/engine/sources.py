@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePosixPath
-from typing import Protocol, cast
+from typing import Protocol
 
 from ..errors import MegatronRLPatchesError
 
@@ -59,14 +60,35 @@ def _find_spec(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _search(name: str, path: Iterable[str] | None) -> ModuleSpec | None:
+def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
         # Finders that run import hooks (wrapt's, our own) are instances; asking one of those may import the
         # parents. PathFinder, and the finders of editable installs, are classes.
-        find_spec = getattr(finder, "find_spec", None) if isinstance(finder, type) else None
-        if find_spec is not None and (spec := find_spec(name, path)) is not None:
-            return cast(ModuleSpec, spec)
+        if not isinstance(finder, type) or not hasattr(finder, "find_spec"):
+            continue
+        if finder is PathFinder and locations is not None:
+            spec = _search_folders(name, locations)
+        else:
+            spec = finder.find_spec(name, locations)
+        if spec is not None:
+            return spec
     return None
+
+
+def _search_folders(name: str, locations: list[str]) -> ModuleSpec | None:
+    """``PathFinder.find_spec``, which wants a bare folder's parent package to be imported already."""
+    portions: list[str] = []
+    for location in locations:
+        find_spec = getattr(pkgutil.get_importer(location), "find_spec", None)
+        spec: ModuleSpec | None = find_spec(name) if find_spec else None
+        if spec is not None and spec.loader is not None:
+            return spec
+        portions += (spec.submodule_search_locations or []) if spec else []
+    if not portions:
+        return None
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = portions
+    return namespace
 
 
 def _spec_of_loaded(name: str) -> ModuleSpec | None:

@@ -37,7 +37,7 @@ class TrainGuard:
     Args:
         model: list of model chunks, or one chunk.
         optimizer: the ``MegatronOptimizer``, if there is one.
-        timers: the host's ``megatron.core.timers.Timers``, if it uses them.
+        timers: the host's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
         config: the config that the host works with, if it is not the chunks' own.
         installs: the body installs ``no_sync_func``, so it is cleared at entry. ``False`` for a loop that relies
             on functions installed once by others (Megatron-Bridge): without them every microbatch would reduce.
@@ -63,6 +63,8 @@ class TrainGuard:
         self._configs = distinct_configs(model)
         if self._config is not None and not any(self._config is config for config in self._configs):
             self._configs.append(self._config)
+        if self._timers is None:
+            self._timers = next((config.timers for config in self._configs if _has_timers(config)), None)
         self._at_entry = [
             (config, {name: getattr(config, name, _ABSENT) for name in (*METHODS, "timers")})
             for config in self._configs
@@ -118,6 +120,10 @@ def installs_sync_functions(function: Callable[..., Any]) -> bool:
     """Does the function's own code handle ``no_sync_func``, as Megatron's ``train`` does?"""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is not None and "no_sync_func" in code.co_names
+
+
+def _has_timers(config: Any) -> bool:
+    return getattr(config, "timers", None) is not None
 
 
 def _restore(target: Any, values: dict[str, Any]) -> None:

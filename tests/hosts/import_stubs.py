@@ -16,52 +16,38 @@ from typing import Any
 
 #: Trackers, inference engines, schedulers of clusters, tokenizers, GPU kernels.
 PACKAGES = (
-    "accelerate",
-    "av",
-    "codetiming",
-    "datasets",
-    "einops",
-    "flask",
-    "flask_restful",
-    "hydra",
-    "mbridge",
-    "nltk",
-    "omegaconf",
-    "peft",
+    "httpx",
     "psutil",
-    "pybase64",
     "ray",
     "regex",
-    "requests",
-    "safetensors",
-    "sentencepiece",
-    "sglang",
-    "sglang_router",
     "six",
-    "tensordict",
-    "tensorboard",
-    "tiktoken",
-    "torchvision",
-    "transformers",
     "triton",
     "wandb",
+    "yaml",
 )
 
 
 class _Stub(ModuleType):
     __path__: list[str] = []
+    __version__ = "99"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value: Any = type(name, (), {"__module__": self.__name__}) if name[0].isupper() else _nothing
+        value: Any = (
+            type(name, (_Anything,), {"__module__": self.__name__}) if name[0].isupper() else _nothing
+        )
         setattr(self, name, value)
         return value
 
 
+class _Anything:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
 def _nothing(*args: Any, **kwargs: Any) -> Any:
-    """Also a decorator: ``@ray.remote`` leaves its class alone."""
-    return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else None
+    """Also a decorator, with and without arguments, that leaves its function or class alone."""
+    return args[0] if args and callable(args[0]) else _nothing
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -83,5 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install(packages: Iterable[str] = PACKAGES) -> None:
     """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
-    missing = [name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None
+    ]
     sys.meta_path.append(_Finder(missing))

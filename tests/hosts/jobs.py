@@ -114,7 +114,7 @@ class Job:
         self.batches = Batches()
         self.disk = Disk(self.model)
         self.steps = 0
-        self.args = SimpleNamespace(
+        self.args: Any = SimpleNamespace(
             overlap_grad_reduce=self.options.overlap_grad_reduce,
             overlap_param_gather=self.options.overlap_param_gather,
             use_distributed_optimizer=self.options.use_distributed_optimizer,
@@ -130,7 +130,7 @@ class Job:
             save_interval=0,
             disk=self.disk,
         )
-        set_global_variables(self.args)
+        self._set_global_variables()
 
     def train(self, steps: int = 2) -> Any:
         """One call of the host's ``train``; ``self.steps`` counts the steps of calls that ended well."""
@@ -157,6 +157,9 @@ class Job:
     def functions() -> dict[str, tuple[ModuleType, ...]]:
         """Names that are patched -> the modules that hold them, the defining one first."""
         raise NotImplementedError
+
+    def _set_global_variables(self) -> None:
+        set_global_variables(self.args)
 
     def _train(self, steps: int) -> Any:
         raise NotImplementedError

@@ -99,7 +99,7 @@ def test_broken_install_costs_one_line(disposable, what, reason):
     strict = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"}
     assert disposable.run("-c", "pass", variables=strict).returncode == 0
     # A host whose import is optional would swallow an ImportError, and the mistake with it.
-    optional = "try:\n    import megatron\nexcept ImportError:\n    pass"
+    optional = "try:\n    import megatron.core\nexcept ImportError:\n    pass"
     done = disposable.run("-c", optional, variables=strict)
     assert done.returncode == 1 and reason in done.stderr
 

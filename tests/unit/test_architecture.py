@@ -19,7 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "settings": {"errors"},
     "reentry": {"errors"},
     "testing": {"errors"},
-    "demo": {"errors", "testing"},
+    "demo": {"__init__", "doctor", "engine", "errors", "settings", "testing"},
     "engine": {"errors", "settings", "__init__"},
     "patches": {"engine", "reentry", "settings"},
     "activation": {"engine", "settings", "errors"},

@@ -1,0 +1,210 @@
+"""The jobs of :mod:`tests.hosts.jobs` on real hosts: nothing of them is replaced but the write of a checkpoint.
+
+Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on the path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.core.parallel_state import get_data_parallel_world_size
+from megatron.training import arguments, global_vars
+
+from tests.hosts.jobs import MICROBATCHES, Job, MegatronJob
+from tests.real import tiny_gpt
+
+PROMPT = tiny_gpt.SEQUENCE // 2
+
+
+class Arguments(Namespace):
+    """An option that is not given is off: each release of a host has some of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -> None:
+    job.disk.write(
+        iteration, [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
+    )
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """With those arguments that this release of the function takes."""
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def _takes_packed_tokens(gpt: Any) -> None:
+    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence."""
+    forward = gpt.forward
+
+    def forward_packed(input_ids: torch.Tensor, **packing: Any) -> torch.Tensor:
+        positions_bs = torch.arange(input_ids.size(1)).expand_as(input_ids)
+        mask_ss = torch.ones(1, 1, *positions_bs.shape[-1:] * 2, dtype=torch.bool).triu(1)
+        return forward(input_ids, positions_bs, mask_ss)
+
+    gpt.forward = forward_packed
+
+
+class _RolloutJob(Job):
+    """slime and miles: supervised loss on the second half of each sequence."""
+
+    package: str
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for chunk in self.model:
+            _takes_packed_tokens(chunk.module)
+        self.module = importlib.import_module(f"{self.package}.model")
+        self.module.save_checkpoint = partial(_write, self)
+
+    def save(self) -> None:
+        self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
+
+    @classmethod
+    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
+        module = importlib.import_module(f"{cls.package}.model")
+        return {"train": (module,), "save": (module,)}
+
+    def _set_global_variables(self) -> None:
+        self.args = Arguments(
+            **vars(self.args),
+            rollout_temperature=1.0,
+            rollout_top_p=1.0,
+            data_pad_size_multiplier=tiny_gpt.SEQUENCE,
+            loss_type="sft_loss",
+            manual_gc_interval=0,
+            qkv_format="thd",
+            calculate_per_token_loss=False,
+            check_for_nan_in_loss_and_grad=True,
+            global_batch_size=MICROBATCHES * get_data_parallel_world_size(),
+            # of a model whose floating-point operations are counted
+            num_layers=tiny_gpt.LAYERS,
+            hidden_size=tiny_gpt.HIDDEN,
+            num_attention_heads=tiny_gpt.HEADS,
+        )
+        self.args.overlap_param_gather = self.options.overlap_param_gather
+        global_vars.set_args(self.args)
+
+    def _train(self, steps: int) -> Any:
+        microbatches = steps * MICROBATCHES
+        self.batches.seek(self.steps * MICROBATCHES)
+        tokens = [next(self.batches)["tokens"][0] for _ in range(microbatches)]
+        response = tiny_gpt.SEQUENCE - PROMPT
+        rollout = {
+            "tokens": tokens,
+            "total_lengths": [tiny_gpt.SEQUENCE] * microbatches,
+            "response_lengths": [response] * microbatches,
+            "loss_masks": [torch.ones(response, dtype=torch.int)] * microbatches,
+            "rollout_mask_sums": [torch.tensor(float(response))] * microbatches,
+        }
+        samples_per_step = [self.args.global_batch_size] * steps
+        return _call(
+            self.module.train,
+            rollout_id=0,
+            model=self.model,
+            optimizer=self.optimizer,
+            opt_param_scheduler=self.scheduler,
+            data_iterator=[self._data_iterator(rollout, [[number] for number in range(microbatches)])],
+            num_microbatches=[MICROBATCHES] * steps,
+            global_batch_sizes=samples_per_step,
+            num_rollouts=samples_per_step,
+            witness_info=None,
+            attempt=0,
+        )
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        raise NotImplementedError
+
+
+class RealSlimeJob(_RolloutJob):
+    package = "slime.backends.megatron_utils"
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        return self.module.DataIterator(rollout, micro_batch_indices=indices)
+
+
+class RealMilesJob(_RolloutJob):
+    package = "miles.backends.megatron_utils"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
+        state = importlib.import_module("miles.backends.training_utils.parallel")
+        state.set_parallel_state(
+            _call(parallel.create_megatron_parallel_state, model=self.model, args=self.args)
+        )
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        return self.module.DataIterator(rollout, micro_batch_indices=indices)
+
+
+class RealMegatronJob(MegatronJob):
+    """Megatron-LM's own training loop, with the defaults of its command line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.training.save_checkpoint = partial(_write, self)
+
+    def save(self) -> None:
+        super().save()
+
+    def _set_global_variables(self) -> None:
+        replicas = get_data_parallel_world_size()
+        given = SimpleNamespace(
+            **vars(self.args),
+            num_layers=tiny_gpt.LAYERS,
+            hidden_size=tiny_gpt.HIDDEN,
+            ffn_hidden_size=4 * tiny_gpt.HIDDEN,
+            num_attention_heads=tiny_gpt.HEADS,
+            num_query_groups=tiny_gpt.HEADS,
+            kv_channels=tiny_gpt.HIDDEN // tiny_gpt.HEADS,
+            padded_vocab_size=tiny_gpt.VOCABULARY,
+            max_position_embeddings=tiny_gpt.SEQUENCE,
+            global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
+            data_parallel_size=replicas,
+            consumed_train_samples=0,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            num_floating_point_operations_so_far=0,
+            iteration=0,
+            log_interval=1,
+            eval_iters=1,
+            do_valid=False,
+            use_megatron_fsdp=False,
+            params_dtype=torch.float32,
+        )
+        with mock.patch.object(sys, "argv", ["train"]):
+            self.args = Namespace(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
+        destroy_num_microbatches_calculator()
+        init_num_microbatches_calculator(
+            torch.distributed.get_rank(), None, self.args.global_batch_size, tiny_gpt.BATCH, replicas
+        )
+        global_vars.unset_global_variables()
+        global_vars.set_args(self.args)
+        global_vars._set_timers(self.args)
+        if hasattr(global_vars, "_set_energy_monitor"):
+            global_vars._set_energy_monitor(self.args)
+
+
+JOBS: dict[str, type[Job]] = {
+    "slime": RealSlimeJob,
+    "miles": RealMilesJob,
+    "megatron.training": RealMegatronJob,
+}

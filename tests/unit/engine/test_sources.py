@@ -1,0 +1,238 @@
+"""Source text from folders, wheels, git trees and this environment: the right file, and nothing imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_patches.engine.sources import Environment, Folder, GitTree, Source, Wheel, open_source
+from megatron_rl_patches.errors import MegatronRLPatchesError
+
+Files = dict[str, str]
+
+HOST: Files = {"host/__init__.py": "", "host/sub/model.py": "text = 1\n"}
+
+
+def write(folder: Path, files: Files) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def git(repository: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=n", "-c", "user.email=e", "-c", "init.defaultBranch=main"]
+    subprocess.run(["git", *identity, *arguments], cwd=repository, check=True, capture_output=True)
+
+
+def as_folder(path: Path, files: Files) -> Source:
+    return open_source(str(write(path / "checkout", files)))
+
+
+def as_wheel(path: Path, files: Files) -> Source:
+    wheel = path / "host-1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return open_source(str(wheel))
+
+
+def as_git_tree(path: Path, files: Files) -> Source:
+    repository = write(path / "repository", files)
+    git(repository, "init")
+    git(repository, "add", ".")
+    git(repository, "commit", "-m", "one")
+    git(repository, "tag", "v1")
+    git(repository, "rm", "-r", "--quiet", ".")  # what counts is the commit, not the work tree
+    return open_source(f"{repository}@v1")
+
+
+Make = Callable[[Files], Source]
+
+
+@pytest.fixture(params=[as_folder, as_wheel, as_git_tree])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    return lambda files: request.param(tmp_path, files)
+
+
+@pytest.mark.parametrize("root", ["", "src/", "host/", "third_party/vendored/"])
+def test_layouts(make: Make, root: str) -> None:
+    source = make({root + name: text for name, text in HOST.items()} | {"setup.py": "raise SystemExit\n"})
+    assert source.has_package("host")
+    assert source.read("host.sub.model") == "text = 1\n"
+    assert source.read("host") == ""
+    assert source.read("host.other") is None
+    assert not source.has_package("sub")
+
+
+def test_the_package_that_import_would_find_first_wins(make: Make) -> None:
+    source = make(
+        {
+            "host/host/__init__.py": "",
+            "host/host/model.py": "first\n",
+            "a/deeper/copy/host/__init__.py": "",
+            "a/deeper/copy/host/model.py": "second\n",
+            "a/deeper/copy/host/removed.py": "only in the copy\n",
+        }
+    )
+    assert source.read("host.model") == "first\n"
+    assert source.read("host.removed") is None, "the copy must not fill a gap in the real one"
+
+
+def test_a_folder_of_the_same_name_inside_another_package_is_not_the_host(make: Make) -> None:
+    source = make({"verl/__init__.py": "", "verl/utils/host/__init__.py": "", "verl/utils/host/model.py": ""})
+    assert not source.has_package("host")
+    assert source.read("host.model") is None
+
+
+def test_namespace_packages_are_put_together_from_all_places(make: Make) -> None:
+    source = make(
+        {
+            "src/space/bridge/__init__.py": "",
+            "3rdparty/lm/space/core/__init__.py": "",
+            "3rdparty/lm/space/core/part.py": "core\n",
+        }
+    )
+    assert source.has_package("space.bridge")
+    assert source.read("space.core.part") == "core\n"
+    assert not source.has_package("space"), "a bare folder is no package"
+    assert not source.has_package("space.training")
+
+
+def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "host.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
+    assert Folder(tmp_path).read("host") == "# coding: latin-1\nname = 'é'\n"
+
+
+def test_folder_passes_over_hidden_folders_and_loops(tmp_path: Path) -> None:
+    write(tmp_path, {".venv/lib/host/__init__.py": "", "src/other/__init__.py": ""})
+    (tmp_path / "src" / "loop").symlink_to(tmp_path)
+    assert not Folder(tmp_path).has_package("host")
+    assert Folder(tmp_path).has_package("other")
+
+
+@pytest.mark.parametrize(
+    ("make_source", "name"),
+    [(as_folder, "checkout"), (as_wheel, "host 1.2"), (as_git_tree, "repository v1")],
+)
+def test_names(tmp_path: Path, make_source: Callable[[Path, Files], Source], name: str) -> None:
+    assert make_source(tmp_path, HOST).name == name
+
+
+def test_a_source_can_be_given_a_name(tmp_path: Path) -> None:
+    as_git_tree(tmp_path, HOST)
+    source = open_source(f"host at one={tmp_path / 'repository'}@v1")
+    assert source.name == "host at one"
+    assert source.has_package("host")
+
+
+def test_a_path_with_an_equals_sign_is_a_path_first(tmp_path: Path) -> None:
+    assert open_source(str(write(tmp_path / "a=b", HOST))).name == "a=b"
+
+
+def test_a_bare_repository_will_do(tmp_path: Path) -> None:
+    as_git_tree(tmp_path, HOST)
+    git(tmp_path, "clone", "--bare", "repository", "bare.git")
+    source = open_source(f"{tmp_path / 'bare.git'}@v1")
+    assert source.name == "bare v1"
+    assert source.read("host.sub.model") == "text = 1\n"
+
+
+@pytest.mark.parametrize("source", ["", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl"])
+def test_what_is_no_source(source: str) -> None:
+    with pytest.raises(MegatronRLPatchesError, match="neither a folder, nor"):
+        open_source(source)
+
+
+@pytest.mark.parametrize("revision", ["v2", "--output=stolen", "HEAD:host"])
+def test_what_is_no_revision(tmp_path: Path, revision: str) -> None:
+    as_git_tree(tmp_path, HOST)
+    with pytest.raises(MegatronRLPatchesError, match="git -C"):
+        open_source(f"{tmp_path / 'repository'}@{revision}")
+    assert not list(tmp_path.rglob("stolen*"))
+
+
+def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(MegatronRLPatchesError, match="not a git repository"):
+        GitTree(tmp_path, "HEAD")
+
+
+def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MegatronRLPatchesError, match="git is not installed"):
+        GitTree(tmp_path, "HEAD")
+
+
+def test_a_broken_wheel(tmp_path: Path) -> None:
+    (tmp_path / "broken.whl").write_text("no archive")
+    with pytest.raises(MegatronRLPatchesError, match=r"broken\.whl: File is not a zip file"):
+        Wheel(tmp_path / "broken.whl")
+
+
+class TestEnvironment:
+    @pytest.fixture(autouse=True)
+    def _packages(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        explosive = "raise AssertionError('imported')\n"
+        write(
+            tmp_path / "site",
+            {
+                "mrp_host/__init__.py": explosive,
+                "mrp_host/sub/model.py": explosive,
+                "mrp_space/core/__init__.py": explosive,
+                "mrp_checkout/setup.py": explosive,
+                "mrp_checkout/mrp_checkout/__init__.py": explosive,
+            },
+        )
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        yield
+        assert not [name for name in sys.modules if name.startswith("mrp_")]
+
+    def test_reads_without_importing(self) -> None:
+        assert Environment().read("mrp_host.sub.model") == "raise AssertionError('imported')\n"
+        assert Environment().read("mrp_host.sub.absent") is None
+        assert Environment().has_package("mrp_host")
+        assert Environment().has_package("mrp_space.core")
+        assert not Environment().has_package("mrp_host.absent.deeper")
+
+    def test_a_checkout_in_the_current_folder_is_not_an_installed_package(self) -> None:
+        assert not Environment().has_package("mrp_checkout")
+
+    def test_file_of(self, tmp_path: Path) -> None:
+        assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
+        assert Environment().file_of("mrp_space") is None
+
+    def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Hook:
+            def find_spec(self, *_: object) -> None:
+                raise AssertionError("asked")
+
+        monkeypatch.setattr(sys, "meta_path", [Hook(), *sys.meta_path])
+        assert Environment().has_package("mrp_host")
+
+    def test_asks_the_finders_of_editable_installs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """setuptools puts a class on sys.meta_path that maps names, those of namespace members included."""
+        from importlib.machinery import ModuleSpec
+        from importlib.util import spec_from_file_location
+
+        (tmp_path / "tool.py").write_text("text = 2\n")
+
+        class EditableFinder:
+            @classmethod
+            def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+                known = name == "mrp_space.tool"
+                return spec_from_file_location(name, tmp_path / "tool.py") if known else None
+
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, EditableFinder])
+        assert Environment().read("mrp_space.tool") == "text = 2\n"
+
+    def test_a_loaded_module_without_a_spec(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not Environment().has_package("__main__.nothing")
+        assert Environment().read("mrp_nowhere") is None

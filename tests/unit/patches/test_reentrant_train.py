@@ -1,0 +1,170 @@
+"""The judgements of ``reentrant-train``, on code in the shapes that upstream has or may have."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from megatron_rl_patches import Settings
+from megatron_rl_patches.engine.facts import from_source
+from megatron_rl_patches.engine.judge import judge
+from megatron_rl_patches.engine.spec import Site
+from megatron_rl_patches.patches.reentrant_train import patch
+
+
+def verdict(target: str, source: str) -> tuple[str, str]:
+    [site] = [site for site in patch.sites if site.target == target]
+    told = judge(site, from_source(site.module, site.qualname, _in_class(site, source)))
+    return told.state, told.reason
+
+
+def _in_class(site: Site, source: str) -> str:
+    source = textwrap.dedent(source).strip()
+    owner, _, _ = site.qualname.rpartition(".")
+    return f"class {owner}:\n{textwrap.indent(source, '    ')}" if owner else source
+
+
+DISABLE = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.disable_forward_pre_hook"
+ENABLE = DISABLE.replace("disable_", "enable_")
+
+
+def test_disable_as_upstream_has_it_is_needed() -> None:
+    source = """
+        def disable_forward_pre_hook(self, param_sync: bool = True):
+            assert self.use_forward_hook
+            for module in self.module.modules():
+                self.remove_forward_pre_hook_handles[module].remove()
+                del self.remove_forward_pre_hook_handles[module]
+            if param_sync:
+                self.start_param_sync(force_sync=True)
+    """
+    assert verdict(DISABLE, source) == ("waiting", "fits")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for handle in self.remove_forward_pre_hook_handles.values(): handle.remove()",
+        """
+            if not self.remove_forward_pre_hook_handles:
+                return
+            for module in self.module.modules():
+                self.remove_forward_pre_hook_handles[module].remove()
+        """,
+        """
+            for module in self.module.modules():
+                if module in self.remove_forward_pre_hook_handles:
+                    self.remove_forward_pre_hook_handles[module].remove()
+        """,
+    ],
+)
+def test_disable_mended_upstream_is_not_needed(body: str) -> None:
+    source = "def disable_forward_pre_hook(self, param_sync=True):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    assert verdict(DISABLE, source)[0] == "not needed"
+
+
+def test_disable_without_the_parameter_is_drift() -> None:
+    source = """
+        def disable_forward_pre_hook(self):
+            assert self.use_forward_hook
+            for module in self.module.modules():
+                del self.remove_forward_pre_hook_handles[module]
+    """
+    assert verdict(DISABLE, source) == ("drifted", "it no longer takes param_sync")
+
+
+def test_enable() -> None:
+    asserting = """
+        def enable_forward_pre_hook(self):
+            assert self.use_forward_hook
+            assert len(self.remove_forward_pre_hook_handles) == 0
+    """
+    assert verdict(ENABLE, asserting) == ("waiting", "fits")
+    mended = """
+        def enable_forward_pre_hook(self):
+            assert self.use_forward_hook
+            if self.remove_forward_pre_hook_handles:
+                return
+    """
+    assert verdict(ENABLE, mended)[0] == "not needed"
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_train_with_the_assertion_is_needed_and_without_it_is_not(host: str) -> None:
+    target = f"{host}.backends.megatron_utils.model.train"
+    needed = """
+        def train(rollout_id, model, optimizer, opt_param_scheduler):
+            if overlap:
+                assert config.no_sync_func is None, "must be None"
+                config.no_sync_func = [chunk.no_sync for chunk in model]
+    """
+    assert verdict(target, needed) == ("waiting", "fits")
+    mended = """
+        def train(rollout_id, model, optimizer, opt_param_scheduler):
+            if overlap and config.no_sync_func is None:
+                config.no_sync_func = [chunk.no_sync for chunk in model]
+    """
+    assert verdict(target, mended) == ("not needed", "it does not assert that no_sync_func is None")
+
+
+def test_save_is_needed_until_it_restores_the_hooks() -> None:
+    target = "slime.backends.megatron_utils.model.save"
+    plain = """
+        def save(iteration, model, optimizer, opt_param_scheduler):
+            disable_forward_pre_hook(model)
+            save_checkpoint(model)
+            enable_forward_pre_hook(model)
+    """
+    assert verdict(target, plain) == ("waiting", "fits")
+    safe = """
+        def save(iteration, model, optimizer, opt_param_scheduler):
+            disable_forward_pre_hook(model)
+            try:
+                save_checkpoint(model)
+            finally:
+                enable_forward_pre_hook(model)
+    """
+    assert verdict(target, safe)[0] == "not needed"
+
+
+def test_megatron_save_that_forces_the_sync_is_not_needed() -> None:
+    target = "megatron.training.training.save_checkpoint_and_time"
+    source = """
+        def save_checkpoint_and_time(iteration, model):
+            timers('interval-time').stop()
+            force_param_sync(model)
+    """
+    assert verdict(target, source) == ("not needed", "it does not switch forward pre-hooks")
+
+
+def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
+    target = "verl.utils.megatron_utils.register_megatron_training_hooks"
+    needed = """
+        def register_megatron_training_hooks(model, optimizer):
+            for one_model in model:
+                if overlap:
+                    assert config.no_sync_func is None
+    """
+    assert verdict(target, needed) == ("waiting", "fits")
+    mended = """
+        def register_megatron_training_hooks(model, optimizer):
+            assert config.no_sync_func is None
+            for one_model in model:
+                pass
+    """
+    assert verdict(target, mended)[0] == "not needed"
+
+
+def test_train_functions_of_unknown_hosts_are_sites() -> None:
+    settings = Settings(train_functions=("fork.backends.model:train", "fork.loop:Trainer.fit"))
+    extra = patch.sites_for(settings)[len(patch.sites) :]
+    assert [(site.module, site.qualname, site.host) for site in extra] == [
+        ("fork.backends.model", "train", "fork"),
+        ("fork.loop", "Trainer.fit", "fork"),
+    ]
+
+
+def test_distributions_in_the_megatron_namespace_are_hosts_of_their_own() -> None:
+    hosts = {site.host for site in patch.sites}
+    assert hosts == {"megatron.core", "megatron.training", "megatron.bridge", "slime", "miles", "verl"}
