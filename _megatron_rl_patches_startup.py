@@ -124,7 +124,8 @@ def _roots() -> frozenset[str]:
 
     targets = os.environ.get("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "").split(",")
     extra = (target.partition(":")[0].partition(".")[0].strip() for target in targets)
-    return frozenset(_ROOTS).union(filter(None, extra))
+    # Not the package itself (the demo's train function is in it): activating imports it.
+    return frozenset(_ROOTS).union(filter(None, extra)) - {"megatron_rl_patches"}
 
 
 def _complain(error: Exception) -> None:

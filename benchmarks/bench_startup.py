@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def environments(folder: Path) -> tuple[Path, Path]:
     """The interpreters of an empty environment and of one that has the wheel of this tree."""
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    build: list[str | Path] = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
     subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
     (wheel,) = folder.glob("*.whl")
     interpreters = []
     for name in ("bare", "with-package"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / name], check=True)
         interpreters.append(folder / name / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", interpreters[1]]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", interpreters[1]]
     subprocess.run([*pip, "install", "--quiet", "--no-deps", wheel], check=True)
     return interpreters[0], interpreters[1]
 

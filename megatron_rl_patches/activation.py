@@ -37,5 +37,5 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def autowrapt(_: ModuleType) -> None:
-    """Post-import hook for ``AUTOWRAPT_BOOTSTRAP=megatron_rl_patches``: all patches, unless the variable says."""
+    """Post-import hook for ``AUTOWRAPT_BOOTSTRAP``: all patches, unless the variable says otherwise."""
     activate_from_environment({VARIABLE: "all", **os.environ})

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from . import __version__, settings
 from .engine import registry
-from .engine.judge import FAULTS, judge_from_source
+from .engine.judge import FAULTS, by_host, judge_from_source
 from .engine.sources import Environment, Source
-from .engine.spec import Patch, Site
+from .engine.spec import Patch
 from .errors import PatchError
 from .settings import VARIABLE, Settings, parse_selection
 
@@ -127,7 +127,7 @@ def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list
     """Judge all sites of the patches by the source's code."""
     findings = []
     for patch in patches:
-        for host, sites in _by_host(patch.sites_for(settings)).items():
+        for host, sites in by_host(patch.sites_for(settings)).items():
             if source.has_package(host):
                 findings += [
                     Finding(
@@ -259,13 +259,6 @@ def find_startup_file() -> tuple[Path | None, Path | None]:
     in_site = [file for file in found if str(file.parent) in read]
     elsewhere = [file for file in found if str(file.parent) not in read]
     return next(iter(in_site), None), next(iter(elsewhere), None)
-
-
-def _by_host(sites: Iterable[Site]) -> dict[str, tuple[Site, ...]]:
-    grouped: dict[str, tuple[Site, ...]] = {}
-    for one in sites:
-        grouped[one.host] = (*grouped.get(one.host, ()), one)
-    return grouped
 
 
 def _known_variables() -> set[str]:

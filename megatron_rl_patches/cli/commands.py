@@ -211,7 +211,7 @@ def run(
 
 @app.command()
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 30,
+    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 40,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     json_file: Annotated[

@@ -1,7 +1,7 @@
-"""Real Megatron-core, trained by reinforcement learning on any machine: what the patches are for, in a minute.
+"""What the patches are for, in a minute: reinforcement learning on real Megatron-core, on any machine.
 
-``digits``, ``policy``, ``training`` and ``program`` are an ordinary program for Megatron-core that knows nothing
-of this package; ``launch``, ``worker`` and ``figures`` run it and show what came out.
+``digits``, ``policy``, ``training`` and ``program`` are an ordinary program for Megatron-core, which knows
+nothing of this package; ``launch``, ``worker`` and ``figures`` run it and show what came out.
 """
 
 from .launch import run_demo

@@ -23,5 +23,5 @@ def prompts(count: int, generator: torch.Generator) -> torch.Tensor:
 
 def score(tokens_bs: torch.Tensor) -> torch.Tensor:
     """The checker: 1.0 for every digit of the answers that is right, 0.0 for others, ``[b, DIGITS]``."""
-    prompt_bp, answer_bd = tokens_bs.split([PROMPT, DIGITS], dim=1)
-    return (answer_bd == prompt_bp[:, :DIGITS].sort(dim=1).values).float()
+    digits_bd, answer_bd = tokens_bs[:, :DIGITS], tokens_bs[:, PROMPT:]
+    return (answer_bd == digits_bd.sort(dim=1).values).float()

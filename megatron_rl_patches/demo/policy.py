@@ -23,6 +23,7 @@ _BUCKET = 25_000
 def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
     """Model chunks, as Megatron's ``get_model`` returns them, and optimizer; every rank is a replica."""
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     config = TransformerConfig(
         num_layers=_LAYERS,

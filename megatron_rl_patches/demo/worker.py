@@ -53,44 +53,48 @@ def _run(count: int, seed: int) -> Figures:
 
     from . import program
 
-    patched = os.environ[VARIABLE] != "0"
+    figures = _no_figures_yet(seed, megatron.core.__version__)
     rank = torch.distributed.get_rank()
-    figures = Figures(
-        patched=patched,
-        patches="",
+    try:
+        with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:
+            for number, rollout in enumerate(program.rollouts(count, seed), 1):
+                figures.reward_per_rollout.append(round(rollout.reward, 4))
+                figures.solved_per_rollout.append(round(rollout.solved, 4))
+                figures.steps += rollout.steps
+                told = f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}"
+                if rank == 0:
+                    bar.write(f"rollout {number:3d}  {told}")
+                bar.set_postfix_str(told, refresh=False)
+                bar.update()
+    except AssertionError:
+        if figures.patched:
+            raise
+        figures.error = traceback.format_exc()
+    if figures.patched:
+        figures.patches = summary(status(), __version__)
+    return figures
+
+
+def _no_figures_yet(seed: int, megatron_core: str) -> Figures:
+    return Figures(
+        patched=os.environ[VARIABLE] != "0",
+        patches="off",
         ranks=torch.distributed.get_world_size(),
         seed=seed,
         backend=torch.distributed.get_backend(),
         versions={
             "megatron_rl_patches": __version__,
-            "megatron-core": megatron.core.__version__,
+            "megatron-core": megatron_core,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
     )
-    try:
-        with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:
-            for number, rollout in enumerate(program.rollouts(count, seed), 1):
-                figures.reward_per_rollout.append(rollout.reward)
-                figures.solved_per_rollout.append(rollout.solved)
-                figures.steps += rollout.steps
-                if rank == 0:
-                    told = f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}"
-                    bar.write(f"rollout {number:3d}  {told}")
-                bar.set_postfix_str(f"reward {rollout.reward:.3f}", refresh=False)
-                bar.update()
-    except AssertionError:
-        if patched:
-            raise
-        figures.error = traceback.format_exc()
-    figures.patches = summary(status(), __version__) if patched else "off"
-    return figures
 
 
 @contextmanager
 def _distributed() -> Iterator[None]:
     """Process group over all ranks: NCCL if each has a GPU, else gloo on the CPU."""
-    # What Megatron and torch say of optional packages and deprecated names, on every rank, is not our subject.
+    # Every rank would be told about optional packages and deprecated names, by Megatron and by torch.
     warnings.simplefilter("ignore")
     with _device():
         torch.distributed.init_process_group("nccl", timeout=_PATIENCE)

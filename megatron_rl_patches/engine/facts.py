@@ -46,6 +46,11 @@ class Facts:
         return frozenset(_names(self.function)) if self.function else frozenset()
 
     @property
+    def module_names(self) -> frozenset[str]:
+        """Every identifier and attribute in the module."""
+        return frozenset(_names(self.module)) if self.module else frozenset()
+
+    @property
     def fingerprint(self) -> str:
         """Twelve hex digits of the function's code; formatting, comments and docstring do not count."""
         if self.function is None:

@@ -73,7 +73,7 @@ class _HalfImported:
     def add(self, module_name: str) -> None:
         self._names.add(module_name)
         if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)
 
     def completed(self) -> list[str]:
         names = [n for n in list(self._names) if n in sys.modules and not _is_initializing(sys.modules[n])]

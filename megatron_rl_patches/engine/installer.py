@@ -13,7 +13,7 @@ from ..errors import PatchError
 from ..settings import Settings
 from . import announce, registry
 from .imports import ImportHooks
-from .judge import Verdict, facts_from, hold_back, judge, judge_from_source
+from .judge import Verdict, by_host, hold_back, judge_from_source, judge_site
 from .placement import Placement
 from .report import SiteStatus
 from .sources import Environment
@@ -116,16 +116,10 @@ class Installer:
         return [self._status_of(record, environment) for record in failed]
 
     def _judge(self, record: _Record, environment: Environment, module_name: str) -> Verdict:
-        site = record.site
         if record.placement and record.placement.in_place():
             return record.verdict
-        facts = facts_from(environment, site)
-        if facts is not None and facts.function is not None and site.module == module_name:
-            try:
-                facts = facts.with_live(self._imports.module(module_name), site.qualname)
-            except AttributeError as error:
-                return Verdict("missing", f"{site.target} is in the source but not in the module: {error}")
-        return judge(site, facts)
+        live = self._imports.module(module_name) if record.site.module == module_name else None
+        return judge_site(record.site, environment, live)
 
     def _put_in_place(self, record: _Record) -> Verdict:
         site = record.site
@@ -162,7 +156,9 @@ class Installer:
 def _announcing(adapter: Adapter, installer: Installer) -> Adapter:
     """The first call of any adapter tells the log what is in place: by then every host is imported."""
 
-    def call(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not announce.done:
             announce.once(installer.status())
         return adapter(wrapped, instance, args, kwargs)
@@ -173,8 +169,9 @@ def _announcing(adapter: Adapter, installer: Installer) -> Adapter:
 def _refusal(faults: list[SiteStatus]) -> PatchError:
     told = "\n  ".join(map(str, faults))
     return PatchError(
-        f"cannot take effect:\n  {told}\nThe code of the host is not what the patch was written for. Exclude the "
-        "patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in docs/compatibility.md."
+        f"cannot take effect:\n  {told}\nThe code of the host is not what the patch was written for. Exclude "
+        "the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
+        "docs/compatibility.md."
     )
 
 
@@ -196,11 +193,6 @@ def refuse_misfits(patches: Collection[Patch], settings: Settings) -> None:
                 ]
     if faults:
         raise _refusal(faults)
-
-
-def by_host(sites: Collection[Site]) -> dict[str, tuple[Site, ...]]:
-    hosts = dict.fromkeys(site.host for site in sites)
-    return {host: tuple(site for site in sites if site.host == host) for host in hosts}
 
 
 installer = Installer()

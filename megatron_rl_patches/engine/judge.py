@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 from . import facts as facts_of
@@ -53,6 +55,8 @@ def _judge(site: Site, facts: Facts) -> tuple[State, str]:
     if facts.function is None:
         if facts.imported_from is not None:
             return "drifted", f"moved: {site.module} imports it from {facts.imported_from}"
+        if site.predates_without and site.predates_without not in facts.module_names:
+            return "not needed", f"{site.module} does not know {site.predates_without} yet"
         return "missing", f"{site.module} does not define {site.qualname}"
     if facts.replaced_by:
         return "conflict", (
@@ -73,15 +77,29 @@ def judge_from_source(sites: tuple[Site, ...], source: Source) -> dict[Site, Ver
 
     They take effect together or not at all: a fault in one holds back all that fit.
     """
-    return hold_back({site: _judge_from_source(site, source) for site in sites})
+    return hold_back({site: judge_site(site, source) for site in sites})
 
 
-def _judge_from_source(site: Site, source: Source) -> Verdict:
+def judge_site(site: Site, source: Source, live: ModuleType | None = None) -> Verdict:
+    """Verdict on one site, from its source text and, where it is imported, from the live module."""
     try:
-        facts = facts_from(source, site)
+        text = source.read(site.module)
+        facts = None if text is None else facts_of.from_source(site.module, site.qualname, text)
+        if live is not None and facts is not None and facts.function is not None:
+            facts = facts.with_live(live, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
         return Verdict("failed", f"{site.module} cannot be parsed: {error}")
+    except AttributeError as error:
+        return Verdict("missing", f"{site.target} is in the source but not in the module: {error}")
     return judge(site, facts)
+
+
+def by_host(sites: Iterable[Site]) -> dict[str, tuple[Site, ...]]:
+    """The sites that take effect together."""
+    grouped: dict[str, tuple[Site, ...]] = {}
+    for site in sites:
+        grouped[site.host] = (*grouped.get(site.host, ()), site)
+    return grouped
 
 
 def hold_back(verdicts: dict[Site, Verdict]) -> dict[Site, Verdict]:
@@ -95,9 +113,3 @@ def hold_back(verdicts: dict[Site, Verdict]) -> dict[Site, Verdict]:
         site: held if verdict.state in ("waiting", "applied") else verdict
         for site, verdict in verdicts.items()
     }
-
-
-def facts_from(source: Source, site: Site) -> Facts | None:
-    """Facts of the site's target as the source has it; ``None`` when it has no such module."""
-    text = source.read(site.module)
-    return None if text is None else facts_of.from_source(site.module, site.qualname, text)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import wrapt
@@ -13,7 +12,7 @@ import wrapt
 from .spec import Adapter
 
 
-class _BoundLayer(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
+class _BoundLayer(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return getattr, (self.__self__, self.__name__)
 
@@ -25,12 +24,12 @@ class _BoundLayer(wrapt.BoundFunctionWrapper):  # type: ignore[misc]
         return getattr(copy.deepcopy(self.__self__, memo), self.__name__)
 
 
-class Layer(wrapt.FunctionWrapper):  # type: ignore[misc]
+class Layer(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """One adapter around one target.
 
     ``switch(False)`` makes it inert wherever copies of it may live. It pickles by name, as the function
-    that it wraps does, so a process without the patch gets the plain function. ``torch.compile`` looks through
-    it: a compiled caller inlines the original, so no site may be a function that a host compiles.
+    that it wraps does, so a process without the patch gets the plain function. ``torch.compile`` looks
+    through it: a compiled caller inlines the original, so no site may be a function that a host compiles.
     """
 
     __bound_function_wrapper__ = _BoundLayer
@@ -75,6 +74,5 @@ class _Switch:
         return self.on
 
 
-def _by_name(module: str, qualname: str) -> Callable[..., Any]:
-    target: Callable[..., Any] = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
-    return target
+def _by_name(module: str, qualname: str) -> Any:
+    return operator.attrgetter(qualname)(importlib.import_module(module))

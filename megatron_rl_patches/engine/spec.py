@@ -30,6 +30,8 @@ class Site:
         uses: parameters of the target that the adapter binds by name.
         mentions: names that the target's body must contain for the adapter to make sense.
         not_needed: judges from the target's code whether upstream has mended it.
+        predates_without: a name; where the whole module lacks it, the target's absence means that the host is
+            too old to have the fault, not that the target moved.
         copied_by: root packages of *other* hosts that copy the name (``from module import name``).
     """
 
@@ -39,6 +41,7 @@ class Site:
     uses: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
     not_needed: NotNeeded | None = None
+    predates_without: str = ""
     copied_by: tuple[str, ...] = ()
 
     @property

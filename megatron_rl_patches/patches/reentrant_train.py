@@ -1,7 +1,8 @@
 """``train()``, ``save()`` and evaluation can be called again and again on the same model.
 
-Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker (re-entrant
-already), ms-swift and ROLL (one-shot trainers), and anything that ends the process.
+Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
+(re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
+value worker calls the methods of ``DistributedDataParallel`` and needs no site of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 _HANDLES = "remove_forward_pre_hook_handles"
 
 
-# --- not needed: judged from the target's code -----------------------------------------------------------------
+# --- not needed: judged from the target's code
 
 
 def _disable_is_harmless(facts: Facts) -> str | None:
     """A handle is looked up for every submodule, come what may: that is the ``KeyError``."""
     for loop in _walk(facts, ast.For):
-        looked_up = [node for node in ast.walk(loop) if isinstance(node, ast.Subscript) and _named(node.value, _HANDLES)]
+        looked_up = [
+            node
+            for node in ast.walk(loop)
+            if isinstance(node, ast.Subscript) and _named(node.value, _HANDLES)
+        ]
         guarded = any(isinstance(node, ast.If | ast.Try) for node in ast.walk(loop))
         if looked_up and not guarded and not _tests_handles_first(facts):
             return None
@@ -44,6 +49,17 @@ def _tests_handles_first(facts: Facts) -> bool:
     return any(_mentions(node.test, _HANDLES) for node in _walk(facts, ast.If))
 
 
+def _train_is_reentrant(facts: Facts) -> str | None:
+    """Fails on what a former call left behind, or leaves things behind itself when it raises."""
+    fails = _asserts_no_sync_func(facts) is None or _leaves_timer_running(facts) is None
+    cleans_up = any(node.finalbody or node.handlers for node in _walk(facts, ast.Try))
+    return (
+        None
+        if fails or not cleans_up
+        else "it does not trip over a former call, and cleans up when it raises"
+    )
+
+
 def _asserts_no_sync_func(facts: Facts) -> str | None:
     if any(_mentions(node.test, "no_sync_func") for node in _walk(facts, ast.Assert)):
         return None
@@ -52,15 +68,33 @@ def _asserts_no_sync_func(facts: Facts) -> str | None:
 
 def _asserts_no_sync_func_per_chunk(facts: Facts) -> str | None:
     for loop in _walk(facts, ast.For):
-        if any(isinstance(node, ast.Assert) and _mentions(node.test, "no_sync_func") for node in ast.walk(loop)):
+        if any(
+            isinstance(node, ast.Assert) and _mentions(node.test, "no_sync_func") for node in ast.walk(loop)
+        ):
             return None
     return "it does not assert that no_sync_func is None for each chunk"
 
 
 def _leaves_timer_running(facts: Facts) -> str | None:
-    if any(isinstance(node.value, str) and node.value == "interval-time" for node in _walk(facts, ast.Constant)):
-        return None
-    return "it does not start the interval timer"
+    return None if _calls_interval_timer(facts, "start") else "it does not start the interval timer"
+
+
+def _save_is_safe(facts: Facts) -> str | None:
+    """Megatron-LM's: switches hooks (up to 0.15), and stops a timer that only ``train()`` starts."""
+    hooks = _leaves_hooks_as_found(facts)
+    return None if _calls_interval_timer(facts, "stop") else hooks
+
+
+def _calls_interval_timer(facts: Facts, method: str) -> bool:
+    """``timers('interval-time', ...).method(...)``"""
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and call.func.attr == method
+        and any(
+            isinstance(node, ast.Constant) and node.value == "interval-time" for node in ast.walk(call.func)
+        )
+        for call in _walk(facts, ast.Call)
+    )
 
 
 def _leaves_hooks_as_found(facts: Facts) -> str | None:
@@ -83,10 +117,12 @@ def _mentions(tree: ast.AST, name: str) -> bool:
 
 
 def _named(node: ast.AST, name: str) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (isinstance(node, ast.Name) and node.id == name)
+    return (isinstance(node, ast.Attribute) and node.attr == name) or (
+        isinstance(node, ast.Name) and node.id == name
+    )
 
 
-# --- adapters --------------------------------------------------------------------------------------------------
+# --- adapters
 
 
 @functools.lru_cache(maxsize=32)
@@ -124,7 +160,7 @@ def _configured(settings: Settings) -> tuple[Site, ...]:
     return tuple(Site(module, qualname, _train, uses=("model",)) for module, qualname in paths)
 
 
-# --- sites -----------------------------------------------------------------------------------------------------
+# --- sites
 
 patch = Patch(
     name="reentrant-train",
@@ -141,7 +177,9 @@ patch = Patch(
     mentions=(_HANDLES, "use_forward_hook"),
     not_needed=_disable_is_harmless,
 )
-def disable_forward_pre_hook(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def disable_forward_pre_hook(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     from ..reentry import forward_pre_hooks
 
     forward_pre_hooks.disable(wrapped, instance, *args, **kwargs)
@@ -153,7 +191,9 @@ def disable_forward_pre_hook(wrapped: Any, instance: Any, args: tuple[Any, ...],
     mentions=(_HANDLES, "use_forward_hook"),
     not_needed=_enable_is_harmless,
 )
-def enable_forward_pre_hook(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def enable_forward_pre_hook(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     from ..reentry import forward_pre_hooks
 
     forward_pre_hooks.enable(wrapped, instance)
@@ -161,7 +201,7 @@ def enable_forward_pre_hook(wrapped: Any, instance: Any, args: tuple[Any, ...], 
 
 for _host in ("slime", "miles"):  # OpenClaw-RL vendors slime under its own name
     _module = f"{_host}.backends.megatron_utils.model"
-    patch.wrap(_module, "train", uses=("model", "optimizer"), not_needed=_asserts_no_sync_func)(_train)
+    patch.wrap(_module, "train", uses=("model", "optimizer"), not_needed=_train_is_reentrant)(_train)
     patch.wrap(_module, "save", uses=("model",), not_needed=_leaves_hooks_as_found)(_save)
 
 
@@ -169,7 +209,7 @@ for _host in ("slime", "miles"):  # OpenClaw-RL vendors slime under its own name
     "megatron.training.training",
     "train",
     uses=("model", "optimizer", "config"),
-    not_needed=_asserts_no_sync_func,
+    not_needed=_train_is_reentrant,
 )
 def megatron_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from megatron.training.global_vars import get_timers
@@ -181,7 +221,7 @@ def megatron_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
     "megatron.training.training",
     "save_checkpoint_and_time",
     uses=("model",),
-    not_needed=_leaves_hooks_as_found,
+    not_needed=_save_is_safe,
 )
 def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from megatron.training.global_vars import get_timers
@@ -197,7 +237,7 @@ def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
     "megatron.bridge.training.train",
     "train",
     uses=("model", "optimizer", "global_state"),
-    not_needed=_leaves_timer_running,
+    not_needed=_train_is_reentrant,
 )
 def bridge_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
@@ -226,6 +266,7 @@ def bridge_update_model_config_funcs(
     "register_megatron_training_hooks",
     uses=("model", "optimizer"),
     not_needed=_asserts_no_sync_func_per_chunk,
+    predates_without="no_sync_func",
 )
 def verl_register_megatron_training_hooks(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 # torch and Megatron objects are duck-typed here, so that mocked chunks work as well as real ones.
@@ -25,7 +25,8 @@ def config_of(chunk: Chunk) -> Any:
 
 
 def distinct_configs(model: Model) -> list[Any]:
-    """Configs of the chunks, each once: under virtual pipelining chunks share one (verl) or have their own."""
+    """Configs of the chunks, each once: under virtual pipelining chunks share one (verl) or have their
+    own."""
     configs = (config_of(chunk) for chunk in model)
     return list({id(config): config for config in configs if config is not None}.values())
 
@@ -42,7 +43,6 @@ def is_data_parallel(chunk: Chunk) -> bool:
     and ``isinstance`` with it raises.
     """
     return any(base.__name__ in _WRAPPERS for base in type(chunk).__mro__)
-
 
 
 _WRAPPERS = frozenset({"_BaseDataParallel", "DistributedDataParallel", "FullyShardedDataParallel"})

@@ -28,10 +28,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class TrainGuard:
     """Context of one call of ``train``; see :func:`reentrant_train`.
 
-    At entry: sync functions installed by a former call are cleared, the interval timer is reset if it was left
-    running, and parameters are made whole if a former call broke off. In the end: garbage collection is as it
-    was. On an exception also: everything that the call changed on config, chunks, optimizer, timers and rerun
-    state machine is as at entry, outstanding collectives are waited for, bucket groups are reset; the
+    At entry: sync functions installed by a former call are cleared, the interval timer is reset if it was
+    left running, and parameters are made whole if a former call broke off. In the end: garbage collection is
+    as it was. On an exception also: everything that the call changed on config, chunks, optimizer, timers and
+    rerun state machine is as at entry, outstanding collectives are waited for, bucket groups are reset; the
     exception propagates unchanged.
 
     Args:
@@ -39,8 +39,9 @@ class TrainGuard:
         optimizer: the ``MegatronOptimizer``, if there is one.
         timers: the host's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
         config: the config that the host works with, if it is not the chunks' own.
-        installs: the body installs ``no_sync_func``, so it is cleared at entry. ``False`` for a loop that relies
-            on functions installed once by others (Megatron-Bridge): without them every microbatch would reduce.
+        installs: the body installs ``no_sync_func``, so it is cleared at entry. ``False`` for a loop that
+            relies on functions installed once by others (Megatron-Bridge): without them every microbatch
+            would reduce.
     """
 
     def __init__(
@@ -102,7 +103,8 @@ class TrainGuard:
         if self._optimizer is not None and vars(self._optimizer).get("step", _ABSENT) is not self._step:
             _restore(self._optimizer, {"step": self._step})
         if self._rerun is not None:
-            machine, machine.state, machine.mode = self._rerun
+            machine, state, mode = self._rerun
+            machine.state, machine.mode = state, mode
         megatron_timers.reset_new(self._timers, self._running, but=INTERVAL_TIMER)
 
     def _warn_if_left_out(self) -> None:
@@ -111,7 +113,7 @@ class TrainGuard:
             if installed not in (None, _ABSENT) and config.no_sync_func is None:
                 config.no_sync_func = installed
                 _log.warning(
-                    "no_sync_func was set at entry of a re-entrant train() that did not install it: gradients "
+                    "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
                     "were reduced after every microbatch. Install it inside, as Megatron's own train() does."
                 )
 
@@ -152,14 +154,14 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     ::
 
         @reentrant_train
-        def train(model, optimizer, data, ...):     # a parameter named ``model``; ``optimizer`` if there is one
+        def train(model, optimizer, data, ...):     # one parameter named ``model``, maybe ``optimizer``
             ...
 
         with reentrant_train(model, optimizer=optimizer):
             ...
 
-    The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs it.
-    A decorated function that does not mention ``no_sync_func`` is taken to rely on one that is installed
+    The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
+    it. A decorated function that does not mention ``no_sync_func`` is taken to rely on one that is installed
     already, which then stays.
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.

@@ -44,10 +44,10 @@ def recover(model: Model, error: BaseException) -> None:
 def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
     """Before the first forward of a call: make parameters whole if a former call broke off on some rank.
 
-    With overlapped all-gather of parameters this is a collective: the ranks that share a bucket group agree by
-    one all-reduce of one integer, and gather the parameters if any of them was interrupted. Without overlap it
-    costs nothing unless this rank was interrupted between the optimizer's update and its all-gather, which
-    every other rank of the group then was too, since none can pass that all-gather alone.
+    With overlapped all-gather of parameters this is a collective: the ranks that share a bucket group agree
+    by one all-reduce of one integer, and gather the parameters if any of them was interrupted. Without
+    overlap it costs nothing unless this rank was interrupted between the optimizer's update and its
+    all-gather, which every other rank of the group then was too, since none can pass that all-gather alone.
 
     Args:
         model: chunks of this rank.
@@ -87,8 +87,8 @@ def _reset(group: Any) -> None:
 def _close_abandoned_no_sync(error: BaseException) -> None:
     """Leave the ``no_sync`` contexts that pipeline schedules enter by hand, without ``try``.
 
-    Otherwise their ``finally`` runs whenever the traceback happens to be freed, and ends gradient accumulation
-    in the middle of some later batch.
+    Otherwise their ``finally`` runs whenever the traceback happens to be freed, and ends gradient
+    accumulation in the middle of some later batch.
     """
     for frame in _frames(error):
         for value in frame.f_locals.values():

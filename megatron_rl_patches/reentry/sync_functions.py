@@ -24,9 +24,9 @@ def clear_installed(model: Model, *configs: Any) -> None:
     """Make room for the host to install its functions afresh.
 
     ``no_sync_func`` becomes ``None`` when it consists only of ``no_sync`` methods of data-parallel chunks, of
-    this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no host asserts, become
-    ``None`` when they belong to a former model. A foreign callable stays, and the host's assertion fires on it
-    as its authors intended.
+    this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no host asserts,
+    become ``None`` when they belong to a former model. A foreign callable stays, and the host's assertion
+    fires on it as its authors intended.
 
     Args:
         model: the chunks about to be trained.
@@ -40,9 +40,7 @@ def clear_installed(model: Model, *configs: Any) -> None:
                 setattr(config, attribute, None)
 
 
-def install_per_config(
-    install: Callable[[list[Any]], Any], model: Model
-) -> None:
+def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> None:
     """Run a host's installer that handles one chunk per config on chunks that share one.
 
     verl's ``register_megatron_training_hooks`` loops over the chunks and asserts in the second round that the

@@ -1,4 +1,5 @@
-"""Megatron's timers assert that they are not started twice; an early return or an exception leaves some on."""
+"""Megatron's timers assert that they are not started twice; an early return or an exception leaves some
+on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Packages that hosts import and that training a tiny model on a CPU never calls.
 
-A stub stands in for a package only where the real one is not installed. It gives a class for every capitalized
-name, so that hosts can derive from it and test for it, and a function that does nothing for every other.
+A stub stands in for a package only where the real one is not installed. It gives a class for every
+capitalized name, so that hosts can derive from it, and a function that does nothing for every other.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import typing
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 #: Trackers, inference engines, schedulers of clusters, tokenizers, GPU kernels.
 PACKAGES = (
+    "codetiming",
     "httpx",
+    "huggingface_hub",
+    "omegaconf",
+    "orjson",
     "psutil",
     "ray",
     "regex",
+    "sglang",
     "six",
+    "tensordict",
+    "transformers",
     "triton",
     "wandb",
     "yaml",
@@ -28,7 +36,6 @@ PACKAGES = (
 
 
 class _Stub(ModuleType):
-    __path__: list[str] = []
     __version__ = "99"
 
     def __getattr__(self, name: str) -> Any:
@@ -73,3 +80,5 @@ def install(packages: Iterable[str] = PACKAGES) -> None:
         name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None
     ]
     sys.meta_path.append(_Finder(missing))
+    if not hasattr(typing, "override"):  # Python < 3.12, which recent Megatron-LM does not support
+        typing.override = lambda method: method  # type: ignore[attr-defined]

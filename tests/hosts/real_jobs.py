@@ -1,4 +1,4 @@
-"""The jobs of :mod:`tests.hosts.jobs` on real hosts: nothing of them is replaced but the write of a checkpoint.
+"""The jobs of :mod:`tests.hosts.jobs` on real hosts: only the write of a checkpoint is replaced.
 
 Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on the path.
 """
@@ -16,11 +16,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
     init_num_microbatches_calculator,
 )
-from megatron.core.parallel_state import get_data_parallel_world_size
 from megatron.training import arguments, global_vars
 
 from tests.hosts.jobs import MICROBATCHES, Job, MegatronJob
@@ -89,11 +89,12 @@ class _RolloutJob(Job):
             rollout_top_p=1.0,
             data_pad_size_multiplier=tiny_gpt.SEQUENCE,
             loss_type="sft_loss",
+            log_probs_chunk_size=-1,
             manual_gc_interval=0,
             qkv_format="thd",
             calculate_per_token_loss=False,
             check_for_nan_in_loss_and_grad=True,
-            global_batch_size=MICROBATCHES * get_data_parallel_world_size(),
+            global_batch_size=MICROBATCHES * mpu.get_data_parallel_world_size(),
             # of a model whose floating-point operations are counted
             num_layers=tiny_gpt.LAYERS,
             hidden_size=tiny_gpt.HIDDEN,
@@ -145,11 +146,19 @@ class RealMilesJob(_RolloutJob):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
+        if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
+            dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
+        # It divides by the total, and frees memory when less than a tenth is free.
+        torch.cuda.mem_get_info = lambda device=None: (1, 1)
         parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
-        state = importlib.import_module("miles.backends.training_utils.parallel")
-        state.set_parallel_state(
-            _call(parallel.create_megatron_parallel_state, model=self.model, args=self.args)
-        )
+        current = importlib.import_module("miles.backends.training_utils.parallel")
+        groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
+        # The tiny model is built without: on a CPU the usual groups are gloo groups.
+        mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
+        mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
+        alone = groups.GroupInfo(rank=0, size=1, group=None)
+        current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
 
     def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
         return self.module.DataIterator(rollout, micro_batch_indices=indices)
@@ -162,11 +171,8 @@ class RealMegatronJob(MegatronJob):
         super().__init__(**options)
         self.training.save_checkpoint = partial(_write, self)
 
-    def save(self) -> None:
-        super().save()
-
     def _set_global_variables(self) -> None:
-        replicas = get_data_parallel_world_size()
+        replicas = mpu.get_data_parallel_world_size()
         given = SimpleNamespace(
             **vars(self.args),
             num_layers=tiny_gpt.LAYERS,
@@ -179,24 +185,26 @@ class RealMegatronJob(MegatronJob):
             max_position_embeddings=tiny_gpt.SEQUENCE,
             global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
             data_parallel_size=replicas,
+            gtp_weight_remat_size=1,
+            expert_tensor_parallel_size=1,
             consumed_train_samples=0,
             consumed_valid_samples=0,
             skipped_train_samples=0,
             num_floating_point_operations_so_far=0,
             iteration=0,
-            log_interval=1,
+            log_interval=1000,
             eval_iters=1,
             do_valid=False,
             use_megatron_fsdp=False,
             params_dtype=torch.float32,
         )
         with mock.patch.object(sys, "argv", ["train"]):
-            self.args = Namespace(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
+            self.args = Arguments(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
+        global_vars.unset_global_variables()
         destroy_num_microbatches_calculator()
         init_num_microbatches_calculator(
             torch.distributed.get_rank(), None, self.args.global_batch_size, tiny_gpt.BATCH, replicas
         )
-        global_vars.unset_global_variables()
         global_vars.set_args(self.args)
         global_vars._set_timers(self.args)
         if hasattr(global_vars, "_set_energy_monitor"):

@@ -1,7 +1,7 @@
 """``reentrant-train`` at the sites of the hosts, driven through stand-ins on real megatron-core.
 
 Every test runs in fresh processes. Unpatched, the hosts fail with the errors that users report; patched, the
-same calls go through, the weights equal those of one call that never needed the patch, and nothing is left over.
+same calls go through, the weights are those of one call that never needed the patch, nothing is left over.
 """
 
 from __future__ import annotations

@@ -124,12 +124,14 @@ def test_every_stage_on_all_ranks(overlap: str) -> None:
         ), where
 
 
-# --- one rank only: its peers are in collectives, which its retry has to meet -------------------------------------
+# --- one rank only: its peers are in collectives, which its retry has to meet
 
 LINE_UP = [("before forward", 0), ("before forward", 1), ("forward 1", 1), ("after step", 1)]
 
 
-def _one_rank(flags: dict[str, Any], stage: str, failing_step: int, failing_rank: int | None) -> tuple[str, str]:
+def _one_rank(
+    flags: dict[str, Any], stage: str, failing_step: int, failing_rank: int | None
+) -> tuple[str, str]:
     import torch.distributed as dist
 
     from tests.real import faults, tiny_gpt

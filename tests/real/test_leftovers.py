@@ -1,8 +1,8 @@
 """Each thing that an exception leaves behind in megatron-core: shown without the guard, gone with it.
 
-Not shown, as the installed release does not have it: ``params_with_grad`` (E4, up to 0.15; see the unit tests)
-and the CUDA graph wrapper around ``optimizer.step`` (E13, from 0.19), for which a plain wrapper stands here.
-Stale parameters (E2) are in ``test_interruption.py``, and here what they look like unguarded.
+Not shown, as the installed release does not have it: ``params_with_grad`` (E4, up to 0.15; see the unit
+tests) and the CUDA graph wrapper around ``optimizer.step`` (E13, from 0.19), for which a plain wrapper
+stands. Stale parameters (E2) are in ``test_interruption.py``, and here what they look like unguarded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatron_rl_patches import applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 
-def _interrupt(guarded: bool, options: Any, stage: str, before: int = 1, failing_step: int = 0) -> tuple[Any, ...]:
+def _interrupt(
+    guarded: bool, options: Any, stage: str, before: int = 1, failing_step: int = 0
+) -> tuple[Any, ...]:
     """Train ``before`` steps in one call, then fail in the next; gives model, optimizer and data."""
     from megatron_rl_patches.reentry import reentrant_train
     from tests.real import faults, tiny_gpt
@@ -250,7 +252,7 @@ def e8_interleaved_schedule_drops_the_functions(guarded: bool) -> bool:
     from tests.real import tiny_gpt
 
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2))
-    model, optimizer = tiny_gpt.build(options)
+    model, _ = tiny_gpt.build(options)
     data = tiny_gpt.data_iterators(options)
     config = model[0].config
     config.grad_sync_func = [chunk.start_grad_sync for chunk in model]

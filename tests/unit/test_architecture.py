@@ -110,7 +110,10 @@ def _loaded_after(statement: str) -> set[str]:
         ("import megatron_rl_patches.testing", {"torch", "megatron", "wrapt"}),
         ("import megatron_rl_patches.testing.pytest_plugin", {"torch", "megatron"}),
         ("import megatron_rl_patches.reentry", {"torch", "megatron", "wrapt"}),
-        ("import megatron_rl_patches as m; m.apply(); m.status(); m.revert()", {"torch", "megatron", "typer", "rich"}),
+        (
+            "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()",
+            {"torch", "megatron", "typer", "rich"},
+        ),
     ],
 )
 def test_what_importing_does_not_load(statement: str, absent: set[str]) -> None:

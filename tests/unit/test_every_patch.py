@@ -51,7 +51,7 @@ def test_the_startup_trigger_knows_every_root() -> None:
     assert set(startup._ROOTS) == roots
 
 
-# --- every order of import, apply and revert, on a stand-in with the site's names ------------------------------
+# --- every order of import, apply and revert, on a stand-in with the site's names
 
 ORDERS = sorted(
     {
@@ -119,5 +119,3 @@ def _layers(function: object) -> int:
     while type(function) is Layer:
         count, function = count + 1, function.__wrapped__
     return count
-
-

@@ -24,7 +24,9 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_one_summary_line_at_the_first_call(host: Host, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_summary_line_at_the_first_call(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     name = host()
     engine["tagging"] = patch_of(name, "train", "save")
     caplog.set_level(logging.INFO, "megatron_rl_patches")
@@ -60,7 +62,9 @@ def test_silent_on_other_ranks(
     assert caplog.messages == []
 
 
-def test_a_skipped_site_is_warned_of_once(host: Host, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_site_is_warned_of_once(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     name = host()
     engine["tagging"] = patch_of(name, "run")
     apply()

@@ -269,7 +269,9 @@ def test_threads_applying_and_importing_at_once(host: Host, engine: Engine) -> N
         barrier = threading.Barrier(8)
         results = []
 
-        def work(turn: int, name: str = name, barrier: threading.Barrier = barrier, results: list = results) -> None:
+        def work(
+            turn: int, name: str = name, barrier: threading.Barrier = barrier, results: list = results
+        ) -> None:
             barrier.wait()
             if turn % 2:
                 apply()

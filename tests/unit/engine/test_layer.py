@@ -69,7 +69,7 @@ def test_a_deep_copied_bound_method_belongs_to_the_copied_instance(module: Modul
 
 
 def test_torch_compile_neither_breaks_nor_sees_the_layer(module: ModuleType) -> None:
-    """One graph, as without us; but a compiled caller inlines the original: no patch may rely on being inside."""
+    """One graph, as without us; but a compiled caller inlines the original."""
     torch = pytest.importorskip("torch")
     graphs = []
 

@@ -21,9 +21,13 @@ def test_a_child_forked_while_another_thread_holds_the_lock_goes_on() -> None:
         import os, sys, threading
         from megatron_rl_patches.engine import installer
         held = threading.Event()
-        threading.Thread(
-            target=lambda: (installer.installer._lock.acquire(), held.set(), threading.Event().wait(60)), daemon=True
-        ).start()
+
+        def hold():
+            with installer.installer._lock:
+                held.set()
+                threading.Event().wait(60)
+
+        threading.Thread(target=hold, daemon=True).start()
         held.wait()
         pid = os.fork()
         if pid == 0:
@@ -31,7 +35,9 @@ def test_a_child_forked_while_another_thread_holds_the_lock_goes_on() -> None:
             os._exit(0)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """)
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, cwd=Path(__file__).parents[3], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], timeout=60, cwd=Path(__file__).parents[3], check=False
+    )
     assert done.returncode == 0
 
 
@@ -55,5 +61,8 @@ def test_ranks_that_agree() -> None:
 def test_ranks_that_differ_are_named_on_every_rank() -> None:
     told: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
     assert len(set(told)) == 1
-    assert "DistributedDataParallel.disable_forward_pre_hook: rank 1: not selected; most ranks: waiting" in told[0]
+    assert (
+        "DistributedDataParallel.disable_forward_pre_hook: rank 1: not selected; most ranks: waiting"
+        in told[0]
+    )
     assert "rank 0:" not in told[0]

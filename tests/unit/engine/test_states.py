@@ -123,7 +123,9 @@ def test_all_sites_of_a_host_or_none(host: Host, engine: Engine, first: str) -> 
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
 
-def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(host: Host, engine: Engine) -> None:
+def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(
+    host: Host, engine: Engine
+) -> None:
     replaced = "import posixpath\ndef go(model):\n    return 'gone'\nglobals()['go'] = posixpath.join"
     name = host(other=replaced)
     engine["tagging"] = patch_of(name, "train")
@@ -150,7 +152,10 @@ def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(
     host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = "class Meta(type):\n    def __setattr__(cls, name, value): raise TypeError('frozen')\n"
-    name = host(model=frozen + "class Trainer(metaclass=Meta):\n    def step(self, x): return x\ndef train(m): return m")
+    name = host(
+        model=frozen
+        + "class Trainer(metaclass=Meta):\n    def step(self, x): return x\ndef train(m): return m"
+    )
     engine["tagging"] = patch_of(name, "train", "Trainer.step")
     apply()
     module = importlib.import_module(f"{name}.model")

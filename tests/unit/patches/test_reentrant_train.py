@@ -25,7 +25,9 @@ def _in_class(site: Site, source: str) -> str:
     return f"class {owner}:\n{textwrap.indent(source, '    ')}" if owner else source
 
 
-DISABLE = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.disable_forward_pre_hook"
+DISABLE = (
+    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.disable_forward_pre_hook"
+)
 ENABLE = DISABLE.replace("disable_", "enable_")
 
 
@@ -60,7 +62,9 @@ def test_disable_as_upstream_has_it_is_needed() -> None:
     ],
 )
 def test_disable_mended_upstream_is_not_needed(body: str) -> None:
-    source = "def disable_forward_pre_hook(self, param_sync=True):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    source = "def disable_forward_pre_hook(self, param_sync=True):\n" + textwrap.indent(
+        textwrap.dedent(body), "    "
+    )
     assert verdict(DISABLE, source)[0] == "not needed"
 
 
@@ -100,12 +104,22 @@ def test_train_with_the_assertion_is_needed_and_without_it_is_not(host: str) -> 
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
     assert verdict(target, needed) == ("waiting", "fits")
-    mended = """
+    guarded = """
         def train(rollout_id, model, optimizer, opt_param_scheduler):
             if overlap and config.no_sync_func is None:
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
-    assert verdict(target, mended) == ("not needed", "it does not assert that no_sync_func is None")
+    assert verdict(target, guarded) == ("waiting", "fits")  # an exception still leaves everything behind
+    mended = (
+        guarded
+        + """
+            try:
+                train_one_step(model)
+            finally:
+                config.no_sync_func = None
+    """
+    )
+    assert verdict(target, mended)[0] == "not needed"
 
 
 def test_save_is_needed_until_it_restores_the_hooks() -> None:
@@ -128,11 +142,17 @@ def test_save_is_needed_until_it_restores_the_hooks() -> None:
     assert verdict(target, safe)[0] == "not needed"
 
 
-def test_megatron_save_that_forces_the_sync_is_not_needed() -> None:
+def test_megatron_save_is_needed_for_the_timer_alone() -> None:
     target = "megatron.training.training.save_checkpoint_and_time"
     source = """
         def save_checkpoint_and_time(iteration, model):
             timers('interval-time').stop()
+            force_param_sync(model)
+            timers('interval-time', log_level=0).start(barrier=True)
+    """
+    assert verdict(target, source) == ("waiting", "fits")
+    source = """
+        def save_checkpoint_and_time(iteration, model):
             force_param_sync(model)
     """
     assert verdict(target, source) == ("not needed", "it does not switch forward pre-hooks")
@@ -154,6 +174,12 @@ def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
                 pass
     """
     assert verdict(target, mended)[0] == "not needed"
+
+
+def test_a_verl_that_does_not_install_the_function_yet_has_nothing_to_mend() -> None:
+    target = "verl.utils.megatron_utils.register_megatron_training_hooks"
+    assert verdict(target, "def get_model(): pass")[0] == "not needed"
+    assert verdict(target, "def register(config): config.no_sync_func = None")[0] == "missing"
 
 
 def test_train_functions_of_unknown_hosts_are_sites() -> None:

@@ -42,7 +42,9 @@ def is_stale(chunk: MockDDP) -> bool:
     return any(group.is_stale for group in chunk.bucket_groups)
 
 
-@given(st.lists(st.sampled_from(["enable", "disable", "disable without sync", "step", "forward"]), max_size=12))
+@given(
+    st.lists(st.sampled_from(["enable", "disable", "disable without sync", "step", "forward"]), max_size=12)
+)
 def test_any_order_keeps_parameters_and_hooks_in_order(actions: list[str]) -> None:
     chunk = MockDDP()
     on = True

@@ -1,0 +1,156 @@
+"""The demo, as users run it: real megatron-core in processes of their own, patches by variable alone.
+
+These need the package to be installed (an editable install will do): the startup file must fire.
+"""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron_rl_patches import MegatronRLPatchesError
+from megatron_rl_patches.demo import launch, run_demo
+from megatron_rl_patches.demo.figures import Figures
+from megatron_rl_patches.doctor import Startup
+
+ROLLOUTS = 8
+UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
+PROGRAM = ("digits", "policy", "training", "program")
+
+
+class Run(NamedTuple):
+    code: int
+    figures: Figures | None
+    out: str
+    err: str
+
+
+def run(
+    capture: pytest.CaptureFixture[str],
+    folder: Path,
+    *,
+    rollouts: int = ROLLOUTS,
+    ranks: int = 2,
+    without_patches: bool = False,
+) -> Run:
+    file = folder / "figures.json"
+    code = run_demo(
+        rollouts=rollouts,
+        ranks=ranks,
+        seed=0,
+        json_file=file,
+        plot_file=folder / "reward.png",
+        without_patches=without_patches,
+    )
+    return Run(code, Figures.read(file) if file.exists() else None, *capture.readouterr())
+
+
+@pytest.mark.slow
+def test_the_reward_rises_over_repeated_calls_of_train(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, figures, out, err = run(capfd, tmp_path)
+    assert code == 0, err
+    assert figures is not None
+    rewards = figures.reward_per_rollout
+    assert len(rewards) == len(figures.solved_per_rollout) == ROLLOUTS
+    # Of chance, 1/11, to about 0.34.
+    assert 0.05 < rewards[0] < 0.14
+    assert min(rewards[-3:]) > 2 * max(rewards[:2])
+
+    assert figures.patched
+    assert figures.error is None
+    assert "megatron.core: 2 applied" in figures.patches
+    assert (figures.ranks, figures.backend, figures.seed) == (2, "gloo", 0)
+    assert figures.steps >= 2 * ROLLOUTS
+    assert figures.seconds > 0
+    assert {"megatron_rl_patches", "megatron-core", "torch", "python"} <= figures.versions.keys()
+
+    assert f"rollout {ROLLOUTS:3d}  reward {rewards[-1]:.3f}" in out
+    assert f"{ROLLOUTS}/{ROLLOUTS}" in err  # the progress bar
+    assert "wall time" in out
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, figures, out, err = run(capfd, tmp_path, without_patches=True)
+    assert code == 0, err
+    assert figures is not None
+    assert not figures.patched
+    assert len(figures.reward_per_rollout) == 1
+    assert figures.error is not None
+    assert figures.error.splitlines()[-1].startswith(UPSTREAM)
+    assert figures.error in out
+    assert "This is what the patches are for" in out
+
+
+@pytest.mark.slow
+def test_without_patches_a_run_that_does_not_fail_is_a_failure(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, without_patches=True)
+    assert code == 1
+    assert "did not appear" in err
+    assert figures is not None
+    assert figures.error is None
+
+
+@pytest.mark.slow
+def test_a_failing_rank_surfaces(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "nonsense")  # so that the patches stay away
+    code, figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1)
+    assert code == 1
+    assert figures is None
+    assert UPSTREAM in err
+    assert "see the root cause above" in err
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_the_ranks() -> None:
+    # Whoever started the tests may have had interrupts ignored, which is inherited.
+    script = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from megatron_rl_patches.cli import main; main(['demo', '--rollouts=1000'])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline().startswith("rollout   1")
+        demo.send_signal(signal.SIGINT)
+        # The ranks hold the other end of the pipe: it closes when the last of them is gone.
+        demo.communicate(timeout=60)
+    assert demo.returncode != 0
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MegatronRLPatchesError, match=r"needs matplotlib: .*megatron-rl-patches\[demo\]"):
+        run_demo(
+            rollouts=2, ranks=1, seed=0, json_file=None, plot_file=tmp_path / "x.png", without_patches=False
+        )
+
+
+def test_a_variable_without_effect_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "examine_startup", lambda environ: Startup(None, False, "not installed"))
+    with pytest.raises(MegatronRLPatchesError, match="no effect in this environment: not installed"):
+        run_demo(rollouts=2, ranks=1, seed=0, json_file=None, plot_file=None, without_patches=False)
+
+
+@pytest.mark.parametrize("name", PROGRAM)
+def test_the_program_knows_nothing_of_the_patches(name: str) -> None:
+    text = Path(launch.__file__).with_name(f"{name}.py").read_text()
+    assert "megatron_rl_patches" not in text.lower()
+    relative = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
+    assert all(node.level == 1 for node in relative)
+    modules = {name for n in relative for name in ([n.module] if n.module else [a.name for a in n.names])}
+    assert modules <= set(PROGRAM)
