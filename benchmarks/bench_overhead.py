@@ -134,7 +134,8 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "",
             f"`python -m benchmarks.bench_overhead`: {rounds} batches of {BATCH} calls each, bare and",
             "patched in turns; median of the differences, per call. Real megatron-core, one rank, CPU.",
-            f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+            f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}, "
+            f"{os.cpu_count()} cores.",
             "",
             "| call | bare (µs) | patched (µs) | added (µs) | claim (µs) |",
             "|---|---|---|---|---|",
@@ -142,7 +143,7 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "",
             "`train()` is an empty loop: assertion and installation only. With overlapped parameter gather,",
             "entry includes the all-reduce of one integer by which ranks agree whether a former call broke",
-            "off. The bare `disable_forward_pre_hook` raises when the hooks are off: its row has no bare time.",
+            "off. The bare `disable_forward_pre_hook` raises when the hooks are off, so it has no time there.",
             "",
         ]
     )
