@@ -143,7 +143,7 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "",
             "`train()` is an empty loop: assertion and installation only. With overlapped parameter gather,",
             "entry includes the all-reduce of one integer by which ranks agree whether a former call broke",
-            "off. The bare `disable_forward_pre_hook` raises when the hooks are off, so it has no time there.",
+            "off. The bare `disable_forward_pre_hook` raises when the hooks are off, so has no time there.",
             "",
         ]
     )

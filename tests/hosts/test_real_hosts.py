@@ -99,7 +99,7 @@ def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
             "saved": job.disk.checksums,
             "hooks": hooks,
             "collecting": gc.isenabled(),
-            "states": {site.target: str(site) for site in status() if site.host in (host, "megatron.core")},
+            "states": {site.target: site.state for site in status() if site.host in (host, "megatron.core")},
         }
         job.config.no_sync_func = nullcontext
         seen["foreign"] = outcome(job.train)
@@ -115,6 +115,8 @@ def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
 def test_rollouts_with_saves_between(host: str, ranks: int) -> None:
     results = spawn_ranks(_rollouts, ranks, host, checkouts(host), timeout=300)
     for seen in results:
+        assert set(seen["states"].values()) <= {"applied", "not needed"}
+        assert [state for target, state in seen["states"].items() if target.endswith(".train")] == ["applied"]
         assert seen["trained"]
         assert seen["same weights"]
         assert seen["gathers, reductions"] == (True, True)
