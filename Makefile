@@ -7,10 +7,10 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test lint format bench docs clean
+.PHONY: help venv demo test test-hosts lint format bench docs clean
 
 help:
-	@echo "make venv | demo | test | lint | format | bench | docs | clean"
+	@echo "make venv | demo | test | test-hosts | lint | format | bench | docs | clean"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -20,6 +20,11 @@ demo: $(INSTALLED)-demo
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Checkouts of real hosts: make test-hosts SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
+export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR
+test-hosts: venv
+	$(BIN)/python -m pytest -m hosts tests/hosts $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -30,13 +30,20 @@ def reset_new(timers: Any, before: list[Any], but: str) -> None:
 
 @contextmanager
 def started(timers: Any, name: str) -> Iterator[None]:
-    """For a body that stops the timer first and starts it last: it may now also be called when it is off."""
+    """For a body that stops this timer first and starts it last: it may now also be called when it is off.
+
+    When the body raises, no timer is left running that was not.
+    """
     timer = getattr(timers, "_timers", {}).get(name)
     was_running = timer is not None and timer._started
+    before = running(timers)
     if not was_running:
         timers(name, log_level=0).start()
     try:
         yield
+    except BaseException:
+        reset_new(timers, before, but=name)
+        raise
     finally:
         if not was_running:
             reset_if_running(timers, name)

@@ -149,8 +149,6 @@ class RealMilesJob(_RolloutJob):
         dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
-        # It divides by the total, and frees memory when less than a tenth is free.
-        torch.cuda.mem_get_info = lambda device=None: (1, 1)
         parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
         current = importlib.import_module("miles.backends.training_utils.parallel")
         groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
