@@ -100,10 +100,18 @@ class _Loader:
 
 
 def _activate() -> None:
-    try:
+    def activate() -> None:
         from megatron_rl_patches.activation import activate_from_environment
 
         activate_from_environment()
+
+    unless_strict_never_raise(activate)
+
+
+def unless_strict_never_raise(activate) -> None:
+    """Call it; what it raises costs one line on stderr, with MEGATRON_RL_PATCHES_STRICT it is raised."""
+    try:
+        activate()
     except Exception as error:
         if _value("MEGATRON_RL_PATCHES_STRICT") not in _ON:
             _complain(error)

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
+from _megatron_rl_patches_startup import unless_strict_never_raise
+
 from .engine import registry
 from .engine.installer import installer
 from .errors import PatchError
@@ -38,4 +40,5 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 def autowrapt(_: ModuleType) -> None:
     """Post-import hook for ``AUTOWRAPT_BOOTSTRAP``: all patches, unless the variable says otherwise."""
-    activate_from_environment({VARIABLE: "all", **os.environ})
+    environ = {VARIABLE: "all", **os.environ}
+    unless_strict_never_raise(lambda: activate_from_environment(environ))

@@ -134,7 +134,7 @@ def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list
                         patch.name,
                         host,
                         site.target,
-                        "fits" if verdict.state == "waiting" else verdict.state,
+                        verdict.state,
                         verdict.reason,
                         verdict.fingerprint,
                     )

@@ -43,6 +43,9 @@ class Settings:
     train_functions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        given: object = self.train_functions
+        if isinstance(given, str):
+            raise PatchError(f"train_functions={given!r}: expected a tuple of 'package.module:function'")
         object.__setattr__(self, "train_functions", tuple(self.train_functions))
         for path in self.train_functions:
             if not _FUNCTION_PATH.fullmatch(path):

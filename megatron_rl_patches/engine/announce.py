@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from .. import __version__
 from .report import SiteStatus, summary
@@ -30,8 +31,10 @@ def warn(faults: Sequence[SiteStatus]) -> None:
         _say(logging.WARNING, f"megatron_rl_patches: skipped {fault}")
 
 
-def never_imported(statuses: Sequence[SiteStatus]) -> None:
-    """At exit: a host was used, but a module that should have been patched in it never was."""
+def at_exit(statuses: Sequence[SiteStatus]) -> None:
+    """A patched function was never called, or a host was used of which a patched module never was."""
+    if any(status.state not in ("waiting", "reverted") for status in statuses):
+        once(statuses)
     idle = [s.target for s in statuses if s.state == "waiting" and s.host in sys.modules]
     if idle:
         _say(
@@ -46,8 +49,9 @@ def _say(level: int, line: str) -> None:
         return
     if _log.hasHandlers():
         _log.log(level, line)
-    elif sys.stderr is not None:
-        print(line, file=sys.stderr)
+    else:
+        with suppress(Exception):  # no stderr, or a closed one: nobody to tell
+            print(line, file=sys.stderr)
 
 
 def _rank() -> int:

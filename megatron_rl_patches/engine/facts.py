@@ -41,6 +41,13 @@ class Facts:
         return frozenset(arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs))
 
     @property
+    def runs_when_called(self) -> bool:
+        """Neither a coroutine function nor a generator."""
+        return isinstance(self.function, ast.FunctionDef) and not any(
+            isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(self.function)
+        )
+
+    @property
     def names(self) -> frozenset[str]:
         """Every identifier and attribute in the function's body."""
         return frozenset(_names(self.function)) if self.function else frozenset()
@@ -132,6 +139,14 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from _statements(getattr(node, attribute, []))
         for handler in getattr(node, "handlers", []):
             yield from _statements(handler.body)
+
+
+def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a function, those of functions in it left out."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, FunctionNode | ast.Lambda):
+            yield node
+            yield from _own_nodes(node)
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

@@ -1,9 +1,8 @@
-"""Calls back when a module has been imported completely; never imports one itself."""
+"""Tells when a module has been imported completely; never imports one itself."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,35 +11,25 @@ import wrapt
 
 
 class ImportHooks:
-    """``settle(module_name)`` runs once for every watched module, at the end of its import.
+    """Calls ``loaded(module_name)`` at the end of the import of a watched module.
 
-    A module that is half imported at the time of watching is settled at the next import of anything, or
-    the next time the engine is asked: nothing calls back at the end of an import that has already begun.
+    Nothing calls back at the end of an import that had begun before: of such a module the next import of
+    anything tells, through :class:`_Observer`.
     """
 
-    def __init__(self, settle: Callable[[str], None]) -> None:
-        self._settle = settle
-        self._watched: set[str] = set()
-        self._half_imported = _HalfImported(self.settle_half_imported)
-        self._lock = threading.Lock()
+    def __init__(self, loaded: Callable[[str], None], settle: Callable[[], None]) -> None:
+        self._loaded = loaded
+        self._hooked: set[str] = set()
+        self._observer = _Observer(settle)
 
     def watch(self, module_name: str) -> None:
-        with self._lock:
-            if module_name in self._watched and module_name not in sys.modules:
-                return
-            self._watched.add(module_name)
-        registering = True
-
-        def loaded(module: ModuleType) -> None:
-            # wrapt fires at once for a module in sys.modules, be it complete or not; otherwise at the end of
-            # its execution, when the import system still marks it as initializing.
-            if registering and _is_initializing(module):
-                self._half_imported.add(module_name)
-            else:
-                self._settle(module_name)
-
-        wrapt.register_post_import_hook(loaded, module_name)
-        registering = False
+        """Have ``loaded`` called when the module is imported; nothing to do if it is."""
+        if is_loaded(module_name):
+            return
+        if module_name in sys.modules:
+            self._observer.add(module_name)
+        elif module_name not in self._hooked:
+            self._hook(module_name)
 
     def watch_again(self, module_name: str) -> None:
         """Called from a hook that is about to fail the import: the next attempt shall meet a hook, too."""
@@ -51,20 +40,28 @@ class ImportHooks:
         # runs, this thread holds the module's import lock, so that no other can miss the entry.
         del sys.modules[module_name]
         try:
-            wrapt.register_post_import_hook(lambda _: self._settle(module_name), module_name)
+            self._hook(module_name)
         finally:
             sys.modules[module_name] = module  # type: ignore[assignment]
 
-    def settle_half_imported(self) -> None:
-        for module_name in self._half_imported.completed():
-            self._settle(module_name)
+    def _hook(self, module_name: str) -> None:
+        self._hooked.add(module_name)
+        registering = True
 
-    def module(self, module_name: str) -> ModuleType:
-        return sys.modules[module_name]
+        def fire(module: ModuleType) -> None:
+            self._hooked.discard(module_name)
+            # A module that another thread has begun to import meanwhile: wrapt fires at once.
+            if registering and _is_initializing(module):
+                self._observer.add(module_name)
+            else:
+                self._loaded(module_name)
+
+        wrapt.register_post_import_hook(fire, module_name)
+        registering = False
 
 
-class _HalfImported:
-    """A meta path entry that finds nothing: any import tells us to look whether ours have ended."""
+class _Observer:
+    """A meta path entry that finds nothing: any import makes us look whether those we wait for have ended."""
 
     def __init__(self, settle: Callable[[], None]) -> None:
         self._settle = settle
@@ -75,15 +72,17 @@ class _HalfImported:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
-    def completed(self) -> list[str]:
-        names = [n for n in list(self._names) if n in sys.modules and not _is_initializing(sys.modules[n])]
-        self._names.difference_update(names)
-        return names
-
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         # Stays on sys.meta_path when idle: removing it would shift that list under threads that walk it.
-        if self._names:
+        if self._names and (ended := {name for name in list(self._names) if is_loaded(name)}):
+            self._names -= ended
             self._settle()
+
+
+def is_loaded(module_name: str) -> bool:
+    """Imported, and not half-way."""
+    module = sys.modules.get(module_name)
+    return module is not None and not _is_initializing(module)
 
 
 def _is_initializing(module: ModuleType | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 from ..errors import PatchError
 from ..settings import Settings
 from . import announce, registry
-from .imports import ImportHooks
+from .imports import ImportHooks, is_loaded
 from .judge import Verdict, by_host, hold_back, judge_from_source, judge_site
 from .placement import Placement
 from .report import SiteStatus
@@ -27,8 +28,26 @@ class _Record:
         self.patch = patch
         self.site = site
         self.must = must
-        self.verdict = Verdict("waiting", f"waits for the import of {site.module}")
+        self.reverted = False
+        self.verdict: Verdict | None = None
         self.placement: Placement | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.patch.name, self.site.target
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.placement is not None and self.placement.in_place()
+
+    @property
+    def is_settled(self) -> bool:
+        """In place, or nothing to put there."""
+        return (
+            self.reverted
+            or self.is_in_place
+            or (self.verdict is not None and self.verdict.state == "not needed")
+        )
 
 
 class Installer:
@@ -37,120 +56,168 @@ class Installer:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], _Record] = {}
-        self._imports = ImportHooks(self._settle)
+        self._imports = ImportHooks(loaded=self._loaded, settle=self._settle_and_warn)
 
-    def add(self, patches: Collection[Patch], settings: Settings, must: bool) -> list[str]:
-        """Put the patches in place, now or when their hosts are imported; gives the names newly added.
+    def add(self, patches: Collection[Patch], settings: Settings, must: bool) -> list[_Record]:
+        """Put the patches in place, now or when their hosts are imported; gives what was not selected yet.
 
         Raises:
             PatchError: ``must`` is set and an imported host's code does not fit; nothing of this call stays.
         """
         with self._lock:
-            added = [patch for patch in patches if patch.name not in self._active()]
-            for patch in added:
-                for site in patch.sites_for(settings):
-                    self._records[patch.name, site.target] = _Record(patch, site, must)
-            modules = {record.site.module for record in self._records.values() if self._is_open(record)}
-        names = [patch.name for patch in added]
-        try:
-            # Outside the lock: a hook may fire at once, or another thread may be importing the module.
-            for module in sorted(modules):
-                self._imports.watch(module)
-        except PatchError:
-            self.remove(names)
-            raise
-        return names
+            before = dict(self._records)
+            records = [
+                self._select(patch, site, must) for patch in patches for site in patch.sites_for(settings)
+            ]
+        # Outside the lock: a hook may fire at once, or another thread may be importing the module.
+        for module in sorted({record.site.module for record in records if not record.is_settled}):
+            self._imports.watch(module)
+        faults = self._settle(mend=True)
+        announce.warn(faults)
+        added = [record for record in records if before.get(record.key) is not record]
+        if refused := [fault for fault in faults if self._record_of(fault).must]:
+            with self._lock:
+                self.remove(added)
+                self._records = before
+            raise _refusal(refused)
+        return added
 
-    def remove(self, names: Collection[str]) -> None:
-        """Take the patches away; what cannot be taken away is switched off."""
+    def _select(self, patch: Patch, site: Site, must: bool) -> _Record:
+        record = self._records.get((patch.name, site.target))
+        if record is None or record.reverted:
+            record = _Record(patch, site, must)
+            # To the end: reverting in reverse order unwraps first what was wrapped last.
+            self._records.pop(record.key, None)
+            self._records[record.key] = record
+        record.must |= must
+        return record
+
+    def remove(self, records: Collection[_Record]) -> None:
+        """Take the layers away, the last first; what cannot be taken away is switched off."""
         with self._lock:
-            for record in self._records.values():
-                if record.patch.name in names:
-                    self._take_away(record)
-                    record.verdict = Verdict("reverted", "reverted")
+            for record in reversed([*records]):
+                self._take_away(record)
+                record.reverted = True
+
+    def records_of(self, names: Collection[str]) -> list[_Record]:
+        with self._lock:
+            return [record for record in self._records.values() if record.patch.name in names]
 
     def status(self) -> list[SiteStatus]:
         """States of all selected sites, read from the live objects."""
-        self._imports.settle_half_imported()
+        self._settle_and_warn()
         environment = Environment()
         with self._lock:
             return [self._status_of(record, environment) for record in self._records.values()]
 
-    def _active(self) -> set[str]:
-        return {r.patch.name for r in self._records.values() if r.verdict.state != "reverted"}
-
-    def _is_open(self, record: _Record) -> bool:
-        """Still to be put in place: never was, did not fit the code that was there then, or is lost."""
-        if record.placement:
-            return not record.placement.in_place()
-        return record.verdict.state == "waiting" or record.verdict.is_fault
-
-    def _settle(self, module_name: str) -> None:
-        """Judge and wrap the sites of a module that has just been imported."""
-        with self._lock:
-            due = [r for r in self._records.values() if r.site.module == module_name and self._is_open(r)]
-            groups = {(record.patch.name, record.site.host) for record in due}
-            faults = [fault for group in sorted(groups) for fault in self._settle_group(*group, module_name)]
-        if not faults:
-            return
+    def _loaded(self, module_name: str) -> None:
+        """A watched module has just been imported; raising makes that import fail."""
+        faults = self._settle(module_name)
         announce.warn(faults)
-        if any(self._records[fault.patch, fault.target].must for fault in faults):
+        if any(self._record_of(fault).must for fault in faults):
             self._imports.watch_again(module_name)
             raise _refusal(faults)
 
-    def _settle_group(self, patch: str, host: str, module_name: str) -> list[SiteStatus]:
-        group = [r for r in self._records.values() if (r.patch.name, r.site.host) == (patch, host)]
+    def _settle_and_warn(self) -> None:
+        announce.warn(self._settle())
+
+    def _settle(self, just_loaded: str = "", mend: bool = False) -> list[SiteStatus]:
+        """Judge and wrap what is imported and not settled; gives what cannot be.
+
+        ``mend`` what was lost, too: only when asked to, not while reporting that it is.
+        """
+        with self._lock:
+            open_records = [
+                record
+                for record in self._records.values()
+                if not record.is_settled
+                and _is_there(record.site, just_loaded)
+                and (mend or record.placement is None or record.site.module == just_loaded)
+            ]
+            groups = dict.fromkeys((record.patch.name, record.site.host) for record in open_records)
+            return [fault for group in groups for fault in self._settle_group(*group, just_loaded)]
+
+    def _settle_group(self, patch: str, host: str, just_loaded: str) -> list[SiteStatus]:
+        group = [
+            record
+            for record in self._records.values()
+            if (record.patch.name, record.site.host) == (patch, host) and not record.reverted
+        ]
         environment = Environment()
-        verdicts = {record.site: self._judge(record, environment, module_name) for record in group}
-        verdicts = hold_back(verdicts)
+        verdicts = hold_back({r.site: self._judge(r, environment, just_loaded) for r in group})
         for record in group:
-            record.verdict = verdicts[record.site]
-            if record.site.module == module_name and record.verdict.state == "waiting":
-                record.verdict = self._put_in_place(record)
-        failed = [record for record in group if record.verdict.is_fault]
-        if failed:
-            verdicts = hold_back({record.site: record.verdict for record in group})
+            if verdicts[record.site].state == "fits" and _is_there(record.site, just_loaded):
+                verdicts[record.site] = self._put_in_place(record, verdicts[record.site])
+        if any(verdict.is_fault for verdict in verdicts.values()):
             for record in group:
                 self._take_away(record)
-                record.verdict = verdicts[record.site]
-        return [self._status_of(record, environment) for record in failed]
+            verdicts = hold_back(verdicts)
+        for record in group:
+            record.verdict = verdicts[record.site]
+        return [self._status_of(r, environment) for r in group if verdicts[r.site].is_fault]
 
-    def _judge(self, record: _Record, environment: Environment, module_name: str) -> Verdict:
-        if record.placement and record.placement.in_place():
+    def _judge(self, record: _Record, environment: Environment, just_loaded: str) -> Verdict:
+        if record.is_in_place and record.verdict is not None:
             return record.verdict
-        live = self._imports.module(module_name) if record.site.module == module_name else None
-        return judge_site(record.site, environment, live)
+        there = _is_there(record.site, just_loaded)
+        verdict = judge_site(record.site, environment, sys.modules[record.site.module] if there else None)
+        if verdict.state == "conflict" and record.placement and record.placement.is_overwritten():
+            # Whoever overwrote it may well call it: it stays as it is, and is reported as lost.
+            return Verdict("applied", "in place", verdict.fingerprint)
+        return verdict
 
-    def _put_in_place(self, record: _Record) -> Verdict:
+    def _put_in_place(self, record: _Record, verdict: Verdict) -> Verdict:
         site = record.site
+        self._take_away(record)
         try:
-            record.placement = Placement.make(
-                self._imports.module(site.module), site, _announcing(site.adapter, self)
-            )
+            adapter = _announcing(site.adapter, self)
+            record.placement = Placement.make(record.patch.name, sys.modules[site.module], site, adapter)
         except Exception as error:
             return Verdict("failed", f"wrapping it raised {type(error).__name__}: {error}")
-        return Verdict("applied", "in place", record.verdict.fingerprint)
+        return Verdict("applied", "in place", verdict.fingerprint)
 
     def _take_away(self, record: _Record) -> None:
         if record.placement:
             record.placement.take_away()
             record.placement = None
 
+    def _record_of(self, status: SiteStatus) -> _Record:
+        return self._records[status.patch, status.target]
+
     def _status_of(self, record: _Record, environment: Environment) -> SiteStatus:
         site, verdict = record.site, record.verdict
-        state, reason = verdict.state, verdict.reason
-        if record.placement and not record.placement.in_place():
-            state, reason = "lost", record.placement.why_lost()
-        elif state == "waiting" and not environment.has_package(site.host):
-            reason = f"{site.host} is not installed"
-        return SiteStatus(record.patch.name, site.host, site.target, state, reason, verdict.fingerprint)
+        fingerprint = verdict.fingerprint if verdict else ""
+
+        def told(state: Any, reason: str) -> SiteStatus:
+            return SiteStatus(record.patch.name, site.host, site.target, state, reason, fingerprint)
+
+        if record.reverted:
+            return told("reverted", "reverted")
+        if record.placement:
+            return (
+                told("applied", "in place")
+                if record.is_in_place
+                else told("lost", record.placement.why_lost())
+            )
+        if verdict is not None and verdict.state != "fits":
+            return told(verdict.state, verdict.reason)
+        if environment.file_of(site.module) is not None or site.module in sys.modules:
+            return told("waiting", f"waits for the import of {site.module}")
+        if environment.has_package(site.host):
+            return told("missing", f"no source of module {site.module} is found")
+        return told("waiting", f"{site.host} is not installed")
 
     def after_fork_in_child(self) -> None:
         # Another thread of the parent may have held it at the moment of the fork.
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
-        announce.never_imported(self.status())
+        announce.at_exit(self.status())
+
+
+def _is_there(site: Site, just_loaded: str) -> bool:
+    """Is the site's module imported? The one whose hook is running looks half imported, and is not."""
+    return site.module == just_loaded or is_loaded(site.module)
 
 
 def _announcing(adapter: Adapter, installer: Installer) -> Adapter:
@@ -222,13 +289,19 @@ def apply(
     Raises:
         PatchError: unknown name, or a patch that must take effect cannot. Nothing of this call stays.
     """
+    _apply(names, exclude, settings, strict)
+    return status()
+
+
+def _apply(
+    names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
+) -> list[_Record]:
     settings = settings or Settings.from_environment()
     must = bool(names) or (settings.strict if strict is None else strict)
     chosen = registry.select(names, tuple(exclude))
     if must:
         refuse_misfits(chosen, settings)
-    installer.add(chosen, settings, must)
-    return status()
+    return installer.add(chosen, settings, must)
 
 
 def revert(*names: str) -> None:
@@ -237,18 +310,18 @@ def revert(*names: str) -> None:
     Raises:
         PatchError: unknown name.
     """
-    installer.remove({patch.name for patch in registry.select(names)})
+    installer.remove(installer.records_of({patch.name for patch in registry.select(names)}))
 
 
 @contextmanager
-def applied(*names: str, **options: Any) -> Iterator[list[SiteStatus]]:
-    """:func:`apply` for the length of a ``with`` block; patches that were in place before it stay."""
-    before = {status.patch for status in status() if status.state != "reverted"}
-    statuses = apply(*names, **options)
+def applied(
+    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
+) -> Iterator[list[SiteStatus]]:
+    """:func:`apply` for the length of a ``with`` block; sites that were selected before it stay."""
+    added = _apply(names, exclude, settings, strict)
     try:
-        yield statuses
+        yield status()
     finally:
-        added = {status.patch for status in statuses if status.state != "reverted"} - before
         installer.remove(added)
 
 

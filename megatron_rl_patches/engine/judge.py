@@ -13,6 +13,7 @@ from .sources import Source
 from .spec import Site
 
 State = Literal[
+    "fits",
     "applied",
     "waiting",
     "not needed",
@@ -29,7 +30,7 @@ FAULTS: frozenset[State] = frozenset({"missing", "drifted", "conflict", "failed"
 
 @dataclass(frozen=True)
 class Verdict:
-    """``waiting`` means: fits, and has work to do."""
+    """``fits``: the patch has work to do there, and can."""
 
     state: State
     reason: str
@@ -60,16 +61,18 @@ def _judge(site: Site, facts: Facts) -> tuple[State, str]:
         return "missing", f"{site.module} does not define {site.qualname}"
     if facts.replaced_by:
         return "conflict", (
-            f"replaced by {facts.replaced_by}, which does not say what it wraps; "
-            "apply this patch before that one, or exclude one of the two"
+            f"replaced by {facts.replaced_by}, which has no __wrapped__ to say what it stands for; "
+            "put this patch in place before it, give it functools.wraps, or exclude this patch"
         )
     if site.not_needed and (reason := site.not_needed(facts)):
         return "not needed", reason
+    if not facts.runs_when_called:
+        return "drifted", "it is a generator or a coroutine function: it runs after the call is over"
     if absent := [name for name in site.uses if name not in facts.parameters]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.mentions if name not in facts.names]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
-    return "waiting", "fits"
+    return "fits", ""
 
 
 def judge_from_source(sites: tuple[Site, ...], source: Source) -> dict[Site, Verdict]:
@@ -110,6 +113,5 @@ def hold_back(verdicts: dict[Site, Verdict]) -> dict[Site, Verdict]:
     site, culprit = fault
     held = Verdict(culprit.state, f"held back: {site.target}: {culprit.reason}")
     return {
-        site: held if verdict.state in ("waiting", "applied") else verdict
-        for site, verdict in verdicts.items()
+        site: held if verdict.state in ("fits", "applied") else verdict for site, verdict in verdicts.items()
     }

@@ -13,15 +13,21 @@ from .spec import Adapter
 
 
 class _BoundLayer(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return getattr, (self.__self__, self.__name__)
+    """What reading the layer from an instance or a class gives: a method, or a plain function."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        owner = getattr(self.__wrapped__, "__self__", None)
+        if owner is None:
+            return self._self_parent.__reduce_ex__(protocol)
+        return getattr, (owner, self.__name__)
 
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        owner = getattr(self.__wrapped__, "__self__", None)
         # As for a plain bound method: the copy is bound to the copy of its instance.
-        return getattr(copy.deepcopy(self.__self__, memo), self.__name__)
+        return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
 
 
 class Layer(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -34,16 +40,16 @@ class Layer(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     __bound_function_wrapper__ = _BoundLayer
 
-    def __init__(self, wrapped: Any, adapter: Adapter, path: tuple[str, str]) -> None:
+    def __init__(self, wrapped: Any, adapter: Adapter, patch: str, module: str, qualname: str) -> None:
         switch = _Switch()
         super().__init__(wrapped, adapter, switch.is_on)
         self._self_switch = switch
-        self._self_path = path
+        self._self_path = (patch, module, qualname)
 
     @property
-    def path(self) -> tuple[str, str]:
-        """Module and qualified name of the target."""
-        path: tuple[str, str] = self._self_path
+    def path(self) -> tuple[str, str, str]:
+        """Patch, module and qualified name of the target."""
+        path: tuple[str, str, str] = self._self_path
         return path
 
     def switch(self, on: bool) -> None:
@@ -55,7 +61,7 @@ class Layer(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return on
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _by_name, self._self_path
+        return _by_name, self._self_path[1:]
 
     def __copy__(self) -> Any:
         return self

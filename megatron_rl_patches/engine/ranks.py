@@ -22,7 +22,7 @@ def verify_ranks(group: Any = None) -> None:
     """
     import torch.distributed as dist
 
-    mine = {s.target: f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
+    mine = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     ranks = dist.get_process_group_ranks(group) if group is not None else range(len(everyone))

@@ -29,7 +29,7 @@ class Site:
         adapter: called in place of the target, with the target as its first argument.
         uses: parameters of the target that the adapter binds by name.
         mentions: names that the target's body must contain for the adapter to make sense.
-        not_needed: judges from the target's code whether upstream has mended it.
+        not_needed: judges from the target's code whether upstream has mended it; must not import anything.
         predates_without: a name; where the whole module lacks it, the target's absence means that the host is
             too old to have the fault, not that the target moved.
         copied_by: root packages of *other* hosts that copy the name (``from module import name``).
@@ -82,5 +82,6 @@ class Patch:
         return attach
 
     def sites_for(self, settings: Settings) -> tuple[Site, ...]:
+        known = {site.target for site in self.sites}
         extra = self.configured(settings) if self.configured else ()
-        return (*self.sites, *extra)
+        return (*self.sites, *(site for site in extra if site.target not in known))

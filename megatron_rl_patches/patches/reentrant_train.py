@@ -131,7 +131,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _arguments(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return _signature(wrapped).bind(*args, **kwargs).arguments
+    # Of a method no signature is kept, since its key would keep the instance.
+    signature = _signature(wrapped) if inspect.isfunction(wrapped) else inspect.signature(wrapped)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
@@ -274,4 +278,4 @@ def verl_register_megatron_training_hooks(
     from ..reentry.sync_functions import install_per_config
 
     bound = _arguments(wrapped, args, kwargs)
-    install_per_config(lambda chunks: wrapped(chunks, bound["optimizer"]), bound["model"])
+    install_per_config(lambda chunks: wrapped(**{**bound, "model": chunks}), bound["model"])

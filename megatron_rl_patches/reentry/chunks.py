@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 # torch and Megatron objects are duck-typed here, so that mocked chunks work as well as real ones.
@@ -11,8 +11,11 @@ Model = Sequence[Chunk]
 
 
 def as_model(model: Any) -> Model:
-    """A list of chunks; one bare chunk is a list of one."""
-    return model if isinstance(model, list | tuple) else [model]
+    """A list of chunks; one bare chunk is a list of one, ``None`` an empty one."""
+    if model is None:
+        return []
+    is_container = isinstance(model, Iterable) and config_of(model) is None  # a list, a ModuleList
+    return list(model) if is_container else [model]
 
 
 def config_of(chunk: Chunk) -> Any:
@@ -24,10 +27,9 @@ def config_of(chunk: Chunk) -> Any:
     return None
 
 
-def distinct_configs(model: Model) -> list[Any]:
-    """Configs of the chunks, each once: under virtual pipelining chunks share one (verl) or have their
-    own."""
-    configs = (config_of(chunk) for chunk in model)
+def distinct_configs(model: Model, *others: Any) -> list[Any]:
+    """Configs of the chunks, and others, each once: under virtual pipelining chunks may share one (verl)."""
+    configs = (*map(config_of, model), *others)
     return list({id(config): config for config in configs if config is not None}.values())
 
 

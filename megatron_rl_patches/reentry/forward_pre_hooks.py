@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from .chunks import Chunk, Model, bucket_groups
+from .chunks import Chunk, Model, as_model, bucket_groups
 
 
 def enable(original: Callable[[], Any], chunk: Chunk) -> None:
@@ -76,7 +76,7 @@ def preserved_hooks(model: Model) -> Iterator[None]:
     For saving: hosts switch the hooks off, save and switch them on, so that a save between two rollouts
     would leave them on, and a save that raises would leave them off.
     """
-    chunks = [chunk for chunk in model if getattr(chunk, "use_forward_hook", False)]
+    chunks = [chunk for chunk in as_model(model) if getattr(chunk, "use_forward_hook", False)]
     were_on = [bool(chunk.remove_forward_pre_hook_handles) for chunk in chunks]
     try:
         yield

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import inspect
 import logging
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, TypeVar, overload
 
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
 from .chunks import Model, as_model, distinct_configs
 from .recovery import recover, synchronize_interrupted
-from .sync_functions import METHODS, clear_installed
+from .sync_functions import METHODS, belongs_to, clear_installed
 
 _log = logging.getLogger("megatron_rl_patches")
 _ABSENT = object()
@@ -61,9 +62,7 @@ class TrainGuard:
     def __enter__(self) -> None:
         model = self._model
         self._collecting = gc.isenabled()
-        self._configs = distinct_configs(model)
-        if self._config is not None and not any(self._config is config for config in self._configs):
-            self._configs.append(self._config)
+        self._configs = distinct_configs(model, self._config)
         if self._timers is None:
             self._timers = next((config.timers for config in self._configs if _has_timers(config)), None)
         self._at_entry = [
@@ -72,7 +71,7 @@ class TrainGuard:
         ]
         self._modes = [(chunk, getattr(chunk, "training", None)) for chunk in model]
         self._reducing = [(chunk, getattr(chunk, "force_all_reduce", _ABSENT)) for chunk in model]
-        self._step = vars(self._optimizer).get("step", _ABSENT) if self._optimizer is not None else _ABSENT
+        self._step = _own(self._optimizer, "step")
         machine = _rerun_state_machine()
         self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
         megatron_timers.reset_if_running(self._timers, INTERVAL_TIMER)
@@ -87,8 +86,12 @@ class TrainGuard:
         if gc.isenabled() != self._collecting:
             (gc.enable if self._collecting else gc.disable)()
         if error is not None:
-            self._as_at_entry()
-            recover(self._model, error)
+            for clean_up in (self._as_at_entry, lambda: recover(self._model, error)):
+                try:
+                    clean_up()
+                except Exception as failure:
+                    # The caller's exception is the news.
+                    _log.warning("cleaning up after it failed: %s: %s", type(failure).__name__, failure)
         else:
             self._warn_if_left_out()
 
@@ -100,17 +103,19 @@ class TrainGuard:
                 chunk.train(training)
         for chunk, reducing in self._reducing:
             _restore(chunk, {"force_all_reduce": reducing})
-        if self._optimizer is not None and vars(self._optimizer).get("step", _ABSENT) is not self._step:
+        if _own(self._optimizer, "step") is not self._step:
             _restore(self._optimizer, {"step": self._step})
         if self._rerun is not None:
             machine, state, mode = self._rerun
             machine.state, machine.mode = state, mode
+        elif (machine := _rerun_state_machine()) is not None:  # made by this call
+            machine.state = type(machine.state).NOT_RUNNING_YET
         megatron_timers.reset_new(self._timers, self._running, but=INTERVAL_TIMER)
 
     def _warn_if_left_out(self) -> None:
         for config, values in self._at_entry:
             installed = values["no_sync_func"]
-            if installed not in (None, _ABSENT) and config.no_sync_func is None:
+            if belongs_to(self._model, installed, "no_sync_func") and config.no_sync_func is None:
                 config.no_sync_func = installed
                 _log.warning(
                     "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
@@ -119,9 +124,20 @@ class TrainGuard:
 
 
 def installs_sync_functions(function: Callable[..., Any]) -> bool:
-    """Does the function's own code handle ``no_sync_func``, as Megatron's ``train`` does?"""
+    """Does the function's own code set ``no_sync_func``, as Megatron's ``train`` does?"""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and "no_sync_func" in code.co_names
+    return code is not None and _sets_attribute(code, "no_sync_func")
+
+
+@functools.lru_cache(maxsize=64)
+def _sets_attribute(code: CodeType, name: str) -> bool:
+    own = any(op.opname == "STORE_ATTR" and op.argval == name for op in dis.get_instructions(code))
+    return own or any(_sets_attribute(c, name) for c in code.co_consts if isinstance(c, CodeType))
+
+
+def _own(target: Any, name: str) -> Any:
+    """The instance's own attribute, not its class's."""
+    return getattr(target, "__dict__", {}).get(name, _ABSENT)
 
 
 def _has_timers(config: Any) -> bool:
@@ -161,8 +177,9 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             ...
 
     The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
-    it. A decorated function that does not mention ``no_sync_func`` is taken to rely on one that is installed
+    it. A decorated function that does not set ``no_sync_func`` is taken to rely on one that is installed
     already, which then stays.
+
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.
 
@@ -171,7 +188,8 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         options: of :class:`TrainGuard`.
 
     Raises:
-        MegatronRLPatchesError: the decorated function has no parameter named ``model``.
+        MegatronRLPatchesError: the decorated function has no parameter named ``model``, or it is a generator
+            or a coroutine function.
     """
     if not inspect.isroutine(target):
         return TrainGuard(target, **options)
@@ -182,12 +200,19 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             "use 'with reentrant_train(model):' inside it instead"
         )
 
+    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
+        raise MegatronRLPatchesError(
+            f"{target.__qualname__} is a generator or a coroutine function, whose body runs after the call; "
+            "use 'with reentrant_train(model):' inside it instead"
+        )
     installs = installs_sync_functions(target)
 
     @functools.wraps(target)
     def train(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs).arguments
-        with TrainGuard(bound["model"], optimizer=bound.get("optimizer"), installs=installs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        of = bound.arguments
+        with TrainGuard(of["model"], optimizer=of.get("optimizer"), installs=installs):
             return target(*args, **kwargs)
 
     return train

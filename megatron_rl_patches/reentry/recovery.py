@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import types
 import weakref
@@ -58,26 +59,31 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
     """
     for chunk in model:
         config = getattr(chunk, "ddp_config", None)
-        if config is None or not config.use_distributed_optimizer:
-            continue
         interrupted = chunk in _interrupted
-        if config.overlap_param_gather:
+        # Not by use_distributed_optimizer: from 0.17 on the layer-wise optimizer overlaps without it.
+        if getattr(chunk, "use_forward_hook", False):
             for group, its_buckets in _by_process_group(chunk):
                 if _any_rank(interrupted, group, its_buckets):
                     _stage(chunk, optimizer)
                     _gather(its_buckets)
-        elif interrupted and not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        elif interrupted and getattr(config, "use_distributed_optimizer", False):
             synchronize(chunk)
     _interrupted.difference_update(model)
 
 
 def _reset(group: Any) -> None:
-    if group.param_gather_handle is not None:
-        # Not wait() alone: what follows an all-gather (fp8 post-processing, mxfp8 copies) is due as well.
-        group.finish_param_sync(skip_next_bucket_dispatch=True)
-    if group.grad_reduce_handle is not None:
-        group.grad_reduce_handle.wait()
-        group.grad_reduce_handle = None
+    try:
+        if group.param_gather_handle is not None:
+            # Not wait() alone: what follows an all-gather (fp8 post-processing, mxfp8 copies) is due as well.
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+    finally:
+        group.param_gather_handle = group.grad_reduce_handle = None
+        _reset_counts(group)
+
+
+def _reset_counts(group: Any) -> None:
     if getattr(group, "is_first_batch", False):
         # From 0.16 on reset() would take the counts of half a batch for those of a whole one.
         group.per_param_grad_ready_counts = {}
@@ -92,20 +98,26 @@ def _close_abandoned_no_sync(error: BaseException) -> None:
     """
     for frame in _frames(error):
         for value in frame.f_locals.values():
-            generator = getattr(value, "gen", None)
-            if (
-                isinstance(generator, types.GeneratorType)
-                and generator.gi_code.co_name in _NO_SYNC_GENERATORS
-                and not generator.gi_running
-            ):
-                generator.close()
+            if isinstance(value, contextlib._GeneratorContextManager):
+                generator: Any = value.gen
+                if generator.gi_code.co_name in _NO_SYNC_GENERATORS and not generator.gi_running:
+                    generator.close()
 
 
 def _frames(error: BaseException) -> Iterator[types.FrameType]:
-    traceback = error.__traceback__
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
+    """Frames of the exception, and of those that it was raised from."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        error_or_none = pending.pop()
+        if error_or_none is None or id(error_or_none) in seen:
+            continue
+        seen.add(id(error_or_none))
+        pending += [error_or_none.__cause__, error_or_none.__context__]
+        traceback = error_or_none.__traceback__
+        while traceback is not None:
+            yield traceback.tb_frame
+            traceback = traceback.tb_next
 
 
 def _by_process_group(chunk: Chunk) -> list[tuple[Any, list[Any]]]:
@@ -120,7 +132,7 @@ def _by_process_group(chunk: Chunk) -> list[tuple[Any, list[Any]]]:
 def _any_rank(flag: bool, process_group: Any, its_buckets: list[Any]) -> bool:
     import torch
 
-    device = its_buckets[0].buckets[0].param_data.device
+    device = its_buckets[0].buckets[0].grad_data.device
     agreed = torch.tensor(int(flag), dtype=torch.int32, device=device)
     torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX, group=process_group)
     return bool(agreed.item())

@@ -32,11 +32,11 @@ def clear_installed(model: Model, *configs: Any) -> None:
         model: the chunks about to be trained.
         configs: configs to clear besides those of the chunks.
     """
-    for config in _distinct(*configs, *distinct_configs(model)):
+    for config in distinct_configs(model, *configs):
         for attribute in METHODS:
-            owners = _owners(getattr(config, attribute, None), METHODS[attribute], model)
-            stale = owners and not all(_is_among(owner, model) for owner in owners)
-            if stale or (owners and attribute == "no_sync_func"):
+            functions = getattr(config, attribute, None)
+            ours = _owners(functions, METHODS[attribute], model)
+            if ours and (attribute == "no_sync_func" or not belongs_to(model, functions, attribute)):
                 setattr(config, attribute, None)
 
 
@@ -65,6 +65,12 @@ def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> Non
                 setattr(config, attribute, functions)
 
 
+def belongs_to(model: Model, functions: Any, attribute: str) -> bool:
+    """Are these what a host installs as ``config.<attribute>`` for this very model?"""
+    owners = _owners(functions, METHODS[attribute], model)
+    return bool(owners) and all(_is_among(owner, model) for owner in owners)
+
+
 def _owners(functions: Any, method: str, model: Model) -> list[Any]:
     """The chunks whose method this is (or these are); empty when any of it is foreign."""
     functions = functions if isinstance(functions, list | tuple) else [functions]
@@ -78,7 +84,3 @@ def _owners(functions: Any, method: str, model: Model) -> list[Any]:
 
 def _is_among(chunk: Any, model: Sequence[Any]) -> bool:
     return any(chunk is other for other in model)
-
-
-def _distinct(*configs: Any) -> list[Any]:
-    return list({id(config): config for config in configs if config is not None}.values())

@@ -98,14 +98,14 @@ def test_every_order_wraps_at_most_once_and_restores_identity(
             elif action == "apply":
                 engine.add([here], Settings(), must=True)
             else:
-                engine.remove(["here"])
+                engine.remove(engine.records_of(["here"]))
         owner = sys.modules[stand_in]
         for name in path[:-1]:
             owner = getattr(owner, name)
         now = vars(owner)[path[-1]]
         expected = 1 if order[-1] == "apply" or _last(order, "apply") > _last(order, "revert") else 0
         assert _layers(now) == expected, order
-        engine.remove(["here"])
+        engine.remove(engine.records_of(["here"]))
         assert _layers(vars(owner)[path[-1]]) == 0, order
         assert vars(owner)[path[-1]] is (now.__wrapped__ if expected else now)
 

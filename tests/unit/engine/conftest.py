@@ -73,7 +73,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Patch]]:
     monkeypatch.setattr(announce, "done", False)
     monkeypatch.setattr(announce, "_warned", set())
     yield patches
-    fresh.remove(list(patches))
+    fresh.remove(fresh.records_of(patches))
 
 
 def tag(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

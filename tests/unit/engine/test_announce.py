@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import sys
 from collections.abc import Callable
@@ -87,6 +88,27 @@ def test_exit_warns_of_a_host_whose_patched_module_was_never_imported(
     [line] = caplog.messages
     assert f"{used}.model.train" in line
     assert unused not in line
+
+
+def test_a_process_that_never_called_anything_is_told_at_exit(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    caplog.set_level(logging.INFO, "megatron_rl_patches")
+    apply()
+    importlib.import_module(f"{name}.model")
+    installer.installer.at_exit()
+    assert [line.endswith(f"tagging ({name}: 1 applied)") for line in caplog.messages] == [True]
+
+
+def test_a_closed_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
+    monkeypatch.setattr(sys, "stderr", closed)
+    monkeypatch.setattr(announce, "done", False)
+    announce.once([])
 
 
 def test_no_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
 import sys
 import threading
@@ -12,11 +14,11 @@ from types import ModuleType
 import pytest
 import wrapt
 
-from megatron_rl_patches import PatchError, applied, apply, available, revert, status
+from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
 from megatron_rl_patches.engine.layer import Layer
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.spec import Patch, Site
 
-from .conftest import patch_of
+from .conftest import patch_of, tag
 
 Host = Callable[..., str]
 Engine = dict[str, Patch]
@@ -287,3 +289,128 @@ def test_threads_applying_and_importing_at_once(host: Host, engine: Engine) -> N
         assert results == [PATCHED] * 8
         revert()
         assert load(f"{name}.model").train("m") == PLAIN
+
+
+def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
+    host: Host, engine: Engine
+) -> None:
+    for order in (("tagging", "other"), ("other", "tagging"), ()):
+        name = host()
+        engine["tagging"] = patch_of(name, "train")
+        engine["other"] = patch_of(name, "train", name="other")
+        module = load(f"{name}.model")
+        original = module.train
+        apply()
+        assert module.train("m") == ("patched", PATCHED)
+        for patch in order:
+            revert(patch)
+        revert()
+        assert module.train is original
+
+
+def test_copies_are_rebound_again_when_reapplied_under_a_third_party(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    actor, module = load(f"{name}.actor"), load(f"{name}.model")
+    original = module.train
+    apply()
+    module.train = wrapt.FunctionWrapper(module.train, lambda w, i, a, k: ("theirs", w(*a, **k)))
+    revert()
+    apply()
+    assert actor.train("m") == PATCHED
+    module.train = module.train.__wrapped__  # the third party takes its layer away
+    revert()
+    assert module.train is actor.train is original
+
+
+def test_a_plain_replacement_that_calls_ours_stays_in_force(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    module = load(f"{name}.model")
+    inner = module.train
+    module.train = lambda model: ("third", inner(model))
+    for _ in range(2):
+        assert states() == {"train": "lost"}
+        assert module.train("m") == ("third", PATCHED)
+        apply()
+
+
+def test_a_copy_from_before_a_reload_is_inert_after_revert(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    module = load(f"{name}.model")
+    old = module.train
+    importlib.reload(module)
+    apply()
+    revert()
+    assert old("m") == module.train("m") == PLAIN
+
+
+def test_a_module_removed_and_imported_again_is_patched_again(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    load(f"{name}.model")
+    del sys.modules[f"{name}.model"]
+    assert states() == {"train": "lost"}
+    apply()
+    assert load(f"{name}.model").train("m") == PATCHED
+
+
+def test_an_import_that_no_hook_saw_is_settled_when_asked(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    location = importlib.machinery.PathFinder.find_spec(f"{name}.model", load(name).__path__)
+    assert location is not None and location.loader is not None
+    module = importlib.util.module_from_spec(location)
+    sys.modules[module.__name__] = module
+    location.loader.exec_module(module)
+    assert states() == {"train": "applied"}
+    assert module.train("m") == PATCHED
+
+
+def test_a_second_apply_adds_sites_and_makes_them_a_must(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    engine["tagging"].configured = lambda settings: tuple(
+        Site(*path.split(":"), tag) for path in settings.train_functions
+    )
+    apply()
+    module = load(f"{name}.model")
+    apply("tagging", settings=Settings(train_functions=(f"{name}.model:save",)))
+    assert module.save("m") == ("patched", ("saved", "m"))
+    revert()
+    apply()
+    assert states() == {"train": "applied", "save": "reverted"}
+
+
+def test_applied_takes_away_only_what_it_added(host: Host, engine: Engine) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    engine["tagging"].configured = lambda settings: tuple(
+        Site(*path.split(":"), tag) for path in settings.train_functions
+    )
+    apply()
+    module = load(f"{name}.model")
+    with applied("tagging", settings=Settings(train_functions=(f"{name}.model:save",))):
+        assert module.save("m") == ("patched", ("saved", "m"))
+    assert module.save("m") == ("saved", "m")
+    assert module.train("m") == PATCHED
+
+
+def test_a_module_that_refuses_rebinding_keeps_its_copy(host: Host, engine: Engine) -> None:
+    stubborn = (
+        "import sys, types\nfrom .model import train\n"
+        "class Stubborn(types.ModuleType):\n"
+        "    def __setattr__(self, name, value): raise TypeError\n"
+        "sys.modules[__name__].__class__ = Stubborn\n"
+    )
+    name = host(actor=stubborn)
+    engine["tagging"] = patch_of(name, "train")
+    actor = load(f"{name}.actor")
+    apply()
+    assert load(f"{name}.model").train("m") == PATCHED
+    assert actor.train("m") == PLAIN

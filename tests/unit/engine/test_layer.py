@@ -21,7 +21,7 @@ from .conftest import MODEL, patch_of
 @pytest.fixture
 def module(host: Callable[..., str], engine: dict[str, Patch]) -> Iterator[ModuleType]:
     name = host()
-    engine["tagging"] = patch_of(name, "train", "Trainer.step")
+    engine["tagging"] = patch_of(name, "train", "Trainer.step", "Trainer.scale", "Trainer.build")
     apply()
     yield importlib.import_module(f"{name}.model")
 
@@ -51,6 +51,20 @@ def test_pickles_by_name(module: ModuleType) -> None:
 def test_a_bound_method_pickles_with_its_instance(module: ModuleType) -> None:
     step = pickle.loads(pickle.dumps(module.Trainer().step))
     assert step(1) == ("patched", ("step", 1))
+
+
+def test_functions_read_from_a_class_pickle_and_copy_as_before(module: ModuleType) -> None:
+    trainer = module.Trainer
+    for function, argument in (
+        (trainer.step, trainer()),
+        (trainer.scale, None),
+        (trainer().scale, None),
+        (trainer.build, None),
+    ):
+        for copied in (pickle.loads(pickle.dumps(function)), copy.deepcopy(function)):
+            arguments = (argument, 2) if argument else (2,)
+            assert copied(*arguments) == function(*arguments)
+            assert copied(*arguments)[0] == "patched"
 
 
 def test_copies_are_the_same_function(module: ModuleType) -> None:

@@ -12,7 +12,7 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine.facts import Facts
 from megatron_rl_patches.engine.spec import Patch
 
-from .conftest import patch_of, tag
+from .conftest import MODEL, patch_of, tag
 
 Host = Callable[..., str]
 Engine = dict[str, Patch]
@@ -136,6 +136,62 @@ def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(
     importlib.import_module(f"{name}.other")
     assert {state for state, _ in verdicts().values()} == {"conflict"}
     assert module.train("m") == ("trained", "m", 1)
+
+
+@pytest.mark.parametrize("first", ["model", "other"])
+def test_a_live_fault_holds_back_whatever_is_imported_first(host: Host, engine: Engine, first: str) -> None:
+    replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
+    name = host(model=replaced, other="def go(model):\n    return 'gone'")
+    engine["tagging"] = patch_of(name, "train")
+    engine["tagging"].wrap(f"{name}.other", "go")(tag)
+    apply()
+    for module in (first, "model", "other"):
+        importlib.import_module(f"{name}.{module}")
+    assert {state for state, _ in verdicts().values()} == {"conflict"}
+    assert sys.modules[f"{name}.other"].go("m") == "gone"
+
+
+@pytest.mark.parametrize(
+    "source", ["async def train(model):\n    return 1", "def train(model):\n    yield 1"]
+)
+def test_what_runs_after_the_call_cannot_be_wrapped(host: Host, engine: Engine, source: str) -> None:
+    name = host(model=source)
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    importlib.import_module(f"{name}.model")
+    [(state, reason)] = verdicts().values()
+    assert state == "drifted" and "after the call" in reason
+
+
+def test_a_host_without_the_module_is_missing_it_before_anything_is_imported(
+    host: Host, engine: Engine
+) -> None:
+    engine["tagging"] = Patch("tagging", "")
+    engine["tagging"].wrap(f"{host()}.gone", "train")(tag)
+    apply()
+    assert [s.state for s in status()] == ["missing"]
+
+
+def test_by_name_after_all_is_a_must(host: Host, engine: Engine) -> None:
+    replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
+    name = host(model=replaced)
+    engine["tagging"] = patch_of(name, "train")
+    apply()
+    apply("tagging")
+    with pytest.raises(PatchError, match="conflict"):
+        importlib.import_module(f"{name}.model")
+
+
+def test_strict_about_a_half_imported_module_does_not_fail_an_unrelated_import(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    half = "import megatron_rl_patches\nmegatron_rl_patches.apply(strict=True)\nglobals()['train'] = len\n"
+    source = half + "def train(model):\n    return 1\nimport posixpath\nglobals()['train'] = posixpath.join"
+    name = host(model=source, later="")
+    engine["tagging"] = patch_of(name, "train")
+    importlib.import_module(f"{name}.model")
+    importlib.import_module(f"{name}.later")
+    assert "conflict" in caplog.text
 
 
 def test_hosts_do_not_hold_each_other_back(host: Host, engine: Engine) -> None:

@@ -41,7 +41,7 @@ def test_disable_as_upstream_has_it_is_needed() -> None:
             if param_sync:
                 self.start_param_sync(force_sync=True)
     """
-    assert verdict(DISABLE, source) == ("waiting", "fits")
+    assert verdict(DISABLE, source) == ("fits", "")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_enable() -> None:
             assert self.use_forward_hook
             assert len(self.remove_forward_pre_hook_handles) == 0
     """
-    assert verdict(ENABLE, asserting) == ("waiting", "fits")
+    assert verdict(ENABLE, asserting) == ("fits", "")
     mended = """
         def enable_forward_pre_hook(self):
             assert self.use_forward_hook
@@ -103,13 +103,13 @@ def test_train_with_the_assertion_is_needed_and_without_it_is_not(host: str) -> 
                 assert config.no_sync_func is None, "must be None"
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
-    assert verdict(target, needed) == ("waiting", "fits")
+    assert verdict(target, needed) == ("fits", "")
     guarded = """
         def train(rollout_id, model, optimizer, opt_param_scheduler):
             if overlap and config.no_sync_func is None:
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
-    assert verdict(target, guarded) == ("waiting", "fits")  # an exception still leaves everything behind
+    assert verdict(target, guarded) == ("fits", "")  # an exception still leaves everything behind
     mended = (
         guarded
         + """
@@ -130,7 +130,7 @@ def test_save_is_needed_until_it_restores_the_hooks() -> None:
             save_checkpoint(model)
             enable_forward_pre_hook(model)
     """
-    assert verdict(target, plain) == ("waiting", "fits")
+    assert verdict(target, plain) == ("fits", "")
     safe = """
         def save(iteration, model, optimizer, opt_param_scheduler):
             disable_forward_pre_hook(model)
@@ -150,7 +150,7 @@ def test_megatron_save_is_needed_for_the_timer_alone() -> None:
             force_param_sync(model)
             timers('interval-time', log_level=0).start(barrier=True)
     """
-    assert verdict(target, source) == ("waiting", "fits")
+    assert verdict(target, source) == ("fits", "")
     source = """
         def save_checkpoint_and_time(iteration, model):
             force_param_sync(model)
@@ -166,7 +166,7 @@ def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
                 if overlap:
                     assert config.no_sync_func is None
     """
-    assert verdict(target, needed) == ("waiting", "fits")
+    assert verdict(target, needed) == ("fits", "")
     mended = """
         def register_megatron_training_hooks(model, optimizer):
             assert config.no_sync_func is None

@@ -211,3 +211,105 @@ def test_timers(mocker: MockerFixture) -> None:
         timers._timers["evaluate"]._started = True
         raise ZeroDivisionError
     assert timers.running() == {"mine", "interval-time"}
+
+
+def test_contexts_of_a_chained_exception_are_left_too() -> None:
+    chunk = MockDDP(**plain)
+
+    def schedule() -> None:
+        context = chunk.no_sync()
+        context.__enter__()
+        raise ValueError
+
+    error: BaseException | None = None
+    try:
+        with reentrant_train(chunk):
+            try:
+                schedule()
+            except ValueError as cause:
+                raise RuntimeError from cause
+    except RuntimeError as raised:
+        error = raised
+    assert error is not None
+    for group in chunk.bucket_groups:
+        group.is_last_microbatch = False
+    error = None
+    gc.collect()
+    assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
+
+
+def test_locals_that_dislike_being_looked_at_are_left_alone() -> None:
+    class Prickly:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    with pytest.raises(ZeroDivisionError), reentrant_train(MockDDP(**plain)):
+        prickly = Prickly()
+        raise ZeroDivisionError(id(prickly))
+
+
+def test_no_model_is_no_error_of_ours() -> None:
+    for model in (None, []):
+        with pytest.raises(ZeroDivisionError), reentrant_train(model):
+            raise ZeroDivisionError
+
+
+def test_a_handle_whose_wait_fails_is_dropped(mocker: MockerFixture) -> None:
+    chunk = MockDDP()
+    group = chunk.bucket_groups[0]
+    group.start_grad_sync()
+    mocker.patch.object(group.grad_reduce_handle, "wait", side_effect=RuntimeError("timed out"))
+    recovery.recover([chunk], ZeroDivisionError())
+    assert group.grad_reduce_handle is None
+
+
+def test_a_container_of_chunks_is_a_model() -> None:
+    class ModuleList:
+        def __init__(self, chunks: list[MockDDP]) -> None:
+            self.chunks = chunks
+
+        def __iter__(self) -> Any:
+            return iter(self.chunks)
+
+    chunk = MockDDP(**plain)
+    chunk.config.no_sync_func = chunk.no_sync
+    with reentrant_train(ModuleList([chunk])):
+        train([chunk])
+
+
+def test_a_stale_function_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
+    class DistributedDataParallel(MockDDP):
+        pass
+
+    chunk = MockDDP(**plain)
+    chunk.config.no_sync_func = DistributedDataParallel().no_sync
+    with reentrant_train(chunk):
+        pass
+    assert chunk.config.no_sync_func is None
+    assert caplog.text == ""
+
+
+def test_what_runs_after_the_call_is_refused() -> None:
+    def batches(model: Any) -> Any:
+        yield
+
+    async def fit(model: Any) -> None: ...
+
+    for function in (batches, fit):
+        with pytest.raises(MegatronRLPatchesError, match="runs after the call"):
+            reentrant_train(function)
+
+
+def test_a_function_defined_inside_may_install() -> None:
+    model = [MockDDP(**plain)]
+
+    @reentrant_train
+    def fit(model: Any) -> None:
+        def install() -> None:
+            assert model[0].config.no_sync_func is None
+            model[0].config.no_sync_func = model[0].no_sync
+
+        install()
+
+    for _ in range(2):
+        fit(model)
