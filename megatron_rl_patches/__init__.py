@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.installer import applied, apply, available, revert, status
+    from .engine.api import applied, apply, available, revert, status
     from .engine.ranks import verify_ranks
     from .engine.spec import Patch
     from .errors import MegatronRLPatchesError, PatchError
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "apply": ".engine.installer",
-    "applied": ".engine.installer",
-    "available": ".engine.installer",
-    "revert": ".engine.installer",
-    "status": ".engine.installer",
+    "apply": ".engine.api",
+    "applied": ".engine.api",
+    "available": ".engine.api",
+    "revert": ".engine.api",
+    "status": ".engine.api",
     "verify_ranks": ".engine.ranks",
     "Patch": ".engine.spec",
     "Settings": ".settings",

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from . import __version__, settings
 from .engine import registry
-from .engine.judge import FAULTS, by_host, judge_from_source
+from .engine.judge import by_host, judge_from_source
+from .engine.report import SiteStatus
 from .engine.sources import Environment, Source
 from .engine.spec import Patch
 from .errors import PatchError
@@ -34,28 +35,6 @@ OUT_OF_REACH = (
 )
 
 _PROBE = "import sys; print(any(type(f).__module__ == '_megatron_rl_patches_startup' for f in sys.meta_path))"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the code of a source says of one site.
-
-    ``state`` is ``fits``, ``absent`` (the source has no such host), ``not needed``, or one of the faults.
-    """
-
-    patch: str
-    host: str
-    target: str
-    state: str
-    reason: str
-    fingerprint: str = ""
-
-    @property
-    def is_fault(self) -> bool:
-        return self.state in FAULTS
-
-    def __str__(self) -> str:
-        return f"{self.patch}: {self.target}: {self.state}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +75,7 @@ class Diagnosis:
     hosts: tuple[Host, ...]
     variables: dict[str, str]
     selected: tuple[str, ...]
-    sites: tuple[Finding, ...]
+    sites: tuple[SiteStatus, ...]
     startup: Startup
     problems: tuple[str, ...]
 
@@ -123,14 +102,14 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
     )
 
 
-def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list[Finding]:
+def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list[SiteStatus]:
     """Judge all sites of the patches by the source's code."""
     findings = []
     for patch in patches:
         for host, sites in by_host(patch.sites_for(settings)).items():
             if source.has_package(host):
                 findings += [
-                    Finding(
+                    SiteStatus(
                         patch.name,
                         host,
                         site.target,
@@ -142,7 +121,7 @@ def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list
                 ]
             else:
                 told = f"no {host} in {source.name}"
-                findings += [Finding(patch.name, host, site.target, "absent", told) for site in sites]
+                findings += [SiteStatus(patch.name, host, site.target, "absent", told) for site in sites]
     return findings
 
 
@@ -170,7 +149,7 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
 
 
 def problems_of(
-    choice: Choice, findings: Sequence[Finding], startup: Startup, wrapt: str | None, autowrapt: str | None
+    choice: Choice, findings: Sequence[SiteStatus], startup: Startup, wrapt: str | None, autowrapt: str | None
 ) -> list[str]:
     """Why something that is selected does not take effect."""
     problems = list(choice.problems)

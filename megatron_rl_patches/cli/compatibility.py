@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..doctor import Finding
+from ..engine.report import SiteStatus
 
 _INTRODUCTION = """\
 # Compatibility
@@ -26,9 +26,9 @@ class Judged:
     """A source by its name, and what was found in it."""
 
     source: str
-    findings: Sequence[Finding]
+    findings: Sequence[SiteStatus]
 
-    def on(self, host: str) -> list[Finding]:
+    def on(self, host: str) -> list[SiteStatus]:
         return [f for f in self.findings if f.host == host and f.state != "absent"]
 
 

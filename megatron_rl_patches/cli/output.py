@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..doctor import OUT_OF_REACH, WRAPT_RANGE, Diagnosis, Finding
+from ..doctor import OUT_OF_REACH, WRAPT_RANGE, Diagnosis
+from ..engine.report import SiteStatus
 from ..settings import VARIABLE
 from .compatibility import Judged, host_tables
 
@@ -77,7 +78,7 @@ def show_diagnosis(found: Diagnosis) -> None:
         typer.echo(f"  - {problem}")
 
 
-def show_findings(findings: Sequence[Finding]) -> None:
+def show_findings(findings: Sequence[SiteStatus]) -> None:
     show_table(
         ("patch", "site", "state", "reason"),
         [(f.patch, f.target, f.state, "" if f.state == "fits" else f.reason) for f in findings],

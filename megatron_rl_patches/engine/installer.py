@@ -6,22 +6,21 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..errors import PatchError
 from ..settings import Settings
-from . import announce, registry
+from . import announce
 from .imports import ImportHooks, is_loaded
-from .judge import Verdict, by_host, hold_back, judge_from_source, judge_site
+from .judge import Verdict, hold_back, judge_site
 from .placement import Placement
 from .report import SiteStatus
 from .sources import Environment
 from .spec import Adapter, Patch, Site
 
 
-class _Record:
+class Record:
     """One selected site: what was judged, and where its layer sits."""
 
     def __init__(self, patch: Patch, site: Site, must: bool) -> None:
@@ -51,14 +50,14 @@ class _Record:
 
 
 class Installer:
-    """State of one process. All public functions of the package act on one instance of it."""
+    """State of one process. All functions of :mod:`.api` act on one instance of it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._records: dict[tuple[str, str], _Record] = {}
+        self._records: dict[tuple[str, str], Record] = {}
         self._imports = ImportHooks(loaded=self._loaded, settle=self._settle_and_warn)
 
-    def add(self, patches: Collection[Patch], settings: Settings, must: bool) -> list[_Record]:
+    def add(self, patches: Collection[Patch], settings: Settings, must: bool) -> list[Record]:
         """Put the patches in place, now or when their hosts are imported; gives what was not selected yet.
 
         Raises:
@@ -79,27 +78,27 @@ class Installer:
             with self._lock:
                 self.remove(added)
                 self._records = before
-            raise _refusal(refused)
+            raise refusal(refused)
         return added
 
-    def _select(self, patch: Patch, site: Site, must: bool) -> _Record:
+    def _select(self, patch: Patch, site: Site, must: bool) -> Record:
         record = self._records.get((patch.name, site.target))
         if record is None or record.reverted:
-            record = _Record(patch, site, must)
+            record = Record(patch, site, must)
             # To the end: reverting in reverse order unwraps first what was wrapped last.
             self._records.pop(record.key, None)
             self._records[record.key] = record
         record.must |= must
         return record
 
-    def remove(self, records: Collection[_Record]) -> None:
+    def remove(self, records: Collection[Record]) -> None:
         """Take the layers away, the last first; what cannot be taken away is switched off."""
         with self._lock:
             for record in reversed([*records]):
                 self._take_away(record)
                 record.reverted = True
 
-    def records_of(self, names: Collection[str]) -> list[_Record]:
+    def records_of(self, names: Collection[str]) -> list[Record]:
         with self._lock:
             return [record for record in self._records.values() if record.patch.name in names]
 
@@ -116,7 +115,7 @@ class Installer:
         announce.warn(faults)
         if any(self._record_of(fault).must for fault in faults):
             self._imports.watch_again(module_name)
-            raise _refusal(faults)
+            raise refusal(faults)
 
     def _settle_and_warn(self) -> None:
         announce.warn(self._settle())
@@ -156,7 +155,7 @@ class Installer:
             record.verdict = verdicts[record.site]
         return [self._status_of(r, environment) for r in group if verdicts[r.site].is_fault]
 
-    def _judge(self, record: _Record, environment: Environment, just_loaded: str) -> Verdict:
+    def _judge(self, record: Record, environment: Environment, just_loaded: str) -> Verdict:
         if record.is_in_place and record.verdict is not None:
             return record.verdict
         there = _is_there(record.site, just_loaded)
@@ -166,7 +165,7 @@ class Installer:
             return Verdict("applied", "in place", verdict.fingerprint)
         return verdict
 
-    def _put_in_place(self, record: _Record, verdict: Verdict) -> Verdict:
+    def _put_in_place(self, record: Record, verdict: Verdict) -> Verdict:
         site = record.site
         self._take_away(record)
         try:
@@ -176,15 +175,15 @@ class Installer:
             return Verdict("failed", f"wrapping it raised {type(error).__name__}: {error}")
         return Verdict("applied", "in place", verdict.fingerprint)
 
-    def _take_away(self, record: _Record) -> None:
+    def _take_away(self, record: Record) -> None:
         if record.placement:
             record.placement.take_away()
             record.placement = None
 
-    def _record_of(self, status: SiteStatus) -> _Record:
+    def _record_of(self, status: SiteStatus) -> Record:
         return self._records[status.patch, status.target]
 
-    def _status_of(self, record: _Record, environment: Environment) -> SiteStatus:
+    def _status_of(self, record: Record, environment: Environment) -> SiteStatus:
         site, verdict = record.site, record.verdict
         fingerprint = verdict.fingerprint if verdict else ""
 
@@ -233,7 +232,8 @@ def _announcing(adapter: Adapter, installer: Installer) -> Adapter:
     return call
 
 
-def _refusal(faults: list[SiteStatus]) -> PatchError:
+def refusal(faults: list[SiteStatus]) -> PatchError:
+    """The error for sites that must take effect and cannot."""
     told = "\n  ".join(map(str, faults))
     return PatchError(
         f"cannot take effect:\n  {told}\nThe code of the host is not what the patch was written for. Exclude "
@@ -242,94 +242,7 @@ def _refusal(faults: list[SiteStatus]) -> PatchError:
     )
 
 
-def refuse_misfits(patches: Collection[Patch], settings: Settings) -> None:
-    """Judge the sources of all hosts that are present, before anything is changed.
-
-    Raises:
-        PatchError: a site is missing, drifted, in conflict or cannot be judged.
-    """
-    environment = Environment()
-    faults = []
-    for patch in patches:
-        for host, sites in by_host(patch.sites_for(settings)).items():
-            if environment.has_package(host):
-                faults += [
-                    SiteStatus(patch.name, host, site.target, verdict.state, verdict.reason)
-                    for site, verdict in judge_from_source(sites, environment).items()
-                    if verdict.is_fault
-                ]
-    if faults:
-        raise _refusal(faults)
-
-
 installer = Installer()
 atexit.register(installer.at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=installer.after_fork_in_child)
-
-
-def apply(
-    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
-) -> list[SiteStatus]:
-    """Put patches in place: the named ones, or all. May be called before or after the hosts are imported,
-    any number of times, from any thread.
-
-    Patches asked for by name must fit every host that is present; without names, those that do not fit are
-    skipped with a warning unless ``strict``.
-
-    Args:
-        names: see ``available()``; none means all.
-        exclude: names to leave out.
-        settings: defaults to ``Settings.from_environment()``.
-        strict: overrides ``settings.strict``.
-
-    Returns:
-        the state of every selected site.
-
-    Raises:
-        PatchError: unknown name, or a patch that must take effect cannot. Nothing of this call stays.
-    """
-    _apply(names, exclude, settings, strict)
-    return status()
-
-
-def _apply(
-    names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
-) -> list[_Record]:
-    settings = settings or Settings.from_environment()
-    must = bool(names) or (settings.strict if strict is None else strict)
-    chosen = registry.select(names, tuple(exclude))
-    if must:
-        refuse_misfits(chosen, settings)
-    return installer.add(chosen, settings, must)
-
-
-def revert(*names: str) -> None:
-    """Take patches away (all when no name is given): the original objects are back, remaining copies inert.
-
-    Raises:
-        PatchError: unknown name.
-    """
-    installer.remove(installer.records_of({patch.name for patch in registry.select(names)}))
-
-
-@contextmanager
-def applied(
-    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
-) -> Iterator[list[SiteStatus]]:
-    """:func:`apply` for the length of a ``with`` block; sites that were selected before it stay."""
-    added = _apply(names, exclude, settings, strict)
-    try:
-        yield status()
-    finally:
-        installer.remove(added)
-
-
-def status() -> list[SiteStatus]:
-    """State of every site of the patches selected so far, read from the live objects."""
-    return installer.status()
-
-
-def available() -> dict[str, str]:
-    """Names of all registered patches, each with its one-line summary."""
-    return {name: patch.summary for name, patch in registry.patches().items()}

@@ -14,6 +14,7 @@ from .spec import Site
 
 State = Literal[
     "fits",
+    "absent",
     "applied",
     "waiting",
     "not needed",

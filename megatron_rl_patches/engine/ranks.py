@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ..errors import PatchError
-from .installer import status
+from .api import status
 
 
 def verify_ranks(group: Any = None) -> None:

@@ -12,7 +12,11 @@ from .judge import FAULTS, State
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """State of one site at the moment of asking."""
+    """State of one site at the moment of asking.
+
+    From live objects it is one of those in ``docs/how-it-works.md``. From source alone it is ``fits``,
+    ``absent`` (no such host there), ``not needed`` or a fault.
+    """
 
     patch: str
     host: str

@@ -40,12 +40,11 @@ ENGINE: dict[str, set[str]] = {
     "placement": {"facts", "layer", "spec"},
     "imports": set(),
     "registry": {"spec"},
-    "installer": {
-        "announce", "facts", "imports", "judge", "placement", "registry", "report", "sources", "spec",
-    },
-    "ranks": {"installer"},
+    "installer": {"announce", "imports", "judge", "placement", "report", "sources", "spec"},
+    "api": {"installer", "judge", "registry", "report", "sources", "spec"},
+    "ranks": {"api"},
     "__init__": set(),
-}  # fmt: skip
+}
 
 
 def _modules() -> list[Path]:

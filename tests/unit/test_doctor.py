@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.doctor import Choice, Finding, Startup, choice_of, problems_of, survey
+from megatron_rl_patches.doctor import Choice, Startup, choice_of, problems_of, survey
+from megatron_rl_patches.engine.report import SiteStatus
 from megatron_rl_patches.engine.sources import Folder
 from megatron_rl_patches.engine.spec import Patch
 from megatron_rl_patches.settings import Settings
@@ -104,7 +105,7 @@ class TestChoice:
 
 
 FIRES = Startup("file", True, "")
-FAULT = Finding("patch", "host", "host.train", "drifted", "why")
+FAULT = SiteStatus("patch", "host", "host.train", "drifted", "why")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ FAULT = Finding("patch", "host", "host.train", "drifted", "why")
 def test_problems_of(
     patches: tuple[str, ...],
     autowrapt: bool,
-    findings: list[Finding],
+    findings: list[SiteStatus],
     startup: Startup,
     wrapt: str | None,
     problem: str | None,

@@ -31,7 +31,7 @@ def test_a_child_forked_while_another_thread_holds_the_lock_goes_on() -> None:
         held.wait()
         pid = os.fork()
         if pid == 0:
-            installer.status()
+            installer.installer.status()
             os._exit(0)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """)

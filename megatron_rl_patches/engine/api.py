@@ -1,0 +1,102 @@
+"""What the package offers: put patches in place, take them away, ask for their state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from ..settings import Settings
+from . import installer as engine
+from . import registry
+from .installer import Record, refusal
+from .judge import by_host, judge_from_source
+from .report import SiteStatus
+from .sources import Environment
+from .spec import Patch
+
+
+def apply(
+    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
+) -> list[SiteStatus]:
+    """Put patches in place: the named ones, or all. May be called before or after the hosts are imported,
+    any number of times, from any thread.
+
+    Patches asked for by name must fit every host that is present; without names, those that do not fit are
+    skipped with a warning unless ``strict``.
+
+    Args:
+        names: see ``available()``; none means all.
+        exclude: names to leave out.
+        settings: defaults to ``Settings.from_environment()``.
+        strict: overrides ``settings.strict``.
+
+    Returns:
+        the state of every selected site.
+
+    Raises:
+        PatchError: unknown name, or a patch that must take effect cannot. Nothing of this call stays.
+    """
+    _apply(names, exclude, settings, strict)
+    return status()
+
+
+def _apply(
+    names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
+) -> list[Record]:
+    settings = settings or Settings.from_environment()
+    must = bool(names) or (settings.strict if strict is None else strict)
+    chosen = registry.select(names, tuple(exclude))
+    if must:
+        _refuse_misfits(chosen, settings)
+    return engine.installer.add(chosen, settings, must)
+
+
+def revert(*names: str) -> None:
+    """Take patches away (all when no name is given): the original objects are back, remaining copies inert.
+
+    Raises:
+        PatchError: unknown name.
+    """
+    engine.installer.remove(engine.installer.records_of({patch.name for patch in registry.select(names)}))
+
+
+@contextmanager
+def applied(
+    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
+) -> Iterator[list[SiteStatus]]:
+    """:func:`apply` for the length of a ``with`` block; sites that were selected before it stay."""
+    added = _apply(names, exclude, settings, strict)
+    try:
+        yield status()
+    finally:
+        engine.installer.remove(added)
+
+
+def status() -> list[SiteStatus]:
+    """State of every site of the patches selected so far, read from the live objects."""
+    return engine.installer.status()
+
+
+def available() -> dict[str, str]:
+    """Names of all registered patches, each with its one-line summary."""
+    return {name: patch.summary for name, patch in registry.patches().items()}
+
+
+def _refuse_misfits(patches: Collection[Patch], settings: Settings) -> None:
+    """Judge the sources of all hosts that are present, before anything is changed.
+
+    Raises:
+        PatchError: a site is missing, drifted, in conflict or cannot be judged.
+    """
+    environment = Environment()
+    faults = []
+    for patch in patches:
+        for host, sites in by_host(patch.sites_for(settings)).items():
+            if environment.has_package(host):
+                faults += [
+                    SiteStatus(patch.name, host, site.target, verdict.state, verdict.reason)
+                    for site, verdict in judge_from_source(sites, environment).items()
+                    if verdict.is_fault
+                ]
+    if faults:
+        raise refusal(faults)
