@@ -108,17 +108,24 @@ def _activate() -> None:
     unless_strict_never_raise(activate)
 
 
-def unless_strict_never_raise(activate) -> None:
+def unless_strict_never_raise(activate):
     """Call it; what it raises costs one line on stderr, with MEGATRON_RL_PATCHES_STRICT it is raised."""
     try:
         activate()
     except Exception as error:
-        if _value("MEGATRON_RL_PATCHES_STRICT") not in _ON:
+        if not is_strict():
             _complain(error)
         elif isinstance(error, ImportError):  # which hosts swallow where they make each other optional
             raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
         else:
             raise
+
+
+def is_strict(environ=None):
+    """Does `MEGATRON_RL_PATCHES_STRICT` say yes?"""
+    import os
+
+    return (environ or os.environ).get("MEGATRON_RL_PATCHES_STRICT", "").strip().lower() in _ON
 
 
 def _value(variable: str) -> str:
@@ -131,6 +138,7 @@ def _roots() -> frozenset[str]:
     import os
 
     targets = os.environ.get("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "").split(",")
+    targets += os.environ.get("MEGATRON_RL_PATCHES_ROOTS", "").split(",")
     extra = (target.partition(":")[0].partition(".")[0].strip() for target in targets)
     # Not the package itself (the demo's train function is in it): activating imports it.
     return frozenset(_ROOTS).union(filter(None, extra)) - {"megatron_rl_patches"}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
-from _megatron_rl_patches_startup import unless_strict_never_raise
+import _megatron_rl_patches_startup as startup
 
 from .engine import registry
 from .engine.installer import installer
@@ -23,7 +23,13 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise a bad value costs one warning.
     """
-    settings = Settings.from_environment(environ)
+    try:
+        settings = Settings.from_environment(environ)
+    except PatchError as error:
+        if startup.is_strict(environ):  # type: ignore[no-untyped-call]
+            raise
+        _log.warning("megatron_rl_patches: %s; going on without that", error)
+        settings = Settings()
     selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
     if selection.unknown:
         told = (
@@ -32,7 +38,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
         )
         if settings.strict:
             raise PatchError(told)
-        _log.warning("%s", told)
+        _log.warning("megatron_rl_patches: %s", told)
     if selection:
         chosen = registry.select(selection.names or (), selection.exclude)
         installer.add(chosen, settings, must=settings.strict)
@@ -41,4 +47,6 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
 def autowrapt(_: ModuleType) -> None:
     """Post-import hook for ``AUTOWRAPT_BOOTSTRAP``: all patches, unless the variable says otherwise."""
     environ = {VARIABLE: "all", **os.environ}
-    unless_strict_never_raise(lambda: activate_from_environment(environ))
+    startup.unless_strict_never_raise(  # type: ignore[no-untyped-call]
+        lambda: activate_from_environment(environ)
+    )

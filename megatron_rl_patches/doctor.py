@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import _megatron_rl_patches_startup as startup_trigger
+
 from . import __version__, settings
 from .engine import registry
 from .engine.judge import by_host, judge_from_source
@@ -20,7 +22,7 @@ from .engine.report import SiteStatus
 from .engine.sources import Environment, Source
 from .engine.spec import Patch
 from .errors import PatchError
-from .settings import VARIABLE, Settings, parse_selection
+from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection
 
 AUTOWRAPT_VARIABLE = "AUTOWRAPT_BOOTSTRAP"
 WRAPT_RANGE = ">=1.16,<3"
@@ -161,8 +163,22 @@ def problems_of(
         problems.append(f"{AUTOWRAPT_VARIABLE} names megatron_rl_patches, but autowrapt is not installed")
     if choice.patches and not choice.by_autowrapt and not startup.fires:
         problems.append(f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}")
+    selected = [finding for finding in findings if finding.patch in choice.patches]
+    if not choice.by_autowrapt:
+        problems += _out_of_the_triggers_sight(selected)
     problems += [str(finding) for finding in findings if finding.is_fault and finding.patch in choice.patches]
     return problems
+
+
+def _out_of_the_triggers_sight(findings: Sequence[SiteStatus]) -> list[str]:
+    """Hosts of other packages' patches, of which the trigger can only know through a variable."""
+    known = startup_trigger._roots()
+    roots = dict.fromkeys(f.target.partition(".")[0] for f in findings if f.state != "absent")
+    return [
+        f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
+        for root in roots
+        if root not in known | {"megatron_rl_patches"}
+    ]
 
 
 def variables_in(environ: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@
 | MEGATRON_RL_PATCHES                 | ``1``/``all``, names, ``all,-name``; ``0`` or unset: off           |
 | MEGATRON_RL_PATCHES_STRICT          | ``1``: a patch that cannot take effect is an error, not a warning  |
 | MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS | ``pkg.module:function,...``: further ``train``-like functions      |
+| MEGATRON_RL_PATCHES_ROOTS           | ``pkg,...``: hosts of patches that other packages register         |
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from .errors import PatchError
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
 TRAIN_FUNCTIONS_VARIABLE = f"{VARIABLE}_TRAIN_FUNCTIONS"
+#: Read by the import trigger alone.
+ROOTS_VARIABLE = f"{VARIABLE}_ROOTS"
 
 _ON = {"1", "true", "on", "yes"}
 _OFF = {"", "0", "false", "off", "no", "none"}
@@ -86,6 +89,8 @@ def parse_selection(value: str, known: Collection[str]) -> Selection:
     """The grammar of ``MEGATRON_RL_PATCHES``: ``all|1|name,name|all,-name|0``."""
     if value.strip().lower() in _OFF:
         return Selection(())
+    if not _items(value):
+        return Selection((), (), (value,))
     wanted: list[str] = []
     exclude: list[str] = []
     unknown: list[str] = []

@@ -174,7 +174,10 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to execute.")],
     patches: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help=f"Value for {VARIABLE}; by default the one that is set, or 1."),
+        typer.Option(
+            metavar="NAMES",
+            help=f"Value for {VARIABLE}; by default the one that is set, or 1 where that is off.",
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="A patch that cannot take effect is an error, not a warning.")
@@ -195,7 +198,8 @@ def run(
     if unknown := parse_selection(patches or "", known).unknown:
         told = f"unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
         raise MegatronRLPatchesError(told)
-    variables = {VARIABLE: patches or os.environ.get(VARIABLE) or "1"}
+    chosen = os.environ.get(VARIABLE, "")
+    variables = {VARIABLE: patches or (chosen if parse_selection(chosen, known) else "1")}
     if strict:
         variables[STRICT_VARIABLE] = "1"
     if json:

@@ -23,8 +23,9 @@ _STOPPING_SECONDS = 40.0
 _UPSTREAM_ERROR = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 _EXPECTED = """\
 This is what the patches are for. The first train() left the model's own no_sync_func on the model's config;
-the second takes it for a custom one and refuses. The same program with MEGATRON_RL_PATCHES=1 in its
-environment runs to the end: megatron-rl-patches demo"""
+the second takes it for a custom one and refuses. With MEGATRON_RL_PATCHES=1 in its environment, and its
+train() named in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS, the same program runs to the end:
+megatron-rl-patches demo"""
 
 
 def run_demo(

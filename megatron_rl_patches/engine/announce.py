@@ -22,6 +22,7 @@ def once(statuses: Sequence[SiteStatus]) -> None:
     if not done:
         done = True
         _say(logging.INFO, summary(statuses, __version__))
+        warn([status for status in statuses if status.is_fault])
 
 
 def warn(faults: Sequence[SiteStatus]) -> None:
@@ -47,7 +48,7 @@ def at_exit(statuses: Sequence[SiteStatus]) -> None:
 def _say(level: int, line: str) -> None:
     if _rank() != 0:
         return
-    if _log.hasHandlers():
+    if _log.hasHandlers() and _log.isEnabledFor(level):
         _log.log(level, line)
     else:
         with suppress(Exception):  # no stderr, or a closed one: nobody to tell

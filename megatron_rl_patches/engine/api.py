@@ -45,7 +45,7 @@ def _apply(
 ) -> list[Record]:
     settings = settings or Settings.from_environment()
     must = bool(names) or (settings.strict if strict is None else strict)
-    chosen = registry.select(names, tuple(exclude))
+    chosen = registry.select(names, exclude)
     if must:
         _refuse_misfits(chosen, settings)
     return engine.installer.add(chosen, settings, must)

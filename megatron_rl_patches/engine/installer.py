@@ -73,6 +73,9 @@ class Installer:
             self._imports.watch(module)
         faults = self._settle(mend=True)
         announce.warn(faults)
+        environment = Environment()
+        absent = (self._status_of(record, environment) for record in records if record.verdict is None)
+        faults += [status for status in absent if status.is_fault]
         added = [record for record in records if before.get(record.key) is not record]
         if refused := [fault for fault in faults if self._record_of(fault).must]:
             with self._lock:

@@ -73,7 +73,7 @@ def _judge(site: Site, facts: Facts) -> tuple[State, str]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.mentions if name not in facts.names]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
-    return "fits", ""
+    return "fits", "has the fault that the patch mends"
 
 
 def judge_from_source(sites: tuple[Site, ...], source: Source) -> dict[Site, Verdict]:

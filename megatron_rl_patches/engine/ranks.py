@@ -18,10 +18,15 @@ def verify_ranks(group: Any = None) -> None:
         group: a ``torch.distributed`` process group; default: all ranks.
 
     Raises:
-        PatchError: on every rank of the group alike; names the sites and the ranks that differ from the rest.
+        PatchError: no process group is initialised; or ranks differ, and then on every rank of the group
+            alike, with the sites and the ranks that differ from the rest.
     """
     import torch.distributed as dist
 
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PatchError(
+            "verify_ranks: torch.distributed is not initialised; call init_process_group() first"
+        )
     mine = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
     everyone: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -37,12 +38,14 @@ def patches() -> dict[str, Patch]:
     return found
 
 
-def select(names: tuple[str, ...], exclude: tuple[str, ...] = ()) -> list[Patch]:
+def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]:
     """The named patches, or all of them when no name is given.
 
     Raises:
         PatchError: a name that no patch has; the message lists those there are.
     """
+    if isinstance(exclude, str):
+        exclude = (exclude,)
     known = patches()
     unknown = [name for name in (*names, *exclude) if name not in known]
     if unknown:

@@ -8,7 +8,7 @@ import gc
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, TracebackType
 from typing import Any, TypeVar, overload
 
@@ -22,6 +22,7 @@ _log = logging.getLogger("megatron_rl_patches")
 _ABSENT = object()
 #: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
 INTERVAL_TIMER = "interval-time"
+_CALLS_DEEP = 2
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -124,15 +125,37 @@ class TrainGuard:
 
 
 def installs_sync_functions(function: Callable[..., Any]) -> bool:
-    """Does the function's own code set ``no_sync_func``, as Megatron's ``train`` does?"""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is not None and _sets_attribute(code, "no_sync_func")
+    """Does the function set ``no_sync_func``, as Megatron's ``train`` does, or one that it calls?
+
+    Judged by the code, two calls deep within its package; seen are functions that are called by their global
+    name, not methods.
+    """
+    function = inspect.unwrap(function)
+    return _sets_sync_functions(getattr(function, "__func__", function), _CALLS_DEEP)
 
 
-@functools.lru_cache(maxsize=64)
-def _sets_attribute(code: CodeType, name: str) -> bool:
-    own = any(op.opname == "STORE_ATTR" and op.argval == name for op in dis.get_instructions(code))
-    return own or any(_sets_attribute(c, name) for c in code.co_consts if isinstance(c, CodeType))
+@functools.lru_cache(maxsize=256)
+def _sets_sync_functions(function: Callable[..., Any], calls_deep: int) -> bool:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    if any(op.opname == "STORE_ATTR" and op.argval == "no_sync_func" for op in _operations(code)):
+        return True
+    package = function.__module__.partition(".")[0]
+    called = (function.__globals__.get(op.argval) for op in _operations(code) if op.opname == "LOAD_GLOBAL")
+    return calls_deep > 0 and any(
+        _sets_sync_functions(inspect.unwrap(other), calls_deep - 1)
+        for other in called
+        if inspect.isfunction(other) and other.__module__.partition(".")[0] == package
+    )
+
+
+def _operations(code: CodeType) -> Iterator[dis.Instruction]:
+    """Of a function and of those that are defined in it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _operations(constant)
 
 
 def _own(target: Any, name: str) -> Any:
@@ -177,8 +200,8 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             ...
 
     The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
-    it. A decorated function that does not set ``no_sync_func`` is taken to rely on one that is installed
-    already, which then stays.
+    it. A decorated function that does not (:func:`installs_sync_functions`) is taken to rely on one that is
+    installed already, which then stays.
 
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.

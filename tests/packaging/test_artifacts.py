@@ -9,6 +9,9 @@ import io
 import zipfile
 from email import message_from_bytes
 
+from megatron_rl_patches import __version__
+
+DIST_INFO = f"megatron_rl_patches-{__version__}.dist-info"
 STARTUP_FILES = {
     "megatron_rl_patches_startup.pth",
     "megatron_rl_patches_startup.start",
@@ -21,17 +24,17 @@ def test_wheel_holds_the_startup_files_at_its_root_and_nothing_foreign(artifacts
         names = wheel.namelist()
     assert len(names) == len(set(names))
     roots = {name.partition("/")[0] for name in names}
-    assert roots == {*STARTUP_FILES, "megatron_rl_patches", "megatron_rl_patches-0.1.0.dist-info"}
+    assert roots == {*STARTUP_FILES, "megatron_rl_patches", DIST_INFO}
     assert "megatron_rl_patches/py.typed" in names
     assert names[-1].endswith(".dist-info/RECORD")
 
 
 def test_record_names_every_file_with_its_hash_and_size(artifacts):
     with zipfile.ZipFile(artifacts.wheel) as wheel:
-        record = wheel.read("megatron_rl_patches-0.1.0.dist-info/RECORD").decode()
+        record = wheel.read(f"{DIST_INFO}/RECORD").decode()
         rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(record))}
         assert set(rows) == set(wheel.namelist())
-        for name in set(rows) - {"megatron_rl_patches-0.1.0.dist-info/RECORD"}:
+        for name in set(rows) - {f"{DIST_INFO}/RECORD"}:
             content = wheel.read(name)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             assert rows[name] == (f"sha256={digest}", str(len(content))), name
@@ -39,7 +42,7 @@ def test_record_names_every_file_with_its_hash_and_size(artifacts):
 
 def test_metadata_says_what_is_needed(artifacts):
     with zipfile.ZipFile(artifacts.wheel) as wheel:
-        metadata = message_from_bytes(wheel.read("megatron_rl_patches-0.1.0.dist-info/METADATA"))
+        metadata = message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "docs"}

@@ -34,7 +34,7 @@ class Run:
     reduces_from_hooks: int = 0
 
 
-def _rollouts(options: Any, rollouts: int, steps: int, save_between: bool = False) -> Run:
+def _rollouts(options: Any, rollouts: int, steps: int) -> Run:
     from tests.real import tiny_gpt
 
     model, optimizer = tiny_gpt.build(options)

@@ -140,7 +140,7 @@ class TestCheck:
             "host": "mrp_host",
             "target": TARGET,
             "state": "fits",
-            "reason": "",
+            "reason": "has the fault that the patch mends",
         }
 
     def test_markdown(self, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ class TestChoice:
 
 
 FIRES = Startup("file", True, "")
-FAULT = SiteStatus("patch", "host", "host.train", "drifted", "why")
+FAULT = SiteStatus("patch", "slime", "slime.train", "drifted", "why")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ FAULT = SiteStatus("patch", "host", "host.train", "drifted", "why")
     [
         ((), False, [FAULT], Startup(None, False, ""), "2.5.2", None),
         (("patch",), False, [], FIRES, "2.5.2", None),
-        (("patch",), False, [FAULT], FIRES, "2.5.2", "patch: host.train: drifted: why"),
+        (("patch",), False, [FAULT], FIRES, "2.5.2", "patch: slime.train: drifted: why"),
         (("another",), False, [FAULT], FIRES, "2.5.2", None),
         (("patch",), False, [], Startup(None, False, "of -S"), "2.5.2", "startup file does not fire: of -S"),
         (("patch",), True, [], Startup(None, False, ""), "2.5.2", "autowrapt is not installed"),
@@ -251,3 +251,18 @@ def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     found = doctor.examine_startup({})
     assert not found.fires
     assert "could not be tried" in found.reason
+
+
+def test_a_host_that_the_trigger_does_not_know_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = SiteStatus("patch", "my_host", "my_host.loop.train", "fits", "")
+    choice = Choice(("patch",), Settings(), False, ())
+    startup = Startup("file", True, "")
+
+    def problems() -> list[str]:
+        return problems_of(choice, [finding], startup, "2.0", None)
+
+    assert problems() == [
+        "the import of my_host does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS"
+    ]
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_ROOTS", "my_host")
+    assert problems() == []

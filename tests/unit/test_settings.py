@@ -27,6 +27,7 @@ KNOWN = ("reentrant-train", "lean-loss")
         ("-lean-loss", Selection(None, ("lean-loss",))),
         ("lean-los,reentrant-train", Selection(("reentrant-train",), (), ("lean-los",))),
         ("os.system", Selection((), (), ("os.system",))),
+        (",,,", Selection((), (), (",,,",))),
     ],
 )
 def test_the_grammar_of_the_variable(value: str, selection: Selection) -> None:
@@ -60,6 +61,11 @@ def test_is_frozen() -> None:
 def test_a_train_function_must_name_module_and_function(path: str) -> None:
     with pytest.raises(PatchError, match=r"expected 'package\.module:function'"):
         Settings(train_functions=(path,))
+
+
+def test_a_bare_string_of_train_functions_is_refused() -> None:
+    with pytest.raises(PatchError, match="expected a tuple"):
+        Settings(train_functions="my.model:train")  # type: ignore[arg-type]
 
 
 def test_a_bad_switch_is_named() -> None:

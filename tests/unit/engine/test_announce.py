@@ -14,7 +14,7 @@ from megatron_rl_patches import apply
 from megatron_rl_patches.engine import announce, installer
 from megatron_rl_patches.engine.spec import Patch
 
-from .conftest import patch_of
+from .conftest import patch_of, tag
 
 Host = Callable[..., str]
 Engine = dict[str, Patch]
@@ -51,6 +51,17 @@ def test_stderr_when_no_handler_is_configured(
     assert capsys.readouterr().err.count("1 applied") == 1
 
 
+def test_stderr_when_the_handlers_are_for_warnings_only(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    caplog.set_level(logging.WARNING, "megatron_rl_patches")
+    apply()
+    importlib.import_module(f"{name}.model").train("m")
+    assert capsys.readouterr().err.count("1 applied") == 1
+
+
 def test_silent_on_other_ranks(
     host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +85,18 @@ def test_a_skipped_site_is_warned_of_once(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"skipped tagging: {name}.model.run: missing" in record.message
+
+
+def test_a_module_that_is_not_there_is_warned_of(
+    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = host()
+    engine["tagging"] = patch_of(name, "train")
+    engine["other"] = Patch("other", "")
+    engine["other"].wrap(f"{name}.modle", "train")(tag)
+    apply()
+    importlib.import_module(f"{name}.model").train("m")
+    assert f"skipped other: {name}.modle.train: missing" in caplog.text
 
 
 def test_exit_warns_of_a_host_whose_patched_module_was_never_imported(

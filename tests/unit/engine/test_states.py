@@ -301,3 +301,13 @@ def test_settings_add_sites(host: Host, engine: Engine) -> None:
     )
     apply(settings=Settings(train_functions=(f"{name}.model:train",)))
     assert importlib.import_module(f"{name}.model").train("m")[0] == "patched"
+
+
+def test_a_missing_module_is_refused_strictly_before_anything_is_imported(host: Host, engine: Engine) -> None:
+    from megatron_rl_patches.engine import installer
+
+    engine["tagging"] = Patch("tagging", "")
+    engine["tagging"].wrap(f"{host()}.gone", "train")(tag)
+    with pytest.raises(PatchError, match="no source of module"):
+        installer.installer.add(list(engine.values()), Settings(), must=True)
+    assert status() == []

@@ -12,6 +12,8 @@ from megatron_rl_patches.engine.judge import judge
 from megatron_rl_patches.engine.spec import Site
 from megatron_rl_patches.patches.reentrant_train import patch
 
+FITS = ("fits", "has the fault that the patch mends")
+
 
 def verdict(target: str, source: str) -> tuple[str, str]:
     [site] = [site for site in patch.sites if site.target == target]
@@ -41,7 +43,7 @@ def test_disable_as_upstream_has_it_is_needed() -> None:
             if param_sync:
                 self.start_param_sync(force_sync=True)
     """
-    assert verdict(DISABLE, source) == ("fits", "")
+    assert verdict(DISABLE, source) == FITS
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_enable() -> None:
             assert self.use_forward_hook
             assert len(self.remove_forward_pre_hook_handles) == 0
     """
-    assert verdict(ENABLE, asserting) == ("fits", "")
+    assert verdict(ENABLE, asserting) == FITS
     mended = """
         def enable_forward_pre_hook(self):
             assert self.use_forward_hook
@@ -103,13 +105,13 @@ def test_train_with_the_assertion_is_needed_and_without_it_is_not(host: str) -> 
                 assert config.no_sync_func is None, "must be None"
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
-    assert verdict(target, needed) == ("fits", "")
+    assert verdict(target, needed) == FITS
     guarded = """
         def train(rollout_id, model, optimizer, opt_param_scheduler):
             if overlap and config.no_sync_func is None:
                 config.no_sync_func = [chunk.no_sync for chunk in model]
     """
-    assert verdict(target, guarded) == ("fits", "")  # an exception still leaves everything behind
+    assert verdict(target, guarded) == FITS  # an exception still leaves everything behind
     mended = (
         guarded
         + """
@@ -130,7 +132,7 @@ def test_save_is_needed_until_it_restores_the_hooks() -> None:
             save_checkpoint(model)
             enable_forward_pre_hook(model)
     """
-    assert verdict(target, plain) == ("fits", "")
+    assert verdict(target, plain) == FITS
     safe = """
         def save(iteration, model, optimizer, opt_param_scheduler):
             disable_forward_pre_hook(model)
@@ -150,7 +152,7 @@ def test_megatron_save_is_needed_for_the_timer_alone() -> None:
             force_param_sync(model)
             timers('interval-time', log_level=0).start(barrier=True)
     """
-    assert verdict(target, source) == ("fits", "")
+    assert verdict(target, source) == FITS
     source = """
         def save_checkpoint_and_time(iteration, model):
             force_param_sync(model)
@@ -166,7 +168,7 @@ def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
                 if overlap:
                     assert config.no_sync_func is None
     """
-    assert verdict(target, needed) == ("fits", "")
+    assert verdict(target, needed) == FITS
     mended = """
         def register_megatron_training_hooks(model, optimizer):
             assert config.no_sync_func is None

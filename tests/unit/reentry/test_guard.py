@@ -11,6 +11,7 @@ from pytest_mock import MockerFixture
 
 from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.reentry import recovery, reentrant_train
+from megatron_rl_patches.reentry.guard import installs_sync_functions
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
 
 
@@ -313,3 +314,21 @@ def test_a_function_defined_inside_may_install() -> None:
 
     for _ in range(2):
         fit(model)
+
+
+def _install(config: Any, chunk: MockDDP) -> None:
+    assert config.no_sync_func is None
+    config.no_sync_func = chunk.no_sync
+
+
+def test_a_function_of_the_same_package_may_install() -> None:
+    model = [MockDDP(**plain)]
+
+    @reentrant_train
+    def fit(model: Any) -> None:
+        _install(model[0].config, model[0])
+
+    for _ in range(2):
+        fit(model)
+    assert installs_sync_functions(fit)
+    assert not installs_sync_functions(logging.getLogger)
