@@ -32,10 +32,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
         settings = Settings()
     selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
     if selection.unknown:
-        told = (
-            f"{VARIABLE}: unknown patch {', '.join(map(repr, selection.unknown))}; "
-            f"known: {', '.join(registry.patches())}"
-        )
+        told = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
         if settings.strict:
             raise PatchError(told)
         _log.warning("megatron_rl_patches: %s", told)

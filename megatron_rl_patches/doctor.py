@@ -17,10 +17,10 @@ import _megatron_rl_patches_startup as startup_trigger
 
 from . import __version__, settings
 from .engine import registry
-from .engine.judge import by_host, judge_from_source
 from .engine.report import SiteStatus
-from .engine.sources import Environment, Source
+from .engine.sources import Environment
 from .engine.spec import Patch
+from .engine.survey import survey
 from .errors import PatchError
 from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection
 
@@ -104,29 +104,6 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
     )
 
 
-def survey(source: Source, patches: Iterable[Patch], settings: Settings) -> list[SiteStatus]:
-    """Judge all sites of the patches by the source's code."""
-    findings = []
-    for patch in patches:
-        for host, sites in by_host(patch.sites_for(settings)).items():
-            if source.has_package(host):
-                findings += [
-                    SiteStatus(
-                        patch.name,
-                        host,
-                        site.target,
-                        verdict.state,
-                        verdict.reason,
-                        verdict.fingerprint,
-                    )
-                    for site, verdict in judge_from_source(sites, source).items()
-                ]
-            else:
-                told = f"no {host} in {source.name}"
-                findings += [SiteStatus(patch.name, host, site.target, "absent", told) for site in sites]
-    return findings
-
-
 def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     """What the variables select; a value that does not fit its grammar is a problem, not an exception."""
     problems = [
@@ -143,8 +120,7 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     known = registry.patches()
     selection = parse_selection(environ.get(VARIABLE, "all" if by_autowrapt else ""), known)
     if selection.unknown:
-        told = ", ".join(map(repr, selection.unknown))
-        problems.append(f"{VARIABLE}: unknown patch {told}; known: {', '.join(known)}")
+        problems.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
     names = known if selection.names is None else selection.names
     selected = tuple(name for name in names if name not in selection.exclude)
     return Choice(selected, chosen, by_autowrapt, tuple(problems))

@@ -15,9 +15,10 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file, survey
+from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
 from ..engine import registry
 from ..engine.sources import Environment, open_source
+from ..engine.survey import survey
 from ..errors import MegatronRLPatchesError
 from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
@@ -196,8 +197,7 @@ def run(
     """
     known = registry.patches()
     if unknown := parse_selection(patches or "", known).unknown:
-        told = f"unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
-        raise MegatronRLPatchesError(told)
+        raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = os.environ.get(VARIABLE, "")
     variables = {VARIABLE: patches or (chosen if parse_selection(chosen, known) else "1")}
     if strict:

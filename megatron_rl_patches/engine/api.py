@@ -9,10 +9,10 @@ from ..settings import Settings
 from . import installer as engine
 from . import registry
 from .installer import Record, refusal
-from .judge import by_host, judge_from_source
 from .report import SiteStatus
 from .sources import Environment
 from .spec import Patch
+from .survey import survey
 
 
 def apply(
@@ -88,15 +88,6 @@ def _refuse_misfits(patches: Collection[Patch], settings: Settings) -> None:
     Raises:
         PatchError: a site is missing, drifted, in conflict or cannot be judged.
     """
-    environment = Environment()
-    faults = []
-    for patch in patches:
-        for host, sites in by_host(patch.sites_for(settings)).items():
-            if environment.has_package(host):
-                faults += [
-                    SiteStatus(patch.name, host, site.target, verdict.state, verdict.reason)
-                    for site, verdict in judge_from_source(sites, environment).items()
-                    if verdict.is_fault
-                ]
+    faults = [status for status in survey(Environment(), patches, settings) if status.is_fault]
     if faults:
         raise refusal(faults)

@@ -49,8 +49,13 @@ def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]
     known = patches()
     unknown = [name for name in (*names, *exclude) if name not in known]
     if unknown:
-        raise PatchError(f"unknown patch {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+        raise PatchError(unknown_names(unknown))
     return [known[name] for name in names or known if name not in exclude]
+
+
+def unknown_names(names: Collection[str]) -> str:
+    """What to tell of names that no patch has."""
+    return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join(patches())}"
 
 
 def _built_in() -> list[Patch]:

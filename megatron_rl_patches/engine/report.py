@@ -1,11 +1,10 @@
-"""Site states as a line, a table or JSON. Pure."""
+"""The state of a site, and the states of all as one line. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .judge import FAULTS, State
 
@@ -45,18 +44,3 @@ def summary(statuses: Sequence[SiteStatus], version: str) -> str:
         told = ", ".join(f"{host}: {count} {state}" for (host, state), count in counts.items())
         parts.append(f"{patch} ({told or 'waiting for a host'})")
     return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
-
-
-def table(statuses: Iterable[SiteStatus]) -> str:
-    """Plain text, one site per line, columns aligned."""
-    rows = [("patch", "site", "state", "reason")]
-    rows += [(status.patch, status.target, status.state, status.reason) for status in statuses]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join(
-        "  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3])).rstrip()
-        for row in rows
-    )
-
-
-def as_json(statuses: Iterable[SiteStatus]) -> list[dict[str, Any]]:
-    return [asdict(status) for status in statuses]

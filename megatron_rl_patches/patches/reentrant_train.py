@@ -50,33 +50,28 @@ def _tests_handles_first(facts: Facts) -> bool:
 
 
 def _train_is_reentrant(facts: Facts) -> str | None:
-    """Fails on what a former call left behind, or leaves things behind itself when it raises."""
-    fails = _asserts_no_sync_func(facts) is None or _leaves_timer_running(facts) is None
+    """It fails on what a former call left behind, or leaves things behind itself when it raises."""
+    fails = _asserts_no_sync_func(facts.function) or _calls_interval_timer(facts, "start")
     cleans_up = any(node.finalbody or node.handlers for node in _walk(facts, ast.Try))
-    return (
-        None
-        if fails or not cleans_up
-        else "it does not trip over a former call, and cleans up when it raises"
-    )
-
-
-def _asserts_no_sync_func(facts: Facts) -> str | None:
-    if any(_mentions(node.test, "no_sync_func") for node in _walk(facts, ast.Assert)):
+    if fails or not cleans_up:
         return None
-    return "it does not assert that no_sync_func is None"
+    return "it does not trip over a former call, and cleans up when it raises"
 
 
-def _asserts_no_sync_func_per_chunk(facts: Facts) -> str | None:
-    for loop in _walk(facts, ast.For):
-        if any(
-            isinstance(node, ast.Assert) and _mentions(node.test, "no_sync_func") for node in ast.walk(loop)
-        ):
-            return None
-    return "it does not assert that no_sync_func is None for each chunk"
+def _setup_is_reentrant(facts: Facts) -> str | None:
+    fails = _asserts_no_sync_func(facts.function)
+    return None if fails else "it does not assert that no_sync_func is None"
 
 
-def _leaves_timer_running(facts: Facts) -> str | None:
-    return None if _calls_interval_timer(facts, "start") else "it does not start the interval timer"
+def _chunks_may_share_a_config(facts: Facts) -> str | None:
+    fails = any(_asserts_no_sync_func(loop) for loop in _walk(facts, ast.For))
+    return None if fails else "it does not assert that no_sync_func is None for each chunk"
+
+
+def _asserts_no_sync_func(tree: ast.AST | None) -> bool:
+    assert tree is not None
+    asserts = (node for node in ast.walk(tree) if isinstance(node, ast.Assert))
+    return any(_mentions(node.test, "no_sync_func") for node in asserts)
 
 
 def _save_is_safe(facts: Facts) -> str | None:
@@ -252,7 +247,7 @@ def bridge_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
     "megatron.bridge.training.setup",
     "_update_model_config_funcs",
     uses=("model", "model_config"),
-    not_needed=_asserts_no_sync_func,
+    not_needed=_setup_is_reentrant,
     copied_by=("nemo_rl",),
 )
 def bridge_update_model_config_funcs(
@@ -269,7 +264,7 @@ def bridge_update_model_config_funcs(
     "verl.utils.megatron_utils",
     "register_megatron_training_hooks",
     uses=("model", "optimizer"),
-    not_needed=_asserts_no_sync_func_per_chunk,
+    not_needed=_chunks_may_share_a_config,
     predates_without="no_sync_func",
 )
 def verl_register_megatron_training_hooks(

@@ -222,7 +222,6 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             f"{target.__qualname__}{signature} has no parameter named 'model' (the list of model chunks); "
             "use 'with reentrant_train(model):' inside it instead"
         )
-
     if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
         raise MegatronRLPatchesError(
             f"{target.__qualname__} is a generator or a coroutine function, whose body runs after the call; "

@@ -47,8 +47,8 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
 
     With overlapped all-gather of parameters this is a collective: the ranks that share a bucket group agree
     by one all-reduce of one integer, and gather the parameters if any of them was interrupted. Without
-    overlap it costs nothing unless this rank was interrupted between the optimizer's update and its
-    all-gather, which every other rank of the group then was too, since none can pass that all-gather alone.
+    overlap it costs nothing unless this rank was interrupted before the all-gather of a step, which no other
+    rank of the group can have passed alone.
 
     Args:
         model: chunks of this rank.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.doctor import survey
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.sources import open_source
+from megatron_rl_patches.engine.survey import survey
 
 # Release -> the Python and the platform that its wheel is for; wheels are read, not installed.
 RELEASES = {

@@ -41,7 +41,8 @@ ENGINE: dict[str, set[str]] = {
     "imports": set(),
     "registry": {"spec"},
     "installer": {"announce", "imports", "judge", "placement", "report", "sources", "spec"},
-    "api": {"installer", "judge", "registry", "report", "sources", "spec"},
+    "survey": {"judge", "report", "sources", "spec"},
+    "api": {"installer", "registry", "report", "sources", "spec", "survey"},
     "ranks": {"api"},
     "__init__": set(),
 }

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.doctor import Choice, Startup, choice_of, problems_of, survey
+from megatron_rl_patches.doctor import Choice, Startup, choice_of, problems_of
 from megatron_rl_patches.engine.report import SiteStatus
 from megatron_rl_patches.engine.sources import Folder
 from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.survey import survey
 from megatron_rl_patches.settings import Settings
 
 ROOT = Path(__file__).parents[2]

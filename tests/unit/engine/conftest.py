@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl_patches import Settings
 from megatron_rl_patches.engine import announce, installer, registry
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.spec import Patch, Site
 
 MODEL = """
 def train(model, steps=1):
@@ -87,3 +88,8 @@ def patch_of(host: str, *qualnames: str, name: str = "tagging", adapter: Any = t
     for qualname in qualnames:
         patch.wrap(f"{host}.model", qualname, **options)(adapter)
     return patch
+
+
+def sites_in(settings: Settings) -> tuple[Site, ...]:
+    """For ``Patch.configured``: a site for every train function."""
+    return tuple(Site(*path.split(":"), tag) for path in settings.train_functions)

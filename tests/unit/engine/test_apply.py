@@ -16,9 +16,9 @@ import wrapt
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
 from megatron_rl_patches.engine.layer import Layer
-from megatron_rl_patches.engine.spec import Patch, Site
+from megatron_rl_patches.engine.spec import Patch
 
-from .conftest import patch_of, tag
+from .conftest import patch_of, sites_in
 
 Host = Callable[..., str]
 Engine = dict[str, Patch]
@@ -375,9 +375,7 @@ def test_an_import_that_no_hook_saw_is_settled_when_asked(host: Host, engine: En
 def test_a_second_apply_adds_sites_and_makes_them_a_must(host: Host, engine: Engine) -> None:
     name = host()
     engine["tagging"] = patch_of(name, "train")
-    engine["tagging"].configured = lambda settings: tuple(
-        Site(*path.split(":"), tag) for path in settings.train_functions
-    )
+    engine["tagging"].configured = sites_in
     apply()
     module = load(f"{name}.model")
     apply("tagging", settings=Settings(train_functions=(f"{name}.model:save",)))
@@ -390,9 +388,7 @@ def test_a_second_apply_adds_sites_and_makes_them_a_must(host: Host, engine: Eng
 def test_applied_takes_away_only_what_it_added(host: Host, engine: Engine) -> None:
     name = host()
     engine["tagging"] = patch_of(name, "train")
-    engine["tagging"].configured = lambda settings: tuple(
-        Site(*path.split(":"), tag) for path in settings.train_functions
-    )
+    engine["tagging"].configured = sites_in
     apply()
     module = load(f"{name}.model")
     with applied("tagging", settings=Settings(train_functions=(f"{name}.model:save",))):

@@ -12,7 +12,7 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine.facts import Facts
 from megatron_rl_patches.engine.spec import Patch
 
-from .conftest import MODEL, patch_of, tag
+from .conftest import MODEL, patch_of, sites_in, tag
 
 Host = Callable[..., str]
 Engine = dict[str, Patch]
@@ -291,14 +291,8 @@ def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(host: Hos
 
 
 def test_settings_add_sites(host: Host, engine: Engine) -> None:
-    from megatron_rl_patches.engine.spec import Site
-
     name = host()
-    engine["tagging"] = Patch(
-        "tagging",
-        "",
-        configured=lambda settings: tuple(Site(*path.split(":"), tag) for path in settings.train_functions),
-    )
+    engine["tagging"] = Patch("tagging", "", configured=sites_in)
     apply(settings=Settings(train_functions=(f"{name}.model:train",)))
     assert importlib.import_module(f"{name}.model").train("m")[0] == "patched"
 
