@@ -11,3 +11,15 @@ class PatchError(MegatronRLPatchesError, RuntimeError):
     Derives from ``RuntimeError`` and never from ``ImportError``: frameworks swallow the latter around
     optional imports, and a required patch that silently stays away is the failure this error exists to show.
     """
+
+
+class InferenceOnlyError(MegatronRLPatchesError, RuntimeError):
+    """A model that only scores was asked to train, or a model that trains was given where one only scores."""
+
+
+class CheckpointError(MegatronRLPatchesError, RuntimeError):
+    """A checkpoint is missing, partial, corrupt, or of another model; nothing of it was loaded."""
+
+
+class InvalidInputError(MegatronRLPatchesError, ValueError):
+    """Arguments that do not fit together; raised on every rank alike, before any collective."""

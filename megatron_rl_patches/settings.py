@@ -5,6 +5,7 @@
 | MEGATRON_RL_PATCHES                 | ``1``/``all``, names, ``all,-name``; ``0`` or unset: off           |
 | MEGATRON_RL_PATCHES_STRICT          | ``1``: a patch that cannot take effect is an error, not a warning  |
 | MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS | ``pkg.module:function,...``: further ``train``-like functions      |
+| MEGATRON_RL_PATCHES_INFERENCE_ROLES | ``name,...``: roles that only score; ``none``: no role does         |
 | MEGATRON_RL_PATCHES_ROOTS           | ``pkg,...``: hosts of patches that other packages register         |
 """
 
@@ -20,6 +21,7 @@ from .errors import PatchError
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
 TRAIN_FUNCTIONS_VARIABLE = f"{VARIABLE}_TRAIN_FUNCTIONS"
+INFERENCE_ROLES_VARIABLE = f"{VARIABLE}_INFERENCE_ROLES"
 #: Read by the import trigger alone.
 ROOTS_VARIABLE = f"{VARIABLE}_ROOTS"
 
@@ -37,25 +39,32 @@ class Settings:
             instead of warning and leaving that host alone.
         train_functions: ``"package.module:function"`` of further ``train``-like functions, for hosts that
             this package has never seen. Each takes the list of model chunks as a parameter named ``model``.
+        inference_roles: roles of a host whose models only score: built with neither DDP nor optimizer.
 
     Raises:
-        PatchError: a train function is not of the form ``package.module:function``.
+        PatchError: a tuple is given as a bare string, or a train function is not of the form
+            ``package.module:function``.
     """
 
     strict: bool = False
     train_functions: tuple[str, ...] = ()
+    inference_roles: tuple[str, ...] = ("prm_teacher", "teacher", "ref", "reward")
 
     def __post_init__(self) -> None:
-        given: object = self.train_functions
-        if isinstance(given, str):
-            raise PatchError(f"train_functions={given!r}: expected a tuple of 'package.module:function'")
-        object.__setattr__(self, "train_functions", tuple(self.train_functions))
+        self._freeze("train_functions", "'package.module:function'")
+        self._freeze("inference_roles", "names of roles")
         for path in self.train_functions:
             if not _FUNCTION_PATH.fullmatch(path):
                 raise PatchError(
                     f"train function {path!r}: expected 'package.module:function', for example "
                     "'my_rl.megatron.model:train'"
                 )
+
+    def _freeze(self, name: str, items: str) -> None:
+        given: object = getattr(self, name)
+        if isinstance(given, str):
+            raise PatchError(f"{name}={given!r}: expected a tuple of {items}")
+        object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -64,9 +73,11 @@ class Settings:
         Raises:
             PatchError: a value that does not fit the grammar above.
         """
+        roles = environ.get(INFERENCE_ROLES_VARIABLE, "").strip()
         return cls(
             strict=_switch(STRICT_VARIABLE, environ.get(STRICT_VARIABLE, "")),
             train_functions=_items(environ.get(TRAIN_FUNCTIONS_VARIABLE, "")),
+            **({"inference_roles": () if roles.lower() in _OFF else _items(roles)} if roles else {}),
         )
 
 

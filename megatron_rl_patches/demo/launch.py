@@ -53,7 +53,7 @@ def run_demo(
     Raises:
         MegatronRLPatchesError: an extra is not installed, or the environment variable has no effect here.
     """
-    _require("tqdm", *(["matplotlib"] if plot_file else []))
+    _require(*(["matplotlib"] if plot_file else []))
     environ = _environment(without_patches)
     if not without_patches:
         _require_startup(environ)

@@ -18,14 +18,15 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "settings": {"errors"},
     "reentry": {"errors"},
+    "inference": {"errors"},
     "testing": {"errors"},
-    "demo": {"__init__", "doctor", "engine", "errors", "settings", "testing"},
+    "demo": {"__init__", "doctor", "engine", "errors", "inference", "settings", "testing"},
     "engine": {"errors", "settings", "__init__"},
-    "patches": {"engine", "reentry", "settings"},
+    "patches": {"engine", "errors", "inference", "reentry", "settings"},
     "activation": {"engine", "settings", "errors"},
     "__init__": {"engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
-    "cli": {"engine", "settings", "errors", "doctor", "demo", "__init__"},
+    "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "__init__"},
     "__main__": {"cli"},
 }
 # The engine's own chain: spec <- facts <- judge <- installer; what is named may be imported.
@@ -110,6 +111,7 @@ def _loaded_after(statement: str) -> set[str]:
         ("import megatron_rl_patches.testing", {"torch", "megatron", "wrapt"}),
         ("import megatron_rl_patches.testing.pytest_plugin", {"torch", "megatron"}),
         ("import megatron_rl_patches.reentry", {"torch", "megatron", "wrapt"}),
+        ("import megatron_rl_patches.inference", {"torch", "megatron", "wrapt", "psutil", "tqdm"}),
         (
             "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()",
             {"torch", "megatron", "typer", "rich"},

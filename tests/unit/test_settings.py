@@ -52,6 +52,19 @@ def test_from_environment() -> None:
     assert Settings.from_environment({}) == Settings()
 
 
+@pytest.mark.parametrize(
+    ("value", "roles"),
+    [
+        ("", Settings().inference_roles),
+        ("teacher, judge", ("teacher", "judge")),
+        ("none", ()),
+    ],
+)
+def test_roles_from_the_environment(value: str, roles: tuple[str, ...]) -> None:
+    environ = {"MEGATRON_RL_PATCHES_INFERENCE_ROLES": value}
+    assert Settings.from_environment(environ).inference_roles == roles
+
+
 def test_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().strict = True  # type: ignore[misc]
@@ -66,6 +79,11 @@ def test_a_train_function_must_name_module_and_function(path: str) -> None:
 def test_a_bare_string_of_train_functions_is_refused() -> None:
     with pytest.raises(PatchError, match="expected a tuple"):
         Settings(train_functions="my.model:train")  # type: ignore[arg-type]
+
+
+def test_a_bare_string_of_roles_is_refused() -> None:
+    with pytest.raises(PatchError, match="expected a tuple of names of roles"):
+        Settings(inference_roles="teacher")  # type: ignore[arg-type]
 
 
 def test_a_bad_switch_is_named() -> None:
