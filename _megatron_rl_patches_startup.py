@@ -5,7 +5,7 @@ in which `MEGATRON_RL_PATCHES` is set.  Most of those processes never import Meg
 imported here at module level, and neither wrapt nor the package itself before a host is.
 """
 
-_ROOTS = ("megatron", "slime", "miles", "verl", "nemo_rl")
+_ROOTS = ("megatron", "slime", "miles", "verl", "nemo_rl", "areal")
 _ON = ("1", "true", "on", "yes")
 _OFF = ("", "0", "false", "off", "no", "none")
 _PATIENCE_SECONDS = 60.0

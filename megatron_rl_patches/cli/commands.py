@@ -22,6 +22,7 @@ from ..engine.survey import survey
 from ..errors import MegatronRLPatchesError
 from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
+from .estimate import estimate
 from .output import selected, show_diagnosis, show_findings, show_json, show_judged, show_table
 
 FOUND_FAULTS = 1
@@ -213,9 +214,12 @@ def run(
     _execute(command, {**os.environ, **variables})
 
 
+app.command()(estimate)
+
+
 @app.command()
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 40,
+    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 60,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     json_file: Annotated[

@@ -37,13 +37,13 @@ class HostTable:
     """Rows are sites, columns are the sources that contain the host.
 
     Attributes:
-        reasons: for every state that is not plainly ``fits``: sources, target, state, reason.
+        reasons: for every state that is not plainly ``fits``: sources, patch, target, state, reason.
     """
 
     host: str
     sources: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    reasons: tuple[tuple[tuple[str, ...], str, str, str], ...]
+    reasons: tuple[tuple[tuple[str, ...], str, str, str, str], ...]
 
     @property
     def header(self) -> tuple[str, ...]:
@@ -59,12 +59,12 @@ def host_tables(judged: Sequence[Judged]) -> list[HostTable]:
 
 def _host_table(host: str, judged: Sequence[Judged]) -> HostTable:
     states: dict[tuple[str, str], list[str]] = {}
-    reasons: dict[tuple[str, str, str], list[str]] = {}
+    reasons: dict[tuple[str, str, str, str], list[str]] = {}
     for one in judged:
         for finding in one.on(host):
             states.setdefault((finding.patch, finding.target), []).append(finding.state)
             if finding.state != "fits":
-                key = (finding.target, finding.state, finding.reason)
+                key = (finding.patch, finding.target, finding.state, finding.reason)
                 reasons.setdefault(key, []).append(one.source)
     return HostTable(
         host,
@@ -84,8 +84,8 @@ def as_markdown(judged: Sequence[Judged]) -> str:
         if table.reasons:
             parts.append(
                 "\n".join(
-                    f"- `{target}` is **{state}** in {', '.join(sources)}: {reason}."
-                    for sources, target, state, reason in table.reasons
+                    f"- {patch}: `{target}` is **{state}** in {', '.join(sources)}: {reason}."
+                    for sources, patch, target, state, reason in table.reasons
                 )
                 + "\n"
             )

@@ -48,8 +48,8 @@ def show_judged(judged: Sequence[Judged]) -> None:
     for table in host_tables(judged):
         typer.echo(table.host)
         show_table(table.header, table.rows)
-        for sources, target, state, reason in table.reasons:
-            typer.echo(f"{target} is {state} in {', '.join(sources)}: {reason}")
+        for sources, patch, target, state, reason in table.reasons:
+            typer.echo(f"{patch}: {target} is {state} in {', '.join(sources)}: {reason}")
         typer.echo()
 
 

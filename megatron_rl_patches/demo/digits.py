@@ -1,6 +1,7 @@
 """The task: put a row of digits in order. A checker scores every answer, so no reward model is needed.
 
-A prompt is ``DIGITS`` random digits and a separator; its answer is the same digits, ascending.
+A prompt is ``DIGITS`` random digits and a token for the order that is asked for; its answer is the same
+digits in that order.
 """
 
 from __future__ import annotations
@@ -9,19 +10,31 @@ import torch
 
 DIGITS = 5
 PROMPT = DIGITS + 1
-VOCABULARY = 11
-_SEPARATOR = 10
+ORDERS = ("ascending", "descending")
+VOCABULARY = 10 + len(ORDERS)
 
 
-def prompts(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Random prompts, ``[count, PROMPT]``."""
+def prompts(count: int, generator: torch.Generator, order: str | None = None) -> torch.Tensor:
+    """Random prompts, ``[count, PROMPT]``: of one order, or of all of them."""
     device = generator.device
     digits_bd = torch.randint(10, (count, DIGITS), generator=generator, device=device)
-    separator_b1 = torch.full((count, 1), _SEPARATOR, device=device)
-    return torch.cat([digits_bd, separator_b1], dim=1)
+    asked = ORDERS if order is None else (order,)
+    first = 10 + ORDERS.index(asked[0])
+    order_b1 = torch.randint(first, first + len(asked), (count, 1), generator=generator, device=device)
+    return torch.cat([digits_bd, order_b1], dim=1)
+
+
+def asks_for(tokens_bs: torch.Tensor, order: str) -> torch.Tensor:
+    """Which prompts ask for that order, ``[b]``."""
+    return tokens_bs[:, DIGITS] == 10 + ORDERS.index(order)
+
+
+def solve(prompts_bp: torch.Tensor) -> torch.Tensor:
+    """The right answers, ``[b, DIGITS]``."""
+    ascending_bd = prompts_bp[:, :DIGITS].sort(dim=1).values
+    return torch.where(asks_for(prompts_bp, "ascending")[:, None], ascending_bd, ascending_bd.flip(1))
 
 
 def score(tokens_bs: torch.Tensor) -> torch.Tensor:
     """The checker: 1.0 for every digit of the answers that is right, 0.0 for others, ``[b, DIGITS]``."""
-    digits_bd, answer_bd = tokens_bs[:, :DIGITS], tokens_bs[:, PROMPT:]
-    return (answer_bd == digits_bd.sort(dim=1).values).float()
+    return (tokens_bs[:, PROMPT:] == solve(tokens_bs[:, :PROMPT])).float()

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..doctor import examine_startup
 from ..errors import MegatronRLPatchesError
 from ..settings import TRAIN_FUNCTIONS_VARIABLE, VARIABLE
-from .figures import Figures
+from .figures import FIGURES, Figures
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
 # The launcher gives its ranks 30 seconds before it kills them.
@@ -59,13 +59,12 @@ def run_demo(
         _require_startup(environ)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
-        file = Path(folder, "figures.json")
-        arguments = [f"--rollouts={rollouts}", f"--seed={seed}", f"--figures={file}"]
+        arguments = [f"--rollouts={rollouts}", f"--seed={seed}", f"--folder={folder}"]
         code = _run_ranks(ranks, arguments, environ)
         if code != 0:
             print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
             return 1
-        figures = Figures.read(file)
+        figures = Figures.read(Path(folder, FIGURES))
     figures.seconds = round(time.monotonic() - started, 1)
     _show(figures)
     if json_file:

@@ -1,4 +1,4 @@
-"""The policy: a small Megatron GPT that writes answers, and the optimizer that trains it."""
+"""A small Megatron GPT that writes answers, and the optimizer that trains it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,46 @@ _LEARNING_RATE = 1e-3
 _BUCKET = 25_000
 
 
-def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
-    """Model chunks, as Megatron's ``get_model`` returns them, and optimizer; every rank is a replica."""
+def initialize(seed: int) -> None:
+    """Megatron's process groups and random number generators; every rank is a replica."""
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    config = TransformerConfig(
+
+
+def config() -> TransformerConfig:
+    return TransformerConfig(
         num_layers=_LAYERS,
         hidden_size=_HIDDEN,
         num_attention_heads=_HEADS,
         attention_dropout=0.0,
         hidden_dropout=0.0,
     )
-    gpt = GPTModel(
+
+
+def provide(config: TransformerConfig, pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """Megatron's model provider."""
+    return GPTModel(
         config,
         get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
-        max_sequence_length=PROMPT + DIGITS - 1,
+        max_sequence_length=PROMPT + DIGITS,
+        pre_process=pre_process,
+        post_process=post_process,
     )
+
+
+def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
+    """Model chunks, as Megatron's ``get_model`` returns them, and optimizer."""
+    torch.manual_seed(seed)
+    gpt_config = config()
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         use_distributed_optimizer=True,
         bucket_size=_BUCKET,
     )
-    model = [DistributedDataParallel(config, ddp_config, gpt.cuda())]
+    gpt = provide(gpt_config)
+    model = [DistributedDataParallel(gpt_config, ddp_config, gpt.cuda())]
     for chunk in model:
         chunk.broadcast_params()
     optimizer_config = OptimizerConfig(

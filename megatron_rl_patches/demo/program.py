@@ -1,8 +1,13 @@
-"""The reinforcement-learning program: the model writes, the checker scores, ``train()`` learns from it."""
+"""The reinforcement-learning program: the model writes, the checker and a teacher score, ``train()`` learns.
+
+The teacher's part is token-level on-policy distillation: the advantage of a token grows by how much more
+likely the teacher finds it than the policy does, which is the policy gradient of the reverse KL divergence
+from the teacher (Thinking Machines, "On-Policy Distillation", 2025).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +15,15 @@ import torch.distributed
 
 from . import digits
 from .policy import answer, build
-from .training import Batch, train
+from .training import Batch, policy_loss, train
+
+#: Prompts with answers, ``[b, PROMPT + DIGITS]``, in; the teacher's log-probabilities, ``[b, DIGITS]``, out.
+Teacher = Callable[[torch.Tensor], torch.Tensor]
 
 # Per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
 _STEPS, _MICROBATCHES_PER_STEP = 6, 2
+_DISTILLATION = 0.3
 
 
 @dataclass(frozen=True)
@@ -22,18 +31,20 @@ class Rollout:
     """What came out of one rollout, over all ranks.
 
     Attributes:
-        reward: share of digits that are right; 1/11 by chance.
+        reward: share of digits that are right; 0.1 or less by chance.
         solved: share of answers with all digits right.
+        divergence: reverse KL divergence from the teacher per token, in nats, estimated on the answers.
         steps: optimizer steps that ``train()`` then made.
     """
 
     reward: float
     solved: float
+    divergence: float
     steps: int
 
 
-def rollouts(count: int, seed: int) -> Iterator[Rollout]:
-    """Run the program on this rank, ``torch.distributed`` being initialised; yield after each ``train()``."""
+def rollouts(count: int, seed: int, teacher: Teacher) -> Iterator[Rollout]:
+    """Run the program on this rank, Megatron being initialised; yield after each ``train()``."""
     model, optimizer = build(seed)
     device = next(model[0].parameters()).device
     generator = torch.Generator(device)
@@ -42,10 +53,14 @@ def rollouts(count: int, seed: int) -> Iterator[Rollout]:
         prompts_bp = digits.prompts(_PROMPTS, generator).repeat_interleave(_ANSWERS_PER_PROMPT, dim=0)
         tokens_bs, log_probs_bd = answer(model, prompts_bp, generator)
         scores_bd = digits.score(tokens_bs)
-        batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": _advantages(scores_bd)}
-        train(model, optimizer, _microbatches(batch, generator), [_MICROBATCHES_PER_STEP] * _STEPS)
-        reward, solved = _mean_over_ranks(scores_bd.mean(), scores_bd.all(dim=1).float().mean())
-        yield Rollout(reward, solved, _STEPS)
+        distance_bd = log_probs_bd - teacher(tokens_bs)
+        advantages_bd = _advantages(scores_bd) - _DISTILLATION * distance_bd
+        batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": advantages_bd}
+        microbatches = _microbatches(batch, generator)
+        train(model, optimizer, microbatches, [_MICROBATCHES_PER_STEP] * _STEPS, policy_loss)
+        solved_b = scores_bd.all(dim=1).float()
+        reward, solved, divergence = _mean_over_ranks(scores_bd.mean(), solved_b.mean(), distance_bd.mean())
+        yield Rollout(reward, solved, divergence, _STEPS)
 
 
 def _advantages(scores_bd: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ pre-hooks of overlapped parameter gathering off during the first step of each ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,11 @@ from megatron.core.utils import get_model_config
 from .digits import DIGITS
 from .policy import positions
 
-#: ``tokens`` [b, s]; ``log_probs`` under the policy that wrote them and ``advantages``, [b, DIGITS].
+#: ``tokens`` [b, s]; for the policy loss also ``log_probs`` under the policy that wrote them and
+#: ``advantages``, [b, DIGITS].
 Batch = dict[str, torch.Tensor]
+#: Batch and log-probabilities of its answers, [b, DIGITS], in; loss out.
+Loss = Callable[[Batch, torch.Tensor], torch.Tensor]
 
 _CLIP = 0.2
 
@@ -29,6 +32,7 @@ def train(
     optimizer: Any,
     data_iterator: Iterator[Batch],
     num_microbatches: Sequence[int],
+    loss: Loss,
 ) -> None:
     """Train on one rollout: one optimizer step per entry of ``num_microbatches``."""
     for chunk in model:
@@ -52,7 +56,7 @@ def train(
         config.param_sync_func = None
 
     for microbatches in num_microbatches:
-        _train_step(model, optimizer, data_iterator, microbatches)
+        _train_step(model, optimizer, data_iterator, microbatches, loss)
         if overlap_param_gather and not pre_hooks_on:
             _enable_forward_pre_hook(model)
             config.param_sync_func = param_sync_func
@@ -66,12 +70,13 @@ def _train_step(
     optimizer: Any,
     data_iterator: Iterator[Batch],
     num_microbatches: int,
+    loss: Loss,
 ) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, loss),
         data_iterator=data_iterator,
         model=list(model),
         num_microbatches=num_microbatches,
@@ -82,21 +87,32 @@ def _train_step(
     optimizer.step()
 
 
-def _forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    loss: Loss, data_iterator: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, Any]:
     batch = next(data_iterator)
     input_bs, label_bs = batch["tokens"][:, :-1], batch["tokens"][:, 1:].contiguous()
     losses_bs = model(input_bs, positions(input_bs), attention_mask=None, labels=label_bs)
-    return losses_bs, partial(_policy_loss, batch)
+
+    def loss_func(losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        # The model's losses are negated log-probabilities of the label tokens.
+        value = loss(batch, -losses_bs[:, -DIGITS:].float())
+        return value, {"loss": value.detach()}
+
+    return losses_bs, loss_func
 
 
-def _policy_loss(batch: Batch, losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped policy gradient. The model's losses are negated log-probabilities of the label tokens."""
-    log_probs_bd = -losses_bs[:, -DIGITS:].float()
+def policy_loss(batch: Batch, log_probs_bd: torch.Tensor) -> torch.Tensor:
+    """Clipped policy gradient."""
     ratio_bd = (log_probs_bd - batch["log_probs"]).exp()
     clipped_bd = ratio_bd.clamp(1 - _CLIP, 1 + _CLIP)
     advantages_bd = batch["advantages"]
-    loss = -torch.minimum(ratio_bd * advantages_bd, clipped_bd * advantages_bd).mean()
-    return loss, {"loss": loss.detach()}
+    return -torch.minimum(ratio_bd * advantages_bd, clipped_bd * advantages_bd).mean()
+
+
+def supervised_loss(batch: Batch, log_probs_bd: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood of the answers."""
+    return -log_probs_bd.mean()
 
 
 def _enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:

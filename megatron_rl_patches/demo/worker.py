@@ -23,7 +23,7 @@ from tqdm import tqdm
 from .. import __version__, status
 from ..engine.report import summary
 from ..settings import VARIABLE
-from .figures import Figures
+from .figures import FIGURES, Figures
 
 # A rank that waits longer than this for another waits in vain.
 _PATIENCE = timedelta(seconds=60)
@@ -38,30 +38,37 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--figures", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="for figures and checkpoints")
     options = parser.parse_args()
     with _distributed():
-        figures = _run(options.rollouts, options.seed)
+        figures = _run(options.rollouts, options.seed, options.folder)
         if torch.distributed.get_rank() == 0:
-            figures.write(options.figures)
+            figures.write(options.folder / FIGURES)
 
 
-def _run(count: int, seed: int) -> Figures:
+def _run(count: int, seed: int, folder: Path) -> Figures:
     # Before the program's own modules: the patches arm themselves when the first host is imported, and the
     # program's train() must not be half imported by then.
     import megatron.core
 
-    from . import program
+    from . import policy, program, teachers
 
     figures = _no_figures_yet(seed, megatron.core.__version__)
     rank = torch.distributed.get_rank()
+    policy.initialize(seed)
+    teacher = teachers.Teachers(folder, seed)
+    figures.keep_memory(teacher.memory())
     try:
         with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:
-            for number, rollout in enumerate(program.rollouts(count, seed), 1):
+            for number, rollout in enumerate(program.rollouts(count, seed, teacher), 1):
                 figures.reward_per_rollout.append(round(rollout.reward, 4))
                 figures.solved_per_rollout.append(round(rollout.solved, 4))
+                figures.divergence_per_rollout.append(round(rollout.divergence, 4))
                 figures.steps += rollout.steps
-                told = f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}"
+                told = (
+                    f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}  "
+                    f"nats from teacher {rollout.divergence:.3f}"
+                )
                 if rank == 0:
                     bar.write(f"rollout {number:3d}  {told}")
                 bar.set_postfix_str(told, refresh=False)

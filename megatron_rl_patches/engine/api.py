@@ -27,7 +27,7 @@ def apply(
     Args:
         names: see ``available()``; none means all.
         exclude: names to leave out.
-        settings: defaults to ``Settings.from_environment()``.
+        settings: defaults to those that a patch is in place with, or ``Settings.from_environment()``.
         strict: overrides ``settings.strict``.
 
     Returns:
@@ -43,12 +43,13 @@ def apply(
 def _apply(
     names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
 ) -> list[Record]:
+    given = settings is not None
     settings = settings or Settings.from_environment()
     must = bool(names) or (settings.strict if strict is None else strict)
     chosen = registry.select(names, exclude)
     if must:
         _refuse_misfits(chosen, settings)
-    return engine.installer.add(chosen, settings, must)
+    return engine.installer.add(chosen, settings, must, replace_settings=given)
 
 
 def revert(*names: str) -> None:
@@ -65,11 +66,13 @@ def applied(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> Iterator[list[SiteStatus]]:
     """:func:`apply` for the length of a ``with`` block; sites that were selected before it stay."""
+    settings_before = dict(engine.installer.settings)
     added = _apply(names, exclude, settings, strict)
     try:
         yield status()
     finally:
         engine.installer.remove(added)
+        engine.installer.settings = settings_before
 
 
 def status() -> list[SiteStatus]:

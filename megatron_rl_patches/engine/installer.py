@@ -55,21 +55,32 @@ class Installer:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
+        #: Name of a patch -> settings that it was last applied with; read by adapters at every call.
+        self.settings: dict[str, Settings] = {}
         self._imports = ImportHooks(loaded=self._loaded, settle=self._settle_and_warn)
 
-    def add(self, patches: Collection[Patch], settings: Settings, must: bool) -> list[Record]:
+    def add(
+        self, patches: Collection[Patch], settings: Settings, must: bool, replace_settings: bool = True
+    ) -> list[Record]:
         """Put the patches in place, now or when their hosts are imported; gives what was not selected yet.
+
+        Patches that are selected already go on with their former settings unless ``replace_settings``.
 
         Raises:
             PatchError: ``must`` is set and an imported host's code does not fit; nothing of this call stays.
         """
         with self._lock:
-            before = dict(self._records)
+            before, settings_before = dict(self._records), dict(self.settings)
+            selected = {record.patch.name for record in before.values() if not record.reverted}
+            for patch in patches:
+                if replace_settings or patch.name not in selected:
+                    self.settings[patch.name] = settings
             records = [
                 self._select(patch, site, must) for patch in patches for site in patch.sites_for(settings)
             ]
         # Outside the lock: a hook may fire at once, or another thread may be importing the module.
-        for module in sorted({record.site.module for record in records if not record.is_settled}):
+        open_sites = [record.site for record in records if not record.is_settled]
+        for module in sorted({site.module for site in open_sites if not site.only_tells}):
             self._imports.watch(module)
         faults = self._settle(mend=True)
         announce.warn(faults)
@@ -80,7 +91,7 @@ class Installer:
         if refused := [fault for fault in faults if self._record_of(fault).must]:
             with self._lock:
                 self.remove(added)
-                self._records = before
+                self._records, self.settings = before, settings_before
             raise refusal(refused)
         return added
 
@@ -172,11 +183,26 @@ class Installer:
         site = record.site
         self._take_away(record)
         try:
-            adapter = _announcing(site.adapter, self)
+            adapter = self._adapter_of(record)
             record.placement = Placement.make(record.patch.name, sys.modules[site.module], site, adapter)
         except Exception as error:
             return Verdict("failed", f"wrapping it raised {type(error).__name__}: {error}")
         return Verdict("applied", "in place", verdict.fingerprint)
+
+    def _adapter_of(self, record: Record) -> Adapter:
+        """Its first call tells the log what is in place: by then every host is imported."""
+        adapter = record.site.adapter
+
+        def call(
+            wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            if not announce.done:
+                announce.once(self.status())
+            if record.site.with_settings:
+                return adapter(wrapped, instance, args, kwargs, settings=self.settings[record.patch.name])
+            return adapter(wrapped, instance, args, kwargs)
+
+        return call
 
     def _take_away(self, record: Record) -> None:
         if record.placement:
@@ -188,6 +214,8 @@ class Installer:
 
     def _status_of(self, record: Record, environment: Environment) -> SiteStatus:
         site, verdict = record.site, record.verdict
+        if verdict is None and site.only_tells and environment.has_package(site.host):
+            verdict = judge_site(site, environment)
         fingerprint = verdict.fingerprint if verdict else ""
 
         def told(state: Any, reason: str) -> SiteStatus:
@@ -220,19 +248,6 @@ class Installer:
 def _is_there(site: Site, just_loaded: str) -> bool:
     """Is the site's module imported? The one whose hook is running looks half imported, and is not."""
     return site.module == just_loaded or is_loaded(site.module)
-
-
-def _announcing(adapter: Adapter, installer: Installer) -> Adapter:
-    """The first call of any adapter tells the log what is in place: by then every host is imported."""
-
-    def call(
-        wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if not announce.done:
-            announce.once(installer.status())
-        return adapter(wrapped, instance, args, kwargs)
-
-    return call
 
 
 def refusal(faults: list[SiteStatus]) -> PatchError:

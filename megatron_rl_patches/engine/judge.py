@@ -45,12 +45,19 @@ class Verdict:
 def judge(site: Site, facts: Facts | None) -> Verdict:
     """What would become of the site; ``facts`` is ``None`` when its module is not there."""
     if facts is None:
-        return Verdict("missing", f"no source of module {site.module} is found")
+        return _verdict(site, "missing", f"no source of module {site.module} is found")
     try:
         state, reason = _judge(site, facts)
     except Exception as error:
         state, reason = "failed", f"judging it raised {type(error).__name__}: {error}"
-    return Verdict(state, reason, facts.fingerprint)
+    return _verdict(site, state, reason, facts.fingerprint)
+
+
+def _verdict(site: Site, state: State, reason: str, fingerprint: str = "") -> Verdict:
+    if site.only_tells and state != "not needed":
+        # Where nothing is ever wrapped, code that has moved is no fault.
+        return Verdict("not needed", f"nothing to do is known there ({state}: {reason})", fingerprint)
+    return Verdict(state, reason, fingerprint)
 
 
 def _judge(site: Site, facts: Facts) -> tuple[State, str]:
@@ -92,9 +99,9 @@ def judge_site(site: Site, source: Source, live: ModuleType | None = None) -> Ve
         if live is not None and facts is not None and facts.function is not None:
             facts = facts.with_live(live, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
-        return Verdict("failed", f"{site.module} cannot be parsed: {error}")
+        return _verdict(site, "failed", f"{site.module} cannot be parsed: {error}")
     except AttributeError as error:
-        return Verdict("missing", f"{site.target} is in the source but not in the module: {error}")
+        return _verdict(site, "missing", f"{site.target} is in the source but not in the module: {error}")
     return judge(site, facts)
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .facts import Facts
 
 #: wrapt's convention: ``adapter(wrapped, instance, args, kwargs)``.
-Adapter = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+Adapter = Callable[..., Any]
 #: Gives the reason why a site has nothing to mend, or ``None`` when it has.
 NotNeeded = Callable[["Facts"], "str | None"]
 
@@ -33,6 +33,8 @@ class Site:
         predates_without: a name; where the whole module lacks it, the target's absence means that the host is
             too old to have the fault, not that the target moved.
         copied_by: root packages of *other* hosts that copy the name (``from module import name``).
+        with_settings: the adapter is also given ``settings=``, those that the patch was last applied with.
+        only_tells: nothing is ever wrapped here; ``not_needed`` tells why the patch has no work in this host.
     """
 
     module: str
@@ -43,6 +45,8 @@ class Site:
     not_needed: NotNeeded | None = None
     predates_without: str = ""
     copied_by: tuple[str, ...] = ()
+    with_settings: bool = False
+    only_tells: bool = False
 
     @property
     def host(self) -> str:

@@ -141,6 +141,17 @@ class RealSlimeJob(_RolloutJob):
         return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
 
+def set_parallel_state_of_miles() -> None:
+    parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
+    current = importlib.import_module("miles.backends.training_utils.parallel")
+    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
+    # The tiny model is built without: on a CPU the usual groups are gloo groups.
+    mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
+    mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
+    alone = groups.GroupInfo(rank=0, size=1, group=None)
+    current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
+
+
 class RealMilesJob(_RolloutJob):
     package = "miles.backends.megatron_utils"
 
@@ -149,14 +160,7 @@ class RealMilesJob(_RolloutJob):
         dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
-        parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
-        current = importlib.import_module("miles.backends.training_utils.parallel")
-        groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
-        # The tiny model is built without: on a CPU the usual groups are gloo groups.
-        mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
-        mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
-        alone = groups.GroupInfo(rank=0, size=1, group=None)
-        current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
+        set_parallel_state_of_miles()
 
     def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
         return self.module.DataIterator(rollout, micro_batch_indices=indices)

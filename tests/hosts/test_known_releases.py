@@ -30,8 +30,14 @@ RELEASES = {
 CORE = {
     "DistributedDataParallel.disable_forward_pre_hook": "fits",
     "DistributedDataParallel.enable_forward_pre_hook": "fits",
+    "optimizer.get_megatron_optimizer": "fits",
 }
-TRAINING = {"training.train": "fits", "training.save_checkpoint_and_time": "fits"}
+TRAINING = {
+    "training.train": "fits",
+    "training.save_checkpoint_and_time": "fits",
+    "training.get_model": "fits",
+    "checkpointing.load_checkpoint": "fits",
+}
 # From 0.17 on the wheel has megatron.training too.
 RECORDED = {release: CORE | (TRAINING if release >= "0.17" else {}) for release in RELEASES}
 

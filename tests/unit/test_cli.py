@@ -127,7 +127,7 @@ class TestCheck:
             "mrp_host",
             "patch       site                  host 1  host 2",
             f"test-patch  {TARGET}  fits    drifted",
-            f"{TARGET} is drifted in host 2: it no longer takes model",
+            f"test-patch: {TARGET} is drifted in host 2: it no longer takes model",
             "",
         ]
 
@@ -160,7 +160,7 @@ class TestCheck:
 | --- | --- | --- | --- |
 | test-patch | `{TARGET}` | fits | missing |
 
-- `{TARGET}` is **missing** in host 2: mrp_host.model does not define train.
+- test-patch: `{TARGET}` is **missing** in host 2: mrp_host.model does not define train.
 """
         )
 

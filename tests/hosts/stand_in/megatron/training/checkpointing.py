@@ -1,10 +1,27 @@
-"""In the shape of Megatron-LM's; ``args.disk`` takes the parameters, and may fail as a disk does."""
+"""In the shape of Megatron-LM's, core_v0.12 to 0.14: the loader leaves its traces in the arguments.
+
+``args.disk`` takes the parameters of a save, and may fail as a disk does; what is loaded is a file in the
+legacy layout.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
 from .global_vars import get_args
+
+_CHECKPOINT_VERSION: float | None = None
+
+
+def set_checkpoint_version(value: float) -> None:
+    global _CHECKPOINT_VERSION
+    if _CHECKPOINT_VERSION is not None:
+        assert value == _CHECKPOINT_VERSION, "checkpoint versions do not match"
+    _CHECKPOINT_VERSION = value
 
 
 def save_checkpoint(
@@ -12,3 +29,46 @@ def save_checkpoint(
 ) -> None:
     parameters = [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
     get_args().disk.write(iteration, parameters)
+
+
+def load_checkpoint(
+    ddp_model: Any,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: Any = None,
+    skip_load_to_model_and_opt: bool = False,
+) -> tuple[int, int]:
+    args = get_args()
+    folder = Path(getattr(args, load_arg))
+    iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    path = folder / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt"
+    state_dict = torch.load(path, weights_only=False)
+    set_checkpoint_version(state_dict["checkpoint_version"])
+    if args.finetune:
+        iteration = 0
+
+    assert args.consumed_train_samples == 0
+    assert args.skipped_train_samples == 0
+    assert args.consumed_valid_samples == 0
+    if not args.finetune:
+        checkpoint_args = state_dict["args"]
+        assert checkpoint_args.hidden_size == args.hidden_size
+        args.consumed_train_samples = checkpoint_args.consumed_train_samples
+        args.skipped_train_samples = checkpoint_args.skipped_train_samples
+        update_num_microbatches(consumed_samples=args.consumed_train_samples)
+        args.consumed_valid_samples = checkpoint_args.consumed_valid_samples
+
+    [model] = ddp_model
+    while hasattr(model, "module"):
+        model = model.module
+    model.load_state_dict(state_dict["model"], strict=strict)
+    if not args.finetune and not args.no_load_optim:
+        optimizer.load_state_dict(state_dict["optimizer"])
+        opt_param_scheduler.load_state_dict(state_dict["opt_param_scheduler"])
+    elif (args.fp16 or args.bf16) and optimizer is not None:
+        optimizer.reload_model_params()
+    if not args.finetune and not args.no_load_rng:
+        torch.set_rng_state(state_dict["rng_state"])
+    return iteration, 0

@@ -13,14 +13,40 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
 
 from .checkpointing import save_checkpoint
 from .global_vars import get_args, get_timers
 
 Losses = list[dict[str, torch.Tensor]]
+
+
+def get_model(
+    model_provider_func: Callable[..., Any],
+    model_type: Any = ModelType.encoder_or_decoder,
+    wrap_with_ddp: bool = True,
+) -> list[Any]:
+    args = get_args()
+    args.model_type = model_type
+    model = [model_provider_func(pre_process=True, post_process=True)]
+    config = get_model_config(model[0])
+    if args.fp16 or args.bf16:
+        model = [Float16Module(config, model_module) for model_module in model]
+    if wrap_with_ddp:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=args.overlap_grad_reduce,
+            overlap_param_gather=args.overlap_param_gather,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+            bucket_size=args.ddp_bucket_size,
+        )
+        model = [DDP(config, ddp_config, model_module) for model_module in model]
+    return model
 
 
 def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:

@@ -1,10 +1,12 @@
-"""In the shape of NeMo-RL's: it copies a private function of Megatron-Bridge."""
+"""In the shape of NeMo-RL's: it copies functions of Megatron-Bridge, a private one among them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from megatron.bridge.models.model_provider import get_model
 from megatron.bridge.training.setup import _update_model_config_funcs
 
 
@@ -16,3 +18,19 @@ def finalize_megatron_setup(megatron_cfg: SimpleNamespace, model: Any, optimizer
         optimizer,
         align_grad_reduce=megatron_cfg.dist.align_grad_reduce,
     )
+
+
+def setup_model_and_optimizer(
+    policy_cfg: dict[str, Any], megatron_cfg: SimpleNamespace, load_optimizer: bool = True
+) -> tuple[Any, Any]:
+    fsdp2 = megatron_cfg.dist.use_torch_fsdp2
+    model = get_model(megatron_cfg.model, megatron_cfg.ddp, use_torch_fsdp2=fsdp2, pg_collection=None)
+    return model, policy_cfg["optimizer"] if load_optimizer else None
+
+
+def setup_reference_model_state(config: dict[str, Any], megatron_cfg: SimpleNamespace) -> dict[str, Any]:
+    fsdp2 = megatron_cfg.dist.use_torch_fsdp2
+    model = get_model(megatron_cfg.model, megatron_cfg.ddp, use_torch_fsdp2=fsdp2, pg_collection=None)
+    config["built"](model)
+    state_dict = model[0].state_dict().items()
+    return {name: item.detach().clone() for name, item in state_dict if isinstance(item, torch.Tensor)}

@@ -10,10 +10,64 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from megatron.training.checkpointing import save_checkpoint
 from megatron.training.global_vars import get_args
+from megatron.training.training import get_model
+
+from .checkpoint import load_checkpoint, save_checkpoint
+
+
+def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
+    args.train_iters = args.num_rollout
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any]:
+    model = get_model(args.model_provider, ModelType.encoder_or_decoder)
+    if args.num_rollout == 0:
+        args.no_load_optim = True
+        return model, None, None
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    optimizer = get_megatron_optimizer(config=config, model_chunks=model, use_gloo_process_groups=False)
+    if args.use_stateless_adam:
+        for megatron_optimizer in getattr(optimizer, "chained_optimizers", [optimizer]):
+            megatron_optimizer.init_state_fn = lambda *unused: None
+    opt_param_scheduler = get_optimizer_param_scheduler(args, optimizer)
+    return model, optimizer, opt_param_scheduler
+
+
+def initialize_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any, int]:
+    model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
+    model[0].role = role
+    iteration, _ = load_checkpoint(
+        model, optimizer, opt_param_scheduler, checkpointing_context={}, skip_load_to_model_and_opt=False
+    )
+    return model, optimizer, opt_param_scheduler, iteration
 
 
 def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:

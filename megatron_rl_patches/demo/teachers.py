@@ -1,0 +1,97 @@
+"""The teachers, one for each order: a short supervised run, saved as Megatron saves, loaded to score only.
+
+However many there are, they share one model on the device; their weights wait in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from megatron.core import dist_checkpointing
+
+from ..inference import TeacherPool, build_inference_model, estimate_memory, forward_log_probs
+from ..inference.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
+from . import digits
+from .policy import build, config, provide
+from .training import Batch, supervised_loss, train
+
+_STEPS, _BATCH = 150, 64
+
+
+class Teachers:
+    """Score answers, each by the teacher for the order that its prompt asks for."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        """Train the teachers, save them in ``folder``, which all ranks share, and load them again."""
+        for number, order in enumerate(digits.ORDERS):
+            _train_and_save(order, seed + number, folder / order)
+        self.model = build_inference_model(provide, config(), dtype="fp32")
+        self.pool = TeacherPool(self.model)
+        for order in digits.ORDERS:
+            self.pool.add(order, folder / order)
+
+    def __call__(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of the answers, ``[b, DIGITS]``, for prompts with answers."""
+        log_probs_bd = tokens_bs.new_empty(len(tokens_bs), digits.DIGITS, dtype=torch.float32)
+        for order in digits.ORDERS:
+            asked_b = digits.asks_for(tokens_bs, order)
+            microbatch = _microbatch(tokens_bs[asked_b])
+            with self.pool.use(order) as model:
+                scores = forward_log_probs(
+                    model, [microbatch], output_device=tokens_bs.device, progress=False
+                )
+            assert scores is not None  # as on the last pipeline stage
+            log_probs_bd[asked_b] = torch.stack(scores.log_probs)
+        return log_probs_bd
+
+    def memory(self) -> MemoryEstimate:
+        """What a rank takes to train such a model, to score with one, and to train beside these teachers."""
+        return estimate_memory(
+            self.model,
+            parallel=ParallelSizes(data_parallel_size=torch.distributed.get_world_size()),
+            dtype="fp32",
+            optimizer=OptimizerSettings(use_distributed_optimizer=True),
+            teachers=len(self.pool),
+        )
+
+
+def _microbatch(tokens_bs: torch.Tensor) -> dict[str, Any]:
+    count, length = tokens_bs.shape
+    return {
+        "tokens": tokens_bs,
+        "lengths": [length] * count,
+        "response_lengths": [digits.DIGITS] * count,
+    }
+
+
+def _train_and_save(order: str, seed: int, folder: Path) -> None:
+    model, optimizer = build(seed)
+    generator = torch.Generator(next(model[0].parameters()).device)
+    generator.manual_seed(seed * torch.distributed.get_world_size() + torch.distributed.get_rank())
+    train(model, optimizer, _solved(order, generator), [1] * _STEPS, supervised_loss)
+    _save(model, optimizer, _STEPS, folder)
+
+
+def _solved(order: str, generator: torch.Generator) -> Iterator[Batch]:
+    while True:
+        prompts_bp = digits.prompts(_BATCH, generator, order)
+        yield {"tokens": torch.cat([prompts_bp, digits.solve(prompts_bp)], dim=1)}
+
+
+def _save(model: list[Any], optimizer: Any, iteration: int, root: Path) -> None:
+    """As Megatron-LM does with ``--ckpt-format torch_dist``: model, optimizer and iteration."""
+    folder = root / f"iter_{iteration:07d}"
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    state: dict[str, Any] = {"iteration": iteration, "model": model[0].module.sharded_state_dict()}
+    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
+    dist_checkpointing.save(state, str(folder))
+    if torch.distributed.get_rank() == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    torch.distributed.barrier()

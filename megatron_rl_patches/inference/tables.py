@@ -1,0 +1,99 @@
+"""A memory estimate for people: rows of a table, and stacked bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from .estimate import MemoryEstimate, StageEstimate
+from .footprint import Memory
+
+_DECIMAL, _BINARY = ("B", "kB", "MB", "GB"), ("B", "KiB", "MiB", "GiB")
+PARTS = {field.name: field.name.replace("_", " ") for field in fields(Memory)}
+
+
+def rows(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
+    """Header and rows: per pipeline stage, kind of use and place, all parts and their sum.
+
+    Numbers are in the unit that the header names, decimal (1 GB is 10⁹ bytes); the sum is there in the binary
+    unit too (1 GiB is 2³⁰ bytes).
+    """
+    power = _power(max(memory.total for *_, memory in _memories(estimate.stages)))
+    parts = [f"{name} ({_DECIMAL[power]})" for name in PARTS.values()]
+    header = ("stage", "use", "where", *parts, f"total ({_DECIMAL[power]})", f"total ({_BINARY[power]})")
+    return [
+        header,
+        *(
+            (
+                str(stage),
+                use,
+                where,
+                *(_number(size / 1000**power) for size in asdict(memory).values()),
+                _number(memory.total / 1000**power),
+                _number(memory.total / 1024**power),
+            )
+            for stage, use, where, memory in _memories(estimate.stages)
+        ),
+    ]
+
+
+def summary(estimate: MemoryEstimate) -> str:
+    """One sentence on the stage that takes most."""
+    stage = estimate.worst
+    training, inference = stage.training.device.total, stage.inference_only.device.total
+    return (
+        f"stage {stage.stage} takes most: {size(training)} per device for training, "
+        f"{size(inference)} inference-only ({1 - inference / training:.1%} less); activations not counted"
+    )
+
+
+def size(number: int) -> str:
+    """Bytes in both kinds of units: ``54.02 GB (50.31 GiB)``."""
+    power = _power(number)
+    return f"{number / 1000**power:.2f} {_DECIMAL[power]} ({number / 1024**power:.2f} {_BINARY[power]})"
+
+
+def plot(estimate: MemoryEstimate, path: Path, title: str = "") -> None:
+    """Draw stacked bars for the stage that takes most; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    memories = list(_memories([estimate.worst]))
+    power = _power(max(memory.total for *_, memory in memories))
+    labels = [f"{use}\n{where}" for _, use, where, _ in memories]
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    bottoms = [0.0] * len(memories)
+    for part, name in PARTS.items():
+        heights = [getattr(memory, part) / 1000**power for *_, memory in memories]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottoms, label=name, width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for index, total in enumerate(bottoms):
+        axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
+    axes.set(ylabel=f"{_DECIMAL[power]} per rank", title=title)
+    axes.margins(y=0.1)
+    axes.legend(loc="upper right")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _memories(stages: Sequence[StageEstimate]) -> Iterator[tuple[int, str, str, Memory]]:
+    """Stage, use, place and what is there; host memory only where something is."""
+    for stage in stages:
+        for use, footprint in stage.uses.items():
+            yield stage.stage, use, "device", footprint.device
+            if footprint.host.total:
+                yield stage.stage, use, "host", footprint.host
+
+
+def _power(number: int) -> int:
+    """Of 1000, for numbers of up to four digits before the point."""
+    return min(int(math.log(max(number, 1), 1000)), len(_DECIMAL) - 1)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value else "-"

@@ -1,0 +1,22 @@
+"""In the shape of AReaL's: the registry builds, and is not told whether the engine has an optimizer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel as DDP
+
+from .registry import make_mcore_model
+
+
+class MegatronEngine:
+    def __init__(self, config: SimpleNamespace) -> None:
+        self.config = config
+        self.optimizer_config = config.optimizer
+        self.mcore_config = config.megatron
+
+    def initialize(self, addr: Any, ft_spec: Any) -> None:
+        self.model = make_mcore_model(self.config.model_provider, self.mcore_config)
+        if self.mcore_config.ddp.overlap_grad_reduce and isinstance(self.model[0], DDP):
+            self.model[0].config.no_sync_func = self.model[0].no_sync

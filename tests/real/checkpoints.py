@@ -1,0 +1,220 @@
+"""Megatron checkpoints written on real megatron-core, as Megatron-LM's ``save_checkpoint`` lays them out.
+
+For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.real.tiny_gpt.build`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.module import Float16Module
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_rl_patches.inference import build_inference_model
+from tests.real import tiny_gpt
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class OfTheHost:
+    """What hosts keep in their arguments: an object of a class that torch does not know to be safe."""
+
+
+def trained(options: tiny_gpt.Options) -> tuple[list[Any], Any]:
+    """A model and an optimizer with states, after two steps."""
+    model, optimizer = tiny_gpt.build(options)
+    tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
+    return model, optimizer
+
+
+def scoring(options: tiny_gpt.Options) -> list[Any]:
+    """A model that only scores, with weights of its own."""
+    sizes = options.parallelism
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(sizes.tp, sizes.pp, sizes.vpp, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
+    chunks = build_inference_model(
+        lambda config, vp_stage=None: tiny_gpt._chunk(config, sizes, vp_stage),
+        tiny_gpt._transformer_config(options),
+        dtype="bf16" if options.bf16 else "fp32",
+        virtual_pipeline_size=sizes.vpp,
+    )
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.normal_()
+    return chunks
+
+
+def bare(chunks: Sequence[Any]) -> list[Any]:
+    unwrapped = list(chunks)
+    for index, chunk in enumerate(unwrapped):
+        while isinstance(chunk, (DistributedDataParallel, Float16Module)):
+            chunk = chunk.module
+        unwrapped[index] = chunk
+    return unwrapped
+
+
+def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
+    """As with ``--ckpt-format torch_dist --ckpt-fully-parallel-save``.
+
+    From 0.15 on, the optimizer is sharded in a way that Megatron-LM refuses to load into another layout; the
+    one of before needs more process groups.
+    """
+    folder = _new_folder(root, iteration)
+    reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
+    sharding = "dp_reshardable" if reshardable else "fully_sharded_model_space"
+    metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
+    state = _common(iteration)
+    for key, chunk in _keyed(chunks):
+        state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
+    # From 0.14 on.
+    versioned = "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, **({"metadata": dict(metadata)} if versioned else {"sharding_type": sharding})
+    )
+    rank = (dist.get_rank(),)
+    state["rng_state"] = ShardedObject("rng_state", [rank], (dist.get_world_size(),), rank)
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    dist_checkpointing.save(
+        state, str(folder), strategy, **({"content_metadata": metadata} if versioned else {})
+    )
+    _track(root, iteration)
+    return folder
+
+
+def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
+    """As with ``--ckpt-format torch``, without expert parallelism."""
+    folder = _new_folder(root, iteration)
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if parallel_state.get_data_parallel_rank() == 0:
+        state = _common(iteration) | {key: chunk.state_dict() for key, chunk in _keyed(chunks)}
+        state["optimizer"] = optimizer.state_dict()
+        state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()}]
+        (folder / name).mkdir()
+        torch.save(state, folder / name / "model_optim_rng.pt")
+    _track(root, iteration)
+    return folder
+
+
+def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Copies of all parameters of the model, from all ranks, by names that do not depend on the layout."""
+    own = {}
+    for chunk in bare(chunks):
+        first = chunk.decoder.layers[0].layer_number - 1
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(first + int(parts[2]))
+            if "local_experts" in parts:
+                place = parts.index("local_experts") + 1
+                parts[place] = str(_first_expert(chunk.config) + int(parts[place]))
+            gated = "linear_fc1" in name and chunk.config.gated_linear_unit
+            own[".".join(parts)] = _whole(parameter, gated)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
+    return {name: tensor for weights in everywhere for name, tensor in weights.items()}
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit, dtypes included."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def overwrite(folder: Path, part_of_name: str, *, only_rank: int | None = None) -> int:
+    """Destroy every stored piece of entries with this in their name; return the number of bytes.
+
+    Args:
+        folder: of a torch_dist checkpoint.
+        part_of_name: of names in the checkpoint.
+        only_rank: destroy only what this rank has saved.
+    """
+    count = 0
+    for piece in _pieces(folder, part_of_name):
+        saved_by = int(piece.relative_path.split("_")[2])
+        if only_rank in (None, saved_by):
+            with (folder / piece.relative_path).open("r+b") as file:
+                file.seek(piece.offset)
+                file.write(b"\xff" * piece.length)
+            count += piece.length
+    return count
+
+
+def cut(folder: Path, file_name: str, part_of_name: str) -> None:
+    """Truncate a file within the last stored piece of entries with this in their name."""
+    pieces = [piece for piece in _pieces(folder, part_of_name) if piece.relative_path == file_name]
+    with (folder / file_name).open("r+b") as file:
+        file.truncate(max(piece.offset + piece.length for piece in pieces) - 1)
+
+
+def _pieces(folder: Path, part_of_name: str) -> list[Any]:
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    # Names of optimizer state end in the name of the weight.
+    return [
+        piece
+        for index, piece in stored.items()
+        if part_of_name in index.fqn and ("optimizer." in index.fqn) == ("optimizer." in part_of_name)
+    ]
+
+
+def _whole(parameter: torch.Tensor, gated: bool) -> torch.Tensor:
+    tensor = parameter.detach().clone()
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not getattr(parameter, "tensor_model_parallel", False):
+        return tensor
+    shards = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(shards, tensor, group=group)
+    axis = parameter.partition_dim  # type: ignore[attr-defined]
+    # Each rank has a piece of the gate above its piece of the other half.
+    halves = zip(*(shard.chunk(2, axis) if gated else (shard,) for shard in shards), strict=True)
+    return torch.cat([piece for half in halves for piece in half], axis)
+
+
+def _first_expert(config: Any) -> int:
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return int(parallel_state.get_expert_model_parallel_rank() * config.num_moe_experts // ranks)
+
+
+def _common(iteration: int) -> dict[str, Any]:
+    args = Namespace(tensor_model_parallel_size=2, of_the_host=OfTheHost())
+    return {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+
+
+def _keyed(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
+    if len(chunks) == 1:
+        return [("model", bare(chunks)[0])]
+    return [(f"model{index}", chunk) for index, chunk in enumerate(bare(chunks))]
+
+
+def _new_folder(root: Path, iteration: int) -> Path:
+    folder = root / f"iter_{iteration:07d}"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    return folder
+
+
+def _track(root: Path, iteration: int) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (root / TRACKER).write_text(str(iteration))
+    dist.barrier()

@@ -1,0 +1,262 @@
+"""Real models in training and in scoring, and what they really hold; beside it what the estimate says.
+
+The benchmark prints these, the tests hold them to one percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl_patches.inference.estimate import (
+    GPTDescription,
+    MemoryEstimate,
+    OptimizerSettings,
+    ParallelSizes,
+    estimate_memory,
+)
+from megatron_rl_patches.inference.footprint import Memory
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.live_bytes import live_bytes
+
+DENSE = GPTDescription(
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_query_groups=4,
+    ffn_hidden_size=768,
+    vocab_size=4000,
+    swiglu=True,
+    add_bias_linear=False,
+    normalization="RMSNorm",
+    untie_embeddings_and_output_weights=True,
+)
+TIED = GPTDescription(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=4000)
+EXPERTS = GPTDescription(
+    num_layers=4,
+    hidden_size=128,
+    num_attention_heads=4,
+    vocab_size=1000,
+    add_bias_linear=False,
+    num_experts=8,
+    moe_ffn_hidden_size=256,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its groups and its optimizer, as :func:`estimate_memory` takes them."""
+
+    name: str
+    description: GPTDescription = DENSE
+    dtype: str = "bf16"
+    parallel: ParallelSizes = field(default_factory=ParallelSizes)
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(use_distributed_optimizer=True)
+    )
+
+    def estimate(self) -> MemoryEstimate:
+        return estimate_memory(
+            self.description, parallel=self.parallel, dtype=self.dtype, optimizer=self.optimizer
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rank's account, in bytes.
+
+    Attributes:
+        training: storages that model and optimizer hold after a step, by what they are for.
+        live_training: all tensors that came to life with them, whoever holds them.
+        allocated_training: by the CUDA allocator; 0 on the CPU.
+        from_chunks: what the estimate says of the model chunks of this rank.
+    """
+
+    rank: int
+    training: Memory
+    live_training: int
+    live_inference: int
+    allocated_training: int
+    allocated_inference: int
+    from_chunks: MemoryEstimate
+
+
+def measure(cases: Sequence[Case]) -> dict[str, list[Measured]]:
+    """Of each case, by rank. All must have the same number of ranks."""
+    [ranks] = {case.parallel.world_size for case in cases}
+    accounts = spawn_ranks(_measure_all, ranks, cases, timeout=60 + 60 * len(cases))
+    return {case.name: [account[case.name] for account in accounts] for case in cases}
+
+
+def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
+    # Several ranks share one GPU at best, and gloo is no substitute for NCCL there.
+    on_gpu = torch.cuda.is_available() and torch.distributed.get_world_size() == 1
+    with _gpu() if on_gpu else cpu_backend():
+        device = "cuda" if on_gpu else "cpu"
+        # megatron-core 0.12 does not forget who was in the group for position embeddings: pipelines first.
+        cases = sorted(cases, key=lambda case: -case.parallel.pipeline_model_parallel_size)
+        _measure(cases[0], device)  # lasting tensors come with the first model: random streams, masks
+        return {case.name: _measure(case, device) for case in cases}
+
+
+def _gpu() -> AbstractContextManager[None]:
+    torch.distributed.destroy_process_group()
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    return nullcontext()
+
+
+def _measure(case: Case, device: str) -> Measured:
+    from megatron_rl_patches.inference import build_inference_model
+
+    _initialize(case.parallel)
+    config = _config(case)
+
+    before, allocated_before = live_bytes(), _allocated(device)
+    teacher = build_inference_model(partial(_provide, case), config, dtype=case.dtype, device=device)
+    live_inference, allocated_inference = live_bytes() - before, _allocated(device) - allocated_before
+    del teacher
+
+    before, allocated_before = live_bytes(), _allocated(device)
+    model, optimizer = _train(case, config, device)
+    live_training, allocated_training = live_bytes() - before, _allocated(device) - allocated_before
+    return Measured(
+        rank=torch.distributed.get_rank(),
+        training=_parts(model, optimizer),
+        live_training=live_training,
+        live_inference=live_inference,
+        allocated_training=allocated_training,
+        allocated_inference=allocated_inference,
+        from_chunks=estimate_memory(model, parallel=case.parallel, optimizer=case.optimizer),
+    )
+
+
+def _initialize(sizes: ParallelSizes) -> None:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        sizes.tensor_model_parallel_size,
+        sizes.pipeline_model_parallel_size,
+        expert_model_parallel_size=sizes.expert_model_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def _config(case: Case) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
+    return TransformerConfig(
+        **case.description.config_fields(),
+        tensor_model_parallel_size=case.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=case.parallel.pipeline_model_parallel_size,
+        expert_model_parallel_size=case.parallel.expert_model_parallel_size,
+        bf16=case.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+
+
+def _provide(case: Case, config: Any, pre_process: bool, post_process: bool) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    layers = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=case.description.normalization
+    )
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=case.description.padded_vocab_size(case.parallel.tensor_model_parallel_size),
+        max_sequence_length=16,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=not case.description.untie_embeddings_and_output_weights,
+    )
+
+
+def _train(case: Case, config: Any, device: str) -> tuple[list[Any], Any]:
+    """A policy after its first step, in an ordinary set-up of megatron-core."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    from tests.real import tiny_gpt
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    last = case.parallel.pipeline_model_parallel_size - 1
+    chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last)
+    chunk.to(device)
+    if case.dtype == "bf16":
+        chunk = Float16Module(config, chunk)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.optimizer.gradient_dtype(case.dtype) == "fp32",
+        use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
+    )
+    model = [DistributedDataParallel(config, ddp_config, chunk)]
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=1e-3,
+            bf16=case.dtype == "bf16",
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
+        ),
+        model,
+        use_gloo_process_groups=False,
+    )
+    tiny_gpt.train_step(model, optimizer, [tiny_gpt.SyntheticData()], num_microbatches=1)
+    return model, optimizer
+
+
+def _parts(model: Sequence[Any], optimizer: Any) -> Memory:
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    main_grads = [parameter.main_grad for parameter in parameters]
+    inner = [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+    mains = [p for one in inner for group in one.param_groups for p in group["params"]]
+    states = [state for one in inner for state in one.state.values()]
+    weights, gradients = _storages(parameters), _storages(main_grads)
+    return Memory(
+        parameters=sum(weights.values()),
+        gradients=sum(gradients.values()),
+        main_parameters=_besides(weights, mains),
+        main_gradients=_besides(gradients, [p.grad for p in mains if p.grad is not None]),
+        exp_avg=sum(_storages(state["exp_avg"] for state in states).values()),
+        exp_avg_sq=sum(_storages(state["exp_avg_sq"] for state in states).values()),
+    )
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _besides(known: dict[int, int], tensors: Iterable[torch.Tensor]) -> int:
+    return sum(size for address, size in _storages(tensors).items() if address not in known)
+
+
+def _allocated(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def parts_of(measured: Memory, estimated: Memory) -> Iterator[tuple[str, int, int]]:
+    """Name, measured and estimated bytes of each part that is there."""
+    for part in fields(Memory):
+        pair = getattr(measured, part.name), getattr(estimated, part.name)
+        if any(pair):
+            yield part.name, *pair

@@ -1,0 +1,178 @@
+"""``build_inference_model``: what is refused and in which words, and providers out of the ordinary."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.small_models import (
+    LAYOUTS,
+    Layout,
+    get_model,
+    in_ddp,
+    initialize,
+    model_provider,
+    transformer_config,
+)
+
+
+def _messages(layout: Layout) -> dict[str, str]:
+    """What each misuse is told, by name."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_rl_patches.errors import MegatronRLPatchesError
+    from megatron_rl_patches.inference.builder import build_inference_model
+
+    told: dict[str, str] = {}
+
+    def attempt(name: str, provider: Any, config: Any, **arguments: Any) -> None:
+        try:
+            build_inference_model(provider, config, **{"dtype": "fp32", **arguments})
+        except MegatronRLPatchesError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    provider, config = model_provider(layout), transformer_config(layout, "fp32")
+    parallel_state.destroy_model_parallel()
+    attempt("groups", provider, config)
+    initialize(layout)
+    policy = in_ddp(get_model(provider, config, layout), config)
+    attempt("ddp", lambda **given: in_ddp([provider(**given)], given["config"])[0], config)
+    attempt("policy", lambda **given: policy[0], config)
+    attempt("bare policy", lambda **given: policy[0].module, config)
+    attempt("closure", lambda pre_process, post_process: provider(config=config), config)
+    attempt("dtype", provider, config, dtype="fp8")
+    attempt("none", lambda config: None, config)
+    attempt("vpp", provider, config, virtual_pipeline_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 0))
+        attempt("bf16", provider, config, dtype="bf16")
+    told["still trains"] = str(all(p.requires_grad for p in policy[0].parameters()) and policy[0].training)
+    return told
+
+
+def _virtual_stages() -> dict[str, str]:
+    from megatron_rl_patches.errors import InvalidInputError
+    from megatron_rl_patches.inference.builder import build_inference_model
+
+    interleaved, told = LAYOUTS["PP 2, VPP 2"], {}
+    provider, config = model_provider(interleaved), transformer_config(interleaved, "fp32")
+    silent = copy.copy(config)
+    silent.virtual_pipeline_model_parallel_size = None
+    for name, groups, given, asked in (
+        ("asked for another", interleaved, config, 4),
+        ("groups without", Layout(pp=2), config, None),
+        ("asked for", interleaved, silent, 2),
+        ("by the groups", interleaved, silent, None),
+    ):
+        initialize(groups)
+        try:
+            chunks = build_inference_model(provider, given, dtype="fp32", virtual_pipeline_size=asked)
+            told[name] = f"{len(chunks)} of {chunks[0].config.virtual_pipeline_model_parallel_size}"
+        except InvalidInputError as error:
+            told[name] = str(error)
+    return told
+
+
+class _Bridge:
+    """Mixed into a config, as Megatron-Bridge does: the config provides the model."""
+
+    def provide(self, pre_process: bool = True, post_process: bool = True) -> Any:
+        return model_provider(Layout())(pre_process, post_process, config=self)
+
+
+def _special_cases() -> dict[str, Any]:
+    import torch
+
+    from megatron_rl_patches.inference.builder import build_inference_model
+
+    layout = Layout()
+    initialize(layout)
+    config, provider = transformer_config(layout, "fp32"), model_provider(layout)
+    seen: list[Any] = []
+
+    @torch.no_grad()
+    def load(chunks: list[Any]) -> None:
+        seen.extend((type(chunk).__name__, chunk.output_layer.weight.dtype) for chunk in chunks)
+        for chunk in chunks:
+            torch._foreach_zero_(list(chunk.parameters()))
+
+    hooked = build_inference_model(provider, config, dtype="bf16", pre_wrap=load)
+    bridge_config = copy.copy(config)
+    bridge_config.__class__ = type("Provider", (_Bridge, type(config)), {})
+    provided = build_inference_model(bridge_config.provide, bridge_config, dtype="fp16")
+    fresh = build_inference_model(
+        lambda pre_process, post_process: provider(config=transformer_config(layout, "fp32")),
+        config,
+        dtype="fp32",
+    )
+    return {
+        "pre_wrap": seen,
+        "loaded in it": all(bool((p == 0).all()) for p in hooked[0].parameters()),
+        "wrapped after it": type(hooked[0]).__name__,
+        "bridge": (provided[0].module.output_layer.weight.dtype, provided[0].config is not bridge_config),
+        "own config": fresh[0].config is fresh[0].decoder.config is not config,
+    }
+
+
+def _one_rank() -> tuple[dict[str, str], dict[str, Any]]:
+    with cpu_backend():
+        return _messages(Layout()), _special_cases()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> tuple[dict[str, str], dict[str, Any]]:
+    [result] = spawn_ranks(_one_rank, 1, timeout=120)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    {
+        "groups": "InferenceOnlyError: Megatron's parallel groups do not exist",
+        "ddp": "InferenceOnlyError: the model provider wraps the model in DistributedDataParallel",
+        "policy": "InferenceOnlyError: the model provider returned a model in DistributedDataParallel",
+        "bare policy": "InferenceOnlyError: the model provider returned a model whose parameter",
+        "closure": "InferenceOnlyError: the model provider does not build on the config",
+        "dtype": "InvalidInputError: dtype is 'fp8'; it can be 'bf16', 'fp16', 'fp32'",
+        "none": "InvalidInputError: the model provider returned None",
+        "vpp": "InvalidInputError: virtual_pipeline_size: 2",
+        "bf16": "InvalidInputError: dtype is 'bf16', which CPU does not compute with",
+    }.items(),
+)
+def test_refusals(misuse: str, message: str, one_rank: Any) -> None:
+    assert one_rank[0][misuse].startswith(message)
+
+
+def test_a_policy_that_was_refused_still_trains(one_rank: Any) -> None:
+    assert one_rank[0]["still trains"] == "True"
+
+
+def test_special_cases(one_rank: Any) -> None:
+    import torch
+
+    assert one_rank[1] == {
+        "pre_wrap": [("GPTModel", torch.bfloat16)],
+        "loaded in it": True,
+        "wrapped after it": "Float16Module",
+        "bridge": (torch.float16, True),
+        "own config": True,
+    }
+
+
+def _in_cpu_backend(function: Callable[[], Any]) -> Any:
+    with cpu_backend():
+        return function()
+
+
+def test_virtual_stages_must_fit() -> None:
+    for told in spawn_ranks(partial(_in_cpu_backend, _virtual_stages), 2, timeout=120):
+        of_config = "config.virtual_pipeline_model_parallel_size: 2"
+        assert told["asked for another"].startswith(f"virtual_pipeline_size: 4, {of_config}")
+        assert f"{of_config}, Megatron's parallel groups: None; these do not" in told["groups without"]
+        assert told["asked for"] == told["by the groups"] == "2 of 2"

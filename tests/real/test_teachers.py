@@ -1,0 +1,133 @@
+"""``TeacherPool`` on real megatron-core: scores, bytes, checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.live_bytes import live_bytes
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "TP 2": (2, {"tp": 2}),
+    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
+}
+TEACHERS = ("a", "b", "c", "d")
+
+
+def _model(options: Any) -> list[Any]:
+    from megatron_rl_patches.inference import build_inference_model
+    from tests.real import tiny_gpt
+
+    stages = iter([None] if options.parallelism.vpp is None else range(options.parallelism.vpp))
+    return build_inference_model(
+        lambda config, **others: tiny_gpt._chunk(config, options.parallelism, next(stages)),
+        tiny_gpt._transformer_config(options),
+        dtype="bf16",
+        device="cpu",
+    )
+
+
+def _initialize(model: Sequence[torch.nn.Module], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for chunk in model:
+            for parameter in chunk.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def _bits(model: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    return [parameter.view(torch.uint8).clone() for chunk in model for parameter in chunk.parameters()]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if left is None or right is None:
+        return left is right
+    return all(torch.equal(*pair) for pair in zip(left, right, strict=True))
+
+
+def _compare(sizes: dict[str, Any], folder: str) -> None:
+    with cpu_backend():
+        from megatron.core import parallel_state, tensor_parallel
+
+        from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
+        from tests.real import tiny_gpt
+
+        options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes), bf16=True)
+        parallel_state.initialize_model_parallel(
+            options.parallelism.tp,
+            options.parallelism.pp,
+            options.parallelism.vpp,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+        microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
+
+        def scores(model: Sequence[torch.nn.Module]) -> Any:
+            found = forward_log_probs(model, microbatches, progress=False)
+            return None if found is None else found.log_probs
+
+        alone = _model(options)
+        expected, states = {}, {}
+        for seed, name in enumerate(TEACHERS):
+            _initialize(alone, seed)
+            expected[name] = scores(alone), _bits(alone)
+            states[name] = [
+                {key: value.clone() for key, value in chunk.module.state_dict().items() if value is not None}
+                for chunk in alone
+            ]
+        _save(alone, Path(folder))
+
+        bytes_without = live_bytes()
+        pool = TeacherPool(_model(options))
+        model_bytes = live_bytes() - bytes_without
+        weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
+        assert model_bytes == sum(weight.nbytes for weight in weights)
+        addresses = [weight.data_ptr() for weight in weights]
+        for number, name in enumerate(TEACHERS, 1):
+            pool.add(name, Path(folder) if name == "d" else states[name])
+            assert pool.host_bytes == number * model_bytes
+            with pool.use(name):
+                scores(pool.model)
+            assert live_bytes() - bytes_without == (1 + number) * model_bytes
+        assert [weight.data_ptr() for weight in weights] == addresses
+        assert len({found.sum().item() for _, bits in expected.values() for found in bits[:1]}) == 4
+
+        for name in (*TEACHERS, *reversed(TEACHERS)):
+            with pool.use(name) as model:
+                assert _equal(scores(model), expected[name][0])
+                assert _equal(_bits(model), expected[name][1])
+        load_inference_checkpoint(pool.model, folder)
+        assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
+        with pool.use("b") as model, pool.use("a"), pool.use("b"):
+            assert _equal(_bits(model), expected["b"][1])
+        assert _equal(_bits(pool.model), expected["d"][1])
+
+
+def _save(model: Sequence[torch.nn.Module], root: Path) -> None:
+    """As Megatron-LM does with ``--ckpt-format torch_dist``."""
+    from megatron.core import dist_checkpointing
+
+    state: dict[str, Any] = {"iteration": 3}
+    for index, chunk in enumerate(model):
+        state["model" if len(model) == 1 else f"model{index}"] = chunk.module.sharded_state_dict()
+    folder = root / "iter_0000003"
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, str(folder))
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pooled_teachers_score_as_they_do_alone(layout: str) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn_ranks(_compare, ranks, sizes, folder, timeout=180)

@@ -1,0 +1,98 @@
+"""``scheduler-resume``: its judgements, and its core on Megatron's scheduler."""
+
+from __future__ import annotations
+
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_patches.engine.facts import from_source
+from megatron_rl_patches.engine.judge import judge
+from megatron_rl_patches.patches.scheduler_resume import patch
+
+TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        ("opt_param_scheduler.step(increment=iteration * args.global_batch_size)", "fits"),
+        ("if iteration > 0: opt_param_scheduler.step(increment=iteration)", "fits"),
+        ("optimizer.step()", "not needed"),
+        ("clear_memory()", "not needed"),
+    ],
+)
+def test_needed_where_the_scheduler_is_advanced(ending: str, state: str) -> None:
+    source = f"""
+        def initialize_model_and_optimizer(args, role="actor"):
+            model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
+            iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler)
+            {ending}
+            return model, optimizer, opt_param_scheduler, iteration
+    """
+    [site] = [site for site in patch.sites if site.target == TARGET]
+    assert judge(site, from_source(site.module, site.qualname, textwrap.dedent(source))).state == state
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")  # or Megatron warns that it cannot tell
+
+
+def scheduler() -> SimpleNamespace:
+    """Megatron's schedule, linear from 1 to 0 in 100 steps."""
+    made = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[{"lr": None, "weight_decay": None, "max_lr": 1.0, "min_lr": 0.0}]),
+        init_lr=0.0,
+        max_lr=1.0,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=1.0,
+        wd_incr_steps=100,
+        wd_incr_style="linear",
+    )
+    return made
+
+
+def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
+    [group] = schedule.optimizer.param_groups
+    return schedule.num_steps, round(group["lr"], 6), round(group["weight_decay"], 6)
+
+
+def test_a_schedule_stays_where_loading_left_it() -> None:
+    from megatron_rl_patches.reentry.resumed_scheduler import as_loaded, note_loaded
+
+    loaded, fresh = scheduler(), scheduler()
+    with as_loaded():
+        loaded.load_state_dict(loaded.state_dict() | {"num_steps": 28})
+        for schedule in (loaded, fresh, None):
+            note_loaded(schedule)
+        loaded.step(increment=28)
+        fresh.step(increment=28)
+        assert state_of(loaded) == (56, 0.44, 0.56)
+    assert state_of(loaded) == (28, 0.72, 0.28)
+    assert state_of(fresh) == (0, 1.0, 0.0)
+
+    fresh.step(increment=3)  # later steps count
+    assert state_of(fresh) == (3, 0.97, 0.03)
+
+
+def test_outside_nothing_is_noted() -> None:
+    from megatron_rl_patches.reentry.resumed_scheduler import as_loaded, note_loaded
+
+    schedule = scheduler()
+    note_loaded(schedule)
+    with as_loaded():
+        schedule.step(increment=5)
+    assert state_of(schedule)[0] == 5
+    with pytest.raises(OSError), as_loaded():
+        note_loaded(schedule)
+        raise OSError
+    schedule.step(increment=5)
+    with as_loaded():
+        pass
+    assert state_of(schedule)[0] == 10

@@ -1,0 +1,163 @@
+"""``estimate``: flags in, table, JSON or plot out. Only the last test counts real parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_rl_patches.cli import main
+from megatron_rl_patches.cli.commands import app
+from megatron_rl_patches.inference import estimate as estimate_module
+from megatron_rl_patches.inference._meta_model import Parameter
+from megatron_rl_patches.inference.gpt import GPTDescription, ParallelSizes
+
+SMALL = ("--num-layers=2", "--hidden-size=64", "--num-attention-heads=4", "--vocab-size=100")
+GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "vocab_size": 262208,
+}
+
+
+class Asked:
+    """Stands in for the count of parameters: keeps the question, answers two stages, the second larger."""
+
+    description: GPTDescription
+    sizes: ParallelSizes
+    dtype: str
+
+    def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Any]:
+        self.description, self.sizes, self.dtype = description, sizes, dtype
+        return [[[Parameter(numel, "bfloat16", False)]] for numel in (10**9, 2 * 10**9)]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked()
+    monkeypatch.setattr(estimate_module, "count_parameters", asked)
+    return asked
+
+
+def invoke(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["estimate", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def invoke_json(*arguments: object) -> Any:
+    return json.loads(invoke(*arguments, "--json").stdout)
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(["estimate", *map(str, arguments)])
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_table_per_stage_and_the_worst(asked: Asked) -> None:
+    lines = invoke(*SMALL, "--teachers=2").stdout.splitlines()
+    assert lines[0].split()[:5] == ["stage", "use", "where", "parameters", "(GB)"]
+    assert lines[1].startswith("0      training") and "2.00" in lines[1]
+    assert [line.split()[-2:] for line in lines if line.startswith("1 ")] == [
+        ["36.00", "33.53"],
+        ["4.00", "3.73"],
+        ["40.00", "37.25"],
+        ["8.00", "7.45"],
+    ]
+    assert lines[-1].startswith("stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB")
+
+
+def test_json_is_in_bytes(asked: Asked) -> None:
+    answer = invoke_json(*SMALL)
+    assert answer["worst_stage"] == 1
+    assert answer["stages"][1]["inference_only"]["device"]["total"] == 4 * 10**9
+    assert answer["stages"][1]["with_teachers"]["teachers"] == 1
+
+
+def test_plot(asked: Asked, tmp_path: Path) -> None:
+    invoke(*SMALL, f"--plot={tmp_path / 'memory.png'}")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_flags_of_the_model(asked: Asked) -> None:
+    invoke(*SMALL)
+    assert asked.description == GPTDescription(2, 64, 4, 100)
+    assert asked.dtype == "bf16"
+    flags = "--swiglu --disable-bias-linear --qk-layernorm --normalization=RMSNorm --num-experts=8 --fp16"
+    invoke(*SMALL, *flags.split(), "--moe-layer-freq=([0]*1+[1]*1)", "--max-position-embeddings=32")
+    assert asked.description == GPTDescription(
+        2,
+        64,
+        4,
+        100,
+        swiglu=True,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+        num_experts=8,
+        moe_layer_freq=[0, 1],
+        learned_absolute_position_embeddings=32,
+    )
+    assert asked.dtype == "fp16"
+
+
+def test_flags_of_the_groups(asked: Asked) -> None:
+    invoke(*SMALL, "--tensor-model-parallel-size=2", "--context-parallel-size=2", "--world-size=16")
+    assert asked.sizes == ParallelSizes(
+        tensor_model_parallel_size=2, context_parallel_size=2, data_parallel_size=4
+    )
+
+
+def test_flags_of_the_optimizer(asked: Asked) -> None:
+    def parts(*flags: str) -> dict[str, int]:
+        device = invoke_json(*SMALL, *flags)["stages"][0]["training"]["device"]
+        return {name: size // 10**9 for name, size in device.items()}
+
+    assert parts()["gradients"] == 4
+    assert parts("--grad-reduce-in-bf16")["gradients"] == 2
+    assert parts("--accumulate-allreduce-grads-in-fp32")["gradients"] == 4
+    assert parts("--use-distributed-optimizer", "--data-parallel-size=4")["exp_avg"] == 1
+    aware = ("--use-distributed-optimizer", "--use-precision-aware-optimizer")
+    assert parts(*aware, "--exp-avg-dtype=bf16")["exp_avg"] == 2
+    assert parts(*aware, "--optimizer-cpu-offload")["main_parameters"] == 0
+
+
+def test_hf_config_and_what_overrides_it(asked: Asked, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA_3_27B))
+    invoke("--hf-config", file, "--num-layers=2")
+    assert (asked.description.num_layers, asked.description.hidden_size) == (2, 5376)
+
+
+def test_refusals(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "missing: --num-layers, --vocab-size" in refuse(
+        capsys, "--hidden-size=64", "--num-attention-heads=4"
+    )
+    assert "no multiple of 4" in refuse(capsys, *SMALL, "--tensor-model-parallel-size=4", "--world-size=6")
+    assert "not both" in refuse(capsys, *SMALL, "--data-parallel-size=2", "--world-size=2")
+    assert "exclude each other" in refuse(capsys, *SMALL, "--bf16", "--fp16")
+    for pattern in ("__import__('os')", "[1", "1+[1]"):
+        assert "--moe-layer-freq is" in refuse(capsys, *SMALL, f"--moe-layer-freq={pattern}")
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
+
+
+def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GEMMA_3_27B))
+    [stage] = invoke_json("--hf-config", file)["stages"]
+    assert stage["dense_parameters"] == 27_009_023_744
+    assert stage["inference_only"]["device"]["total"] == 54_018_047_488
+    training = stage["training"]["device"]
+    assert training["gradients"] == training["main_parameters"] == 2 * training["parameters"]
+    assert training["exp_avg"] + training["exp_avg_sq"] == 216_072_189_952
