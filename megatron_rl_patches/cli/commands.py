@@ -226,7 +226,7 @@ def demo(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures of the run.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the reward curve.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw learning curves and memory.")
     ] = None,
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")

@@ -114,7 +114,7 @@ class Figures:
         nats.set(ylabel="reverse KL divergence per token, nats")
         nats.set_ylim(bottom=0)
         lines = [*axes.get_legend_handles_labels()[0], *nats.get_legend_handles_labels()[0]]
-        axes.legend(handles=lines, loc="center right")
+        axes.legend(handles=lines, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
     def _plot_memory(self, axes: Any) -> None:
         uses = [use.replace(", ", "\n").replace(" + ", "\n+ ") for use in self.memory]
