@@ -25,9 +25,9 @@ def _option(panel: str, text: str = "", *names: str, **settings: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **settings)
 
 
-ModelSize = Annotated[int | None, _option(_MODEL, min=1)]
-GroupSize = Annotated[int | None, _option(_GROUPS, min=1)]
-Dtype = Annotated[str | None, _option(_PRECISION, "fp32 (the default), bf16, fp16 or fp8.")]
+ModelSize = Annotated[int | None, _option(_MODEL, metavar="N", min=1)]
+GroupSize = Annotated[int | None, _option(_GROUPS, metavar="N", min=1)]
+Moments = Annotated[str | None, _option(_PRECISION, "fp32 (the default), bf16, fp16 or fp8.")]
 
 
 def estimate(
@@ -97,10 +97,10 @@ def estimate(
     use_precision_aware_optimizer: Annotated[
         bool | None, _option(_PRECISION, "", "--use-precision-aware-optimizer")
     ] = None,
-    main_grads_dtype: Dtype = None,
-    main_params_dtype: Dtype = None,
-    exp_avg_dtype: Dtype = None,
-    exp_avg_sq_dtype: Dtype = None,
+    main_grads_dtype: Annotated[str | None, _option(_PRECISION, "fp32 (the default) or bf16.")] = None,
+    main_params_dtype: Annotated[str | None, _option(_PRECISION, "fp32 (the default) or fp16.")] = None,
+    exp_avg_dtype: Moments = None,
+    exp_avg_sq_dtype: Moments = None,
     optimizer_cpu_offload: Annotated[bool | None, _option(_PRECISION, "", "--optimizer-cpu-offload")] = None,
     optimizer_offload_fraction: Annotated[float | None, _option(_PRECISION, min=0, max=1)] = None,
     teachers: Annotated[
@@ -122,8 +122,8 @@ def estimate(
     - 0: the table
     - 2: values that are missing or do not fit together
     """
-    if plot and find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot needs matplotlib, which the extra `demo` brings")
+    if plot:
+        _require_plot(plot)
     from ..inference import tables
     from ..inference.estimate import OptimizerSettings, estimate_memory
 
@@ -135,14 +135,23 @@ def estimate(
         optimizer=OptimizerSettings(**_fields_of(OptimizerSettings, given)),
         teachers=teachers,
     )
-    if plot:
-        tables.plot(result, plot)
     if json:
         show_json(result.as_dict())
-        return
-    header, *rows = tables.rows(result)
-    show_table(header, rows)
-    typer.echo(tables.summary(result))
+    else:
+        header, *rows = tables.rows(result)
+        show_table(header, rows)
+        typer.echo(tables.summary(result))
+    if plot:
+        tables.plot(result, plot)
+
+
+def _require_plot(path: Path) -> None:
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError("--plot needs matplotlib, which the extra `demo` brings")
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise InvalidInputError(f"--plot is {path}; expected a name that ends in .png, .pdf or .svg")
+    if not path.parent.is_dir():
+        raise InvalidInputError(f"--plot is {path}, and there is no folder {path.parent}")
 
 
 def _fields_of(dataclass: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,13 +186,15 @@ def _dtype(**wanted: bool) -> str:
 
 
 def _layer_pattern(text: str) -> int | list[int]:
-    if not re.fullmatch(r"[\d\s,+*()\[\]]+", text):
+    if not re.fullmatch(r"[\d\s,+*()\[\]]+", text) or "**" in text:
         raise InvalidInputError(f"--moe-layer-freq is {text!r}; expected a number or a list of 0 and 1")
     try:
         # Numbers, brackets, sums and products, as in Megatron-LM: nothing that could name or call anything.
         value: int | list[int] = eval(text)
-    except (SyntaxError, TypeError) as error:
+    except Exception as error:  # such as the TypeError of a number that is added to a list
         raise InvalidInputError(f"--moe-layer-freq is {text!r}: {error}") from None
+    if not isinstance(value, int) and any(not isinstance(layer, int) for layer in value):
+        raise InvalidInputError(f"--moe-layer-freq is {text!r}; expected a number or a list of 0 and 1")
     return value
 
 

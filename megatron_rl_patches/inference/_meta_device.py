@@ -46,7 +46,7 @@ def parameters_on_meta(*, use_cuda: bool) -> Iterator[None]:
         stack.enter_context(replaced(Parameter, "__new__", staticmethod(new_on_meta)))
         stack.enter_context(replaced(torch.distributed, "all_reduce", all_reduce_if_real))
         stack.enter_context(replaced(torch.Tensor, "cuda", cuda_if_real))
-        stack.enter_context(_rng_tracker_that_does_not_fork())
+        stack.enter_context(rng_tracker_that_does_not_fork())
         if not use_cuda:
             stack.enter_context(replaced(torch.cuda, "current_device", lambda: torch.device("cpu")))
             stack.enter_context(replaced(torch.cuda, "Stream", _NoStream))
@@ -91,8 +91,8 @@ class _NoStream:
 
 
 @contextmanager
-def _rng_tracker_that_does_not_fork() -> Iterator[None]:
-    """For constructors that fork a tracker which may not be seeded, or whose device may not exist."""
+def rng_tracker_that_does_not_fork() -> Iterator[None]:
+    """For whoever forks a tracker that may not be seeded, or whose device may not exist."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     existed = cuda_rng_tracker() is not None

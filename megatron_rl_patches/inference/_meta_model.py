@@ -97,8 +97,8 @@ def main() -> None:
     answer: dict[str, Any]
     try:
         answer = {"stages": list(_stages(description, sizes, task["dtype"]))}
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        answer = {"error": str(error)}
+    except Exception as error:
+        answer = {"error": str(error) or repr(error)}
     print(json.dumps(answer))
 
 

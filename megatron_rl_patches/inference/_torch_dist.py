@@ -26,6 +26,8 @@ _log = logging.getLogger("megatron_rl_patches")
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
+# Rows by which two paddings of one vocabulary differ at most: multiples of 128 × TP, for TP up to 16.
+_MOST_PADDING = 128 * 16
 # The common state when there is no common.pt, as from megatron-core 0.19 on.
 _COMMON_STATE = "common_state/shard_0_1"
 
@@ -34,6 +36,7 @@ class Wanted(NamedTuple):
     """A tensor that some rank asks for, whole."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None: not a tensor
     vocabulary: bool  # its first axis, which Megatron pads by a multiple of the TP size
 
 
@@ -87,14 +90,13 @@ class TorchDistCheckpoint:
         _, request = extract_matching_values(request, self._is_absent_extra_state)
         return request
 
-    def compare(self, wanted: dict[str, Wanted]) -> Mismatch:
-        """Compare what all ranks together ask for with what is stored."""
+    def compare(self, wanted: dict[str, Wanted], exact: bool) -> Mismatch:
+        """Compare what all ranks together ask for with what is stored.
+
+        Unless ``exact``, other dtypes and another padding of the vocabulary are no mismatch.
+        """
         stored = self.metadata.state_dict_metadata
-        tensors = {
-            name: tuple(entry.size)
-            for name, entry in stored.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        tensors = {name: entry for name, entry in stored.items() if isinstance(entry, TensorStorageMetadata)}
         mismatch = Mismatch(
             missing=sorted(wanted.keys() - stored.keys()),
             unexpected=sorted(
@@ -102,8 +104,11 @@ class TorchDistCheckpoint:
             ),
         )
         for name in sorted(wanted.keys() & tensors.keys()):
-            found, expected = tensors[name], wanted[name].shape
-            if wanted[name].vocabulary and found[1:] == expected[1:]:
+            found, expected = tuple(tensors[name].size), wanted[name].shape
+            dtypes = tensors[name].properties.dtype, wanted[name].dtype
+            if exact and dtypes[0] != dtypes[1]:
+                mismatch.dtypes[name] = dtypes
+            if not exact and wanted[name].vocabulary and _another_padding(found, expected):
                 _tell_padding(name, found[0], expected[0])
             elif found != expected:
                 mismatch.shapes[name] = (found, expected)
@@ -155,9 +160,9 @@ def wanted(request: dict[str, Any]) -> dict[str, Wanted]:
     entries: dict[str, Wanted] = {}
     for value in _without_factories(request):
         if isinstance(value, ShardedTensor):
-            entries[value.key] = Wanted(tuple(value.global_shape), value.allow_shape_mismatch)
+            entries[value.key] = Wanted(tuple(value.global_shape), value.dtype, value.allow_shape_mismatch)
         elif isinstance(value, ShardedObject):
-            entries[value.unique_key] = Wanted((), False)
+            entries[value.unique_key] = Wanted((), None, False)
     return entries
 
 
@@ -191,8 +196,12 @@ def _check_files(folder: Path, metadata: Metadata, names: set[str]) -> None:
         raise CheckpointError(f"{folder}: of {len(ends)} files that are needed, {' and '.join(parts)}")
 
 
+def _another_padding(found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return found[1:] == expected[1:] and 0 < abs(found[0] - expected[0]) < _MOST_PADDING
+
+
 def _tell_padding(name: str, found: int, expected: int) -> None:
-    if found != expected and torch.distributed.get_rank() == 0:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         # Right for another padding of one vocabulary, wrong for another vocabulary: no one here can tell.
         _log.warning("%s has %d rows in the checkpoint and %d in the model", name, found, expected)
 

@@ -32,16 +32,16 @@ class Image:
 
     def __init__(self, storages: Sequence[torch.Tensor]) -> None:
         """Copy the storages; when this returns the copy is complete."""
-        on_gpu = any(storage.is_cuda for storage in storages)
+        gpus = {storage.device for storage in storages if storage.is_cuda}
         self.nbytes = sum(map(len, storages))
         sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
         self._blocks = [
-            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_gpu) for size in sizes
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
         ]
         for storage, block in _aligned(storages, self._blocks):
             block.copy_(storage, non_blocking=True)
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
+        for gpu in gpus:
+            torch.cuda.current_stream(gpu).synchronize()
 
     def copy_to(self, storages: Sequence[torch.Tensor]) -> None:
         """Copy back, asynchronously on CUDA. The storages are as those that were copied."""
@@ -65,6 +65,11 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
             raise InvalidInputError(
                 f"{name} ({type(weight).__name__} on {weight.device}) has no plain memory to copy: a pool "
                 "takes models on real devices, without quantized weights."
+            )
+        if weight.is_inference():
+            raise InvalidInputError(
+                f"{name} was made under torch.inference_mode(), so that a pool cannot notice who changes it: "
+                "build the model outside of it."
             )
         if address not in storages:
             empty = torch.empty(0, dtype=torch.uint8, device=weight.device)

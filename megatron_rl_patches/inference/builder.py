@@ -34,6 +34,7 @@ from ._provider import (
     without_training,
 )
 from .global_state import preserved_rng
+from .untrainable import refuse_training
 
 __all__ = ["build_inference_model", "freeze", "without_training"]
 
@@ -58,7 +59,9 @@ def build_inference_model(
     The chunks unwrap by ``.module`` and have the ``state_dict`` and ``sharded_state_dict`` keys of what
     Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen. Parameters
     are constructed on the meta device and get memory once, in their final dtype, so the peak is the
-    parameters alone. They are **not initialised** but filled with NaN: load a checkpoint before use.
+    parameters alone. They are **not initialised** but filled with NaN: load a checkpoint before use. What
+    loops call on a chunk in order to train it, such as ``zero_grad_buffer()`` and ``no_sync()``, raises
+    ``InferenceOnlyError``.
 
     Needs Megatron's parallel groups. Starts no collective, so errors cannot leave other ranks hanging. Random
     streams are as before.
@@ -120,6 +123,7 @@ def build_inference_model(
             chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
         correct_amax_history_if_needed(chunks)
     freeze(chunks)
+    refuse_training(chunks, role="inference-only", setting="build_inference_model")
     return chunks
 
 
@@ -176,7 +180,7 @@ def _virtual_stages(asked: int | None, config: Any, pg_collection: Any) -> int |
         # The schedules go by it, and releases without vp_stage build by it.
         said[groups] = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     sizes = {size for size in said.values() if size is not None}
-    if not sizes:
+    if not sizes or sizes == {1}:
         return None
     if pipeline_rank_and_size(pg_collection)[1] == 1:
         raise InvalidInputError(f"{listed(said)}; but virtual stages need more than one pipeline rank")

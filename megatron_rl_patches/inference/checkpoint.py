@@ -27,6 +27,7 @@ def load_inference_checkpoint(
     *,
     format: str = "auto",
     ckpt_step: int | None = None,
+    exact: bool = False,
 ) -> int:
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
@@ -43,8 +44,9 @@ def load_inference_checkpoint(
     changed within a stored tensor: torch does not verify its checksums.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
-    Another dtype in the checkpoint is converted. Vocabulary padding may differ: rows beyond those stored
-    become zero. ``_extra_state`` entries (scales of Transformer Engine) are loaded where both sides have
+    Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
+    a warning: rows beyond those stored become zero, which :func:`forward_log_probs` leaves out if it is told
+    ``vocab_size``. ``_extra_state`` entries (scales of Transformer Engine) are loaded where both sides have
     them.
 
     Memory: no device memory beyond the model's own. From ``torch_dist``, every rank holds its own weights
@@ -59,6 +61,7 @@ def load_inference_checkpoint(
         format: ``"torch_dist"`` (any TP, PP, VPP and EP sizes), ``"torch"`` (the sizes of the checkpoint),
             or ``"auto"``, to take what is there.
         ckpt_step: the iteration to take from a root instead of the latest, as ``--ckpt-step``.
+        exact: refuse other dtypes and another padding of the vocabulary too.
 
     Returns:
         The iteration at which the checkpoint was saved; 0 for a release, as Megatron has it, and where the
@@ -81,10 +84,10 @@ def load_inference_checkpoint(
     _check_same_checkpoint(location)
 
     read = _read_legacy if found == TORCH else _read_torch_dist
-    iteration, states = read(chunks, location)
+    iteration, states = read(chunks, location, exact)
     with _together(f"cannot load {location.folder}"):
         for chunk, state in zip(chunks, states, strict=True):
-            _compare(chunk, state).check()
+            _compare(chunk, state, exact).check()
     # Nothing is left that could refuse but an extra state, or a device that fails.
     with _together(f"writing the weights of {location.folder}", "Weights may be partly new; build it again."):
         for chunk, state in zip(chunks, states, strict=True):
@@ -110,7 +113,9 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
     return TorchDistCheckpoint.open(location.folder).iteration or 0
 
 
-def _read_torch_dist(chunks: Sequence[torch.nn.Module], location: Location) -> tuple[int, list[_State]]:
+def _read_torch_dist(
+    chunks: Sequence[torch.nn.Module], location: Location, exact: bool
+) -> tuple[int, list[_State]]:
     from ._torch_dist import TorchDistCheckpoint, wanted
 
     with _together(f"cannot load {location.folder}"):
@@ -121,13 +126,15 @@ def _read_torch_dist(chunks: Sequence[torch.nn.Module], location: Location) -> t
     # No rank alone knows whether a tensor of the checkpoint has a place in the model.
     everywhere = {name: entry for of_rank in _gather(own) for name, entry in of_rank.items()}
     with _together(f"cannot load {location.folder}"):
-        checkpoint.compare(everywhere).check()
+        checkpoint.compare(everywhere, exact).check()
     with _together(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return _iteration(location, checkpoint.iteration), states
 
 
-def _read_legacy(chunks: Sequence[torch.nn.Module], location: Location) -> tuple[int, list[_State]]:
+def _read_legacy(
+    chunks: Sequence[torch.nn.Module], location: Location, exact: bool
+) -> tuple[int, list[_State]]:
     with _together(f"cannot load {location.folder}"):
         content = _legacy.open_own_file(location.folder)
         states = _legacy.model_states(content, chunks)
@@ -165,7 +172,7 @@ def _unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     return chunk
 
 
-def _compare(chunk: torch.nn.Module, state: _State) -> Mismatch:
+def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Mismatch:
     """What ``load_state_dict`` would complain about, after it has loaded the rest."""
     own = {name: tensor for name, tensor in chunk.state_dict(keep_vars=True).items() if _is_weight(name)}
     given = {name: tensor for name, tensor in state.items() if _is_weight(name)}
@@ -178,6 +185,11 @@ def _compare(chunk: torch.nn.Module, state: _State) -> Mismatch:
             name: (tuple(given[name].shape), tuple(own[name].shape))
             for name in own
             if name in given and given[name].shape != own[name].shape
+        },
+        dtypes={
+            name: (given[name].dtype, own[name].dtype)
+            for name in own
+            if exact and name in given and given[name].dtype != own[name].dtype
         },
     )
 

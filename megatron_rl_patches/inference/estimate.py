@@ -141,7 +141,12 @@ def _parameters(
         raise InvalidInputError(
             f"model is a {type(model).__name__}; expected: GPTDescription, TransformerConfig or model chunks"
         )
-    return [[parameters_of(chunk) for chunk in chunks]]
+    parameters = [parameters_of(chunk) for chunk in chunks]
+    if strange := {p.dtype for chunk in parameters for p in chunk} - SHORT_NAMES.keys():
+        raise InvalidInputError(
+            f"parameters of dtype {', '.join(sorted(strange))}: counted are {', '.join(SHORT_NAMES)}"
+        )
+    return [parameters]
 
 
 def _stage(

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from ..errors import InvalidInputError
 from ._meta_model import Parameter
 from .gpt import ParallelSizes
 
 ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_MOMENTS = ("fp32", "bf16", "fp16", "fp8")
+#: What Megatron-LM's arguments of the precision-aware optimizer can be.
+OPTIMIZER_DTYPES = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": _MOMENTS,
+    "exp_avg_sq_dtype": _MOMENTS,
+}
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _FP32 = ITEM_SIZES["fp32"]
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Adam by the names of Megatron-LM's arguments; dtypes are ``"fp32"``, ``"bf16"``, ``"fp16"``, ``"fp8"``.
+    """Adam by the names of Megatron-LM's arguments; dtypes are those of ``OPTIMIZER_DTYPES``.
 
     Attributes:
         accumulate_allreduce_grads_in_fp32: dtype of the gradient buffers: fp32, or that of the parameters.
@@ -46,12 +54,19 @@ class OptimizerSettings:
     optimizer_offload_fraction: float = 1.0
 
     def __post_init__(self) -> None:
-        dtypes = {field.name: getattr(self, field.name) for field in fields(self) if "dtype" in field.name}
+        dtypes = {name: getattr(self, name) for name in OPTIMIZER_DTYPES}
         for name, dtype in dtypes.items():
-            if dtype not in ITEM_SIZES:
-                raise InvalidInputError(f"{name} is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
+            if dtype not in OPTIMIZER_DTYPES[name]:
+                raise InvalidInputError(
+                    f"{name} is {dtype!r}; it can be {', '.join(OPTIMIZER_DTYPES[name])}, as in Megatron-LM"
+                )
+        lower = [name for name, dtype in dtypes.items() if dtype != "fp32"]
+        if lower and self.optimizer_cpu_offload:
+            raise InvalidInputError(f"{', '.join(lower)}: without effect with optimizer_cpu_offload")
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            raise InvalidInputError("optimizer_offload_fraction needs optimizer_cpu_offload")
         if not self.use_precision_aware_optimizer:
-            if lower := [name for name, dtype in dtypes.items() if dtype != "fp32"]:
+            if lower:
                 raise InvalidInputError(f"{', '.join(lower)}: needs use_precision_aware_optimizer")
         elif not self.use_distributed_optimizer:
             raise InvalidInputError("use_precision_aware_optimizer needs use_distributed_optimizer")

@@ -70,8 +70,18 @@ class GPTDescription:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not isinstance(self.moe_layer_freq, int):
-            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))  # hashable
+        if self.normalization not in ("LayerNorm", "RMSNorm"):
+            raise InvalidInputError(
+                f"normalization is {self.normalization!r}; it can be LayerNorm or RMSNorm"
+            )
+        frequency = self.moe_layer_freq
+        if not isinstance(frequency, int):
+            frequency = tuple(frequency)
+            object.__setattr__(self, "moe_layer_freq", frequency)  # hashable
+        if frequency < 1 if isinstance(frequency, int) else not {*frequency} <= {0, 1}:
+            raise InvalidInputError(
+                f"moe_layer_freq is {frequency!r}; expected a number from 1 on, or a 0 or 1 for each layer"
+            )
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding over all ranks, padded as Megatron-LM's tokenizer does."""
@@ -142,23 +152,22 @@ class ParallelSizes:
             value = getattr(self, field.name)
             if value is not None and value < 1:
                 raise InvalidInputError(f"{field.name} is {value}; it must be at least 1")
+        if self.virtual_pipeline_model_parallel_size == 1:
+            object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
         if self._ranks_per_stage % self._expert_ranks:
             raise InvalidInputError(
                 f"one pipeline stage has {self._ranks_per_stage} ranks (tensor × context × data parallel), "
                 f"which is no multiple of {self._expert_ranks} (expert × expert tensor parallel); "
-                "change data_parallel_size"
+                f"data_parallel_size must be a multiple of {_fewest_replicas(self)}"
             )
 
     @classmethod
     def from_config(cls, config: Any) -> ParallelSizes:
-        """What a ``TransformerConfig`` says, without replicas; one rank for anything else."""
-        return cls(
-            **{
-                field.name: getattr(config, field.name)
-                for field in fields(cls)
-                if hasattr(config, field.name)
-            }
-        )
+        """What a ``TransformerConfig`` says, with the fewest replicas; one rank for anything else."""
+        sizes = {
+            field.name: getattr(config, field.name) for field in fields(cls) if hasattr(config, field.name)
+        }
+        return cls(**sizes, data_parallel_size=_fewest_replicas(config) if sizes else 1)
 
     @property
     def world_size(self) -> int:
@@ -182,3 +191,11 @@ class ParallelSizes:
     def _expert_ranks(self) -> int:
         tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         return self.expert_model_parallel_size * tensor
+
+
+def _fewest_replicas(sizes: Any) -> int:
+    """The smallest data-parallel size with which the experts can be split over a stage as they are to be."""
+    experts = sizes.expert_model_parallel_size * (
+        sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size
+    )
+    return experts // math.gcd(experts, sizes.tensor_model_parallel_size * sizes.context_parallel_size)

@@ -43,7 +43,11 @@ def description_from_hf_config(config: Config, **overrides: Any) -> GPTDescripti
         InvalidInputError: an architecture that is not known, parts that ``GPTModel`` does not have, or fields
             that neither the file nor ``overrides`` give.
     """
-    text = config.get("text_config", config)
+    if not isinstance(config, Mapping):
+        raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
+    text = config.get("text_config") or config
+    if "num_layers" in overrides:  # on which patterns of layers depend
+        text = {**text, "num_hidden_layers": overrides["num_layers"]}
     kind = str(text.get("model_type", config.get("model_type")))
     if kind not in _ARCHITECTURES:
         raise InvalidInputError(
@@ -107,7 +111,8 @@ def _mixtral(text: Config) -> Fields:
 
 
 def _deepseek_v3(text: Config) -> Fields:
-    dense, layers = text.get("first_k_dense_replace", 0), text.get("num_hidden_layers", 0)
+    layers = text.get("num_hidden_layers", 0)
+    dense = min(text.get("first_k_dense_replace", 0), layers)
     shared, width = text.get("n_shared_experts") or 0, _required(text, "moe_intermediate_size")
     return {
         "num_query_groups": None,

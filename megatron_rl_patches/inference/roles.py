@@ -14,32 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..errors import InferenceOnlyError
 from .builder import freeze, without_training
 from .global_state import preserved_rng
+from .untrainable import refuse_to_train, refuse_training
 
 _log = logging.getLogger("megatron_rl_patches")
 _scope: ContextVar[Scope | None] = ContextVar("inference_only_scope", default=None)
 
-#: The attribute of a chunk that only scores: its role, and the setting that made it so.
-MARK = "inference_only_role"
 SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
-# What loops call on a DDP chunk in order to train it.
-_TRAINING_METHODS = (
-    "disable_forward_pre_hook",
-    "enable_forward_pre_hook",
-    "finish_grad_sync",
-    "no_sync",
-    "scale_gradients",
-    "start_grad_sync",
-    "start_param_sync",
-    "zero_grad_buffer",
-)
 # Arguments and parameters that say that the wrapper holds the parameters themselves, in shards.
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 
@@ -104,11 +90,7 @@ def retire(model: Sequence[torch.nn.Module], role: str, setting: str = SETTING) 
     """
     _give_own_config(model)
     freeze(model)
-    for chunk in model:
-        setattr(chunk, MARK, (role, setting))
-        for name in _TRAINING_METHODS:
-            setattr(chunk, name, partial(_refuse, role, setting, name))
-        chunk.requires_grad_ = partial(_stay_frozen, role, setting, chunk)  # type: ignore[method-assign]
+    refuse_training(model, role, setting)
 
 
 def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
@@ -120,32 +102,6 @@ def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
             if id(config) not in copies:
                 copies[id(config)] = config, without_training(config)
             module.config = copies[id(config)][1]
-
-
-def refuse_to_train(model: Any, what: str) -> None:
-    """Refuse ``what`` for a model with a retired chunk.
-
-    Raises:
-        InferenceOnlyError: names the role and the setting that made it so.
-    """
-    for chunk in model if isinstance(model, Sequence | torch.nn.ModuleList) else [model]:
-        if (mark := getattr(chunk, MARK, None)) is not None:
-            _refuse(*mark, what)
-
-
-def _refuse(role: str, setting: str, what: str, *args: Any, **kwargs: Any) -> None:
-    raise InferenceOnlyError(
-        f"{what}: the model of role {role!r} only scores. Because of {setting} it was built without DDP, "
-        "gradient buffers and optimizer; if it is to train, change that and build it again."
-    )
-
-
-def _stay_frozen(
-    role: str, setting: str, chunk: torch.nn.Module, requires_grad: bool = True
-) -> torch.nn.Module:
-    if requires_grad:
-        _refuse(role, setting, "requires_grad_(True)")
-    return torch.nn.Module.requires_grad_(chunk, False)
 
 
 # --- what stands around Megatron's functions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
 from ..errors import InvalidInputError
+from ._meta_device import rng_tracker_that_does_not_fork
 from ._microbatches import Microbatch, checked
+from .global_state import cuda_rng_tracker
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
 
@@ -42,6 +44,7 @@ def forward_log_probs(
     forward: Forward | None = None,
     with_entropy: bool = False,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     output_device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> Scores | None:
@@ -68,8 +71,10 @@ def forward_log_probs(
         forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
             last stage is the logits ``[b, s, vocabulary / tp]``, of whole sequences also under context
             parallelism. Default: ``chunk(tokens, position_ids, attention_mask)``.
-        with_entropy: also return the entropy over the model's (padded) vocabulary.
+        with_entropy: also return the entropy.
         temperature: logits are divided by it.
+        vocab_size: ids from here on are padding of the vocabulary and have probability zero; default: the
+            model's ids all count, as they do in training with Megatron's losses.
         output_device: where the results go.
         progress: show a progress bar on global rank 0.
 
@@ -78,17 +83,21 @@ def forward_log_probs(
         on the other stages.
 
     Raises:
-        InvalidInputError: on every rank alike, before any communication.
+        InvalidInputError: on every rank alike, before any communication; but logits of a wrong shape from
+            ``forward`` show on the last stage only.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     _check_layout(chunks, forward)
     if not temperature > 0:
         raise InvalidInputError(f"temperature is {temperature}. Expected: more than 0, as it divides logits.")
     config = get_model_config(chunks[0])
+    padded_size = _attribute(chunks[0], "vocab_size", None)
+    if vocab_size is not None and not 0 < vocab_size <= (padded_size or vocab_size):
+        raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
     batches = checked(
         microbatches,
         packing=forward is not None,
-        vocabulary=_attribute(chunks[0], "vocab_size", None),
+        vocabulary=vocab_size or padded_size,
         multiple=parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1,
     )
     shapes = {batch.tokens_bs.shape for batch in batches}
@@ -109,7 +118,7 @@ def forward_log_probs(
                 bar.update()
             if not _attribute(chunk, "post_process", True):
                 return output, None
-            scores = _score(output, batch, chunk, temperature, with_entropy)
+            scores = _score(output, batch, chunk, temperature, with_entropy, vocab_size)
             # In place of the logits, which the schedule would hold while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
 
@@ -162,7 +171,11 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     try:
         for chunk in chunks:
             chunk.eval()
-        yield
+        # Megatron forks it for dropout, of which there is none here; who only scores has not seeded it.
+        tracker = cuda_rng_tracker()
+        unseeded = tracker is None or not tracker.get_states()
+        with rng_tracker_that_does_not_fork() if unseeded else nullcontext():
+            yield
     finally:
         for module, training in modes:
             module.training = training
@@ -217,7 +230,12 @@ def _without_float32_copy(chunk: Any) -> dict[str, bool]:
 
 
 def _score(
-    logits_bsv: torch.Tensor, batch: Microbatch, chunk: Any, temperature: float, with_entropy: bool
+    logits_bsv: torch.Tensor,
+    batch: Microbatch,
+    chunk: Any,
+    temperature: float,
+    with_entropy: bool,
+    vocab_size: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if logits_bsv.shape[:2] != batch.tokens_bs.shape:
         raise InvalidInputError(
@@ -227,6 +245,9 @@ def _score(
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() == 1 or not _attribute(chunk, "parallel_output", True):
         group = None
+    if vocab_size is not None:
+        first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
+        logits_bsv[..., max(0, vocab_size - first_id) :] = float("-inf")
     rows_n, targets_n = (tensor.to(logits_bsv.device) for tensor in (batch.rows_n, batch.targets_n))
     return _score_rows(logits_bsv.flatten(0, 1), rows_n, targets_n, group, temperature, with_entropy)
 

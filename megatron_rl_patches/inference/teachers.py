@@ -95,14 +95,15 @@ class TeacherPool:
 
                 * ``None``: those that the model holds now;
                 * a path: a checkpoint, read by
-                  :func:`~megatron_rl_patches.inference.load_inference_checkpoint` on all ranks together;
+                  :func:`~megatron_rl_patches.inference.load_inference_checkpoint` with ``exact`` on all ranks
+                  together;
                 * a state dict of the chunk, as ``chunk.state_dict()`` returns it, or one per chunk;
-                * a function that is given the model and loads weights into it.
+                * a function that is given the model and loads weights into it, converting what it likes.
 
         Raises:
             InvalidInputError: the name is taken; weights differ in name, shape or dtype; the model holds
                 none that could be added.
-            CheckpointError: the checkpoint cannot be loaded.
+            CheckpointError: the checkpoint cannot be loaded, or is of other names, shapes or dtypes.
         """
         if name in self._teachers:
             raise InvalidInputError(
@@ -216,7 +217,7 @@ class TeacherPool:
             from .checkpoint import load_inference_checkpoint
 
             path = source
-            return lambda model: load_inference_checkpoint(model, path)
+            return lambda model: load_inference_checkpoint(model, path, exact=True)
         if callable(source):
             return source
         states = [source] if isinstance(source, Mapping) else list(source)

@@ -121,7 +121,7 @@ def _scheduler(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..inference.roles import refuse_to_train
+    from ..inference.untrainable import refuse_to_train
 
     refuse_to_train(_bind(wrapped, args, kwargs).arguments["model"], "train")
     return wrapped(*args, **kwargs)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.small_models import (
     LAYOUTS,
@@ -68,6 +69,10 @@ def _compare_with_a_policy(layout: Layout, dtype: str) -> Report:
     report.expect(dict(vars(config)) == config_before, "the policy's config was touched")
     report.expect(random_streams() == streams_before, "a random stream has moved")
     for chunk in teacher:
+        with pytest.raises(
+            InferenceOnlyError, match=r"zero_grad_buffer: .* Because of build_inference_model"
+        ):
+            chunk.zero_grad_buffer()
         bare = chunk.module if dtype == "bf16" else chunk
         report.expect(chunk.config is bare.config, "wrapper and model have different configs")
         report.expect(bare.config is not config, "the policy's config is shared")

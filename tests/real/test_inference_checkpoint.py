@@ -346,6 +346,12 @@ def _load_what_is_broken(root_name: str) -> dict[str, Any]:
         load("uncovered", root / "healthy", uncovered)
     with _megatron(ffn_hidden_size=48):
         load("other shapes", root / "healthy", checkpoints.scoring(_options("PP 2")))
+    with _megatron(VOCABULARY=40):
+        load("padding, exact", root / "healthy", checkpoints.scoring(_options("TP 2")), exact=True)
+        bf16 = checkpoints.scoring(_options("TP 2", bf16=True))
+        load("dtype, exact", root / "healthy", bf16, exact=True)
+    with _megatron(VOCABULARY=32 + 2048):
+        load("another vocabulary", root / "healthy", checkpoints.scoring(_options("TP 2")))
     return errors
 
 
@@ -359,6 +365,9 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
         "other keys": r"every rank: .*tensors unexpected in the checkpoint \(4\): decoder\.layers\.",
         "fewer keys": r"every rank: .*tensors missing in the checkpoint \(4\): decoder\.layers\.mlp\.linear_",
         "uncovered": r"tensors missing in the checkpoint \(1\): decoder\.layers\.0\.mlp\.extra",
+        "padding, exact": r"of another shape \(2\): embedding\..*weight is \[32, 32\] .* \[40, 32\]",
+        "dtype, exact": r"of another dtype .* is torch.float32 in the checkpoint and torch.bfloat16 in",
+        "another vocabulary": r"of another shape \(2\): embedding\..*weight is \[32, 32\] in",
         "other shapes": r"of another shape \(3\): .*fc1\.weight is \[4, 128, 32\] .* \[4, 48, 32\]",
     }
     ranks = spawn_ranks(_load_what_is_broken, 2, str(tmp_path))

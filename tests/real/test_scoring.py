@@ -238,7 +238,7 @@ def _fail_and_plug_in() -> None:
     with cpu_backend():
         from unittest import mock
 
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state, tensor_parallel
 
         from megatron_rl_patches.inference import forward_log_probs
         from tests.real import tiny_gpt
@@ -286,6 +286,25 @@ def _fail_and_plug_in() -> None:
             return torch.cat(logits, dim=1)
 
         tokens = torch.randint(32, (1, 11), generator=torch.Generator().manual_seed(0))
+        # Padding of the vocabulary has no probability.
+        alone = [{"tokens": tokens % 20, "lengths": [11]}]
+        [of_20] = forward_log_probs(model, alone, vocab_size=20, progress=False).log_probs
+        logits_bsv = model[0](tokens % 20, torch.arange(11)[None], None)[..., :20].double()
+        expected = logits_bsv.log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None] % 20)[:, 0]
+        torch.testing.assert_close(of_20.double(), expected, rtol=1e-6, atol=1e-6)
+        with pytest.raises(InvalidInputError, match=r"vocab_size is 33\. Expected: 1 to 32"):
+            forward_log_probs(model, alone, vocab_size=33)
+        with pytest.raises(InvalidInputError, match="microbatch 0: token id"):
+            forward_log_probs(model, alone, vocab_size=3)
+
+        # Who only scores need not have seeded Megatron's generators.
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        seeded = tracker.get_states()
+        tracker.reset()
+        [unseeded] = forward_log_probs(model, alone, vocab_size=20, progress=False).log_probs
+        assert torch.equal(unseeded, of_20) and not tracker.get_states()
+        tracker.set_states(seeded)
+
         packed = [{"tokens": tokens, "lengths": [4, 7]}]
         padded = [{"tokens": tokens[:, :4], "lengths": [4]}, {"tokens": tokens[:, 4:], "lengths": [7]}]
         from_packed = forward_log_probs(model, packed, forward=one_after_the_other, progress=False)

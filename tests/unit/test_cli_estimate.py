@@ -146,10 +146,12 @@ def test_refusals(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no multiple of 4" in refuse(capsys, *SMALL, "--tensor-model-parallel-size=4", "--world-size=6")
     assert "not both" in refuse(capsys, *SMALL, "--data-parallel-size=2", "--world-size=2")
     assert "exclude each other" in refuse(capsys, *SMALL, "--bf16", "--fp16")
-    for pattern in ("__import__('os')", "[1", "1+[1]"):
+    for pattern in ("__import__('os')", "[1", "1+[1]", "[0][1]", "[[0]]*4", "9**9**9"):
         assert "--moe-layer-freq is" in refuse(capsys, *SMALL, f"--moe-layer-freq={pattern}")
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
+    assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
+    assert "there is no folder" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'none' / 'memory.png'}")
 
 
 def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,6 +64,22 @@ def linear(dtype: torch.dtype = torch.bfloat16, expert: bool = False) -> torch.n
 def one_stage(model: Any, **arguments: Any) -> StageEstimate:
     [stage] = estimate_memory(model, **arguments).stages
     return stage
+
+
+def test_a_config_with_experts_has_the_replicas_that_they_need() -> None:
+    config = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        context_parallel_size=1,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=None,
+    )
+    assert ParallelSizes.from_config(config).data_parallel_size == 8
+    assert ParallelSizes.from_config(object()) == ParallelSizes()
+
+
+def test_one_virtual_stage_is_none() -> None:
+    assert ParallelSizes(virtual_pipeline_model_parallel_size=1) == ParallelSizes()
 
 
 class TestTraining:
@@ -239,9 +256,28 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch)
         (lambda: OptimizerSettings(exp_avg_dtype="bf16"), "exp_avg_dtype: needs use_precision_aware"),
         (lambda: OptimizerSettings(use_precision_aware_optimizer=True), "needs use_distributed_optimizer"),
         (lambda: OptimizerSettings(main_grads_dtype="int8"), "main_grads_dtype is 'int8'"),
-        (lambda: OptimizerSettings(optimizer_offload_fraction=2), "between 0 and 1"),
+        (
+            lambda: OptimizerSettings(optimizer_cpu_offload=True, optimizer_offload_fraction=2),
+            "between 0 and 1",
+        ),
+        (lambda: OptimizerSettings(optimizer_offload_fraction=0.5), "needs optimizer_cpu_offload"),
+        (
+            lambda: OptimizerSettings(
+                use_distributed_optimizer=True,
+                use_precision_aware_optimizer=True,
+                optimizer_cpu_offload=True,
+                exp_avg_dtype="bf16",
+            ),
+            "exp_avg_dtype: without effect with optimizer_cpu_offload",
+        ),
+        (lambda: OptimizerSettings(main_grads_dtype="fp8"), "it can be fp32, bf16, as in Megatron-LM"),
+        (lambda: OptimizerSettings(main_params_dtype="bf16"), "it can be fp32, fp16, as in Megatron-LM"),
+        (lambda: GPTDescription(1, 1, 1, 1, normalization="Foo"), "normalization is 'Foo'"),
+        (lambda: GPTDescription(1, 1, 1, 1, moe_layer_freq=0), "moe_layer_freq is 0"),
+        (lambda: GPTDescription(1, 1, 1, 1, moe_layer_freq=[0, 2]), r"moe_layer_freq is \(0, 2\)"),
+        (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype float8_e5m2"),
         (lambda: ParallelSizes(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0"),
-        (lambda: ParallelSizes(expert_model_parallel_size=8), "change data_parallel_size"),
+        (lambda: ParallelSizes(expert_model_parallel_size=8), "must be a multiple of 8"),
         (lambda: GPTDescription(0, 1, 1, 1), "num_layers is 0"),
         (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
         (lambda: estimate_memory(linear(), teachers=-1), "teachers is -1"),

@@ -116,6 +116,12 @@ def test_the_text_part_counts_and_flags_fill_in() -> None:
 
 def test_flags_come_first() -> None:
     assert description_from_hf_config(LLAMA, num_layers=2).num_layers == 2
+    model = description_from_hf_config(QWEN3_MOE, num_layers=2)
+    assert isinstance(model.moe_layer_freq, tuple) and len(model.moe_layer_freq) == 2
+
+
+def test_a_text_part_that_is_null_is_none() -> None:
+    assert description_from_hf_config({**LLAMA, "text_config": None}) == description_from_hf_config(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +129,7 @@ def test_flags_come_first() -> None:
     [
         ({**LLAMA, "model_type": "gpt_oss"}, "model_type is 'gpt_oss'; known are deepseek_v3"),
         ({}, "model_type is 'None'"),
+        ([LLAMA], "a JSON object, not a list"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
         (

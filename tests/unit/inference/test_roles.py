@@ -17,6 +17,7 @@ from megatron.core import ModelParallelConfig
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.inference import roles
 from megatron_rl_patches.inference.role_loading import load_checkpoint, preserved_globals
+from megatron_rl_patches.inference.untrainable import refuse_to_train
 
 
 class Chunk(torch.nn.Module):
@@ -115,7 +116,7 @@ def test_a_host_that_could_not_be_intercepted_is_warned_of(caplog: pytest.LogCap
     assert returned == (model, "optimizer", "scheduler", 7)
     assert "role 'ref' was built for training, as ever" in caplog.text
     assert "get_model was not called" in caplog.text
-    roles.refuse_to_train(model, "train")
+    refuse_to_train(model, "train")
 
 
 # --- retired models
@@ -163,7 +164,7 @@ def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
         roles.optimizer(lambda: "optimizer", [Chunk(None), model[1]])
     for given in (model, model[0], torch.nn.ModuleList(model)):
         with pytest.raises(InferenceOnlyError, match="train: "):
-            roles.refuse_to_train(given, "train")
+            refuse_to_train(given, "train")
 
 
 def test_a_retired_model_still_freezes_loads_and_scores(model: list[Any]) -> None:

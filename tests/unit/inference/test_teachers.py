@@ -151,7 +151,7 @@ def test_sources(model: Net) -> None:
     pool.add("b", lambda chunks: chunks[0].load_state_dict(STATES["b"]))
     with mock.patch(
         "megatron_rl_patches.inference.checkpoint.load_inference_checkpoint",
-        lambda chunks, path: chunks[0].load_state_dict(STATES[path.name]),
+        lambda chunks, path, exact: exact and chunks[0].load_state_dict(STATES[path.name]),
     ):
         pool.add("c", Path("checkpoints/c"))
     assert holds(model, "own") and pool.resident == "own"
@@ -307,6 +307,13 @@ def test_models_that_train_are_refused(pool: TeacherPool, model: Net) -> None:
 def test_weights_without_memory_are_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"weight \(Parameter on meta\) has no plain memory"):
         TeacherPool(torch.nn.Linear(2, 2, device="meta").requires_grad_(False))
+
+
+def test_weights_whose_changes_cannot_be_noticed_are_refused() -> None:
+    with torch.inference_mode():
+        model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(InvalidInputError, match=r"weight was made under torch.inference_mode\(\)"):
+        TeacherPool(model)
 
 
 def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:
