@@ -30,6 +30,7 @@ def rendezvous_again() -> int:
 
     torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()  # or else a rank may be done, and gone, while another still connects to it
     return torch.distributed.get_world_size()
 
 
