@@ -222,6 +222,8 @@ def demo(
     rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 60,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
+    tensor_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 1,
+    pipeline_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 1,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures of the run.")
     ] = None,
@@ -243,6 +245,8 @@ def demo(
             rollouts=rollouts,
             ranks=ranks,
             seed=seed,
+            tensor_parallel_size=tensor_model_parallel_size,
+            pipeline_parallel_size=pipeline_model_parallel_size,
             json_file=json_file,
             plot_file=plot_file,
             without_patches=without_patches,

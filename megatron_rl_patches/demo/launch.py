@@ -33,6 +33,8 @@ def run_demo(
     rollouts: int,
     ranks: int,
     seed: int,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
     json_file: Path | None,
     plot_file: Path | None,
     without_patches: bool,
@@ -41,8 +43,10 @@ def run_demo(
 
     Args:
         rollouts: how often the program samples, scores and calls ``train()``.
-        ranks: data-parallel processes: on GPUs with NCCL if there are as many, else on the CPU with gloo.
+        ranks: processes: on GPUs with NCCL if there are as many, else on the CPU with gloo.
         seed: of weights, prompts and sampling.
+        tensor_parallel_size: ranks over which the weights and the vocabulary are split.
+        pipeline_parallel_size: ranks over which the layers are split. Ranks beyond are replicas.
         json_file: where to write :class:`~megatron_rl_patches.demo.figures.Figures`.
         plot_file: where to draw the reward per rollout.
         without_patches: run the same program unpatched, to show the error of its second ``train()``.
@@ -51,15 +55,23 @@ def run_demo(
         exit code: 0 when the run did what it is to show, which without patches is to fail with that error.
 
     Raises:
-        MegatronRLPatchesError: an extra is not installed, or the environment variable has no effect here.
+        MegatronRLPatchesError: an extra is not installed, the environment variable has no effect here, or the
+            model is not to be split so.
     """
+    _require_split(ranks, tensor_parallel_size, pipeline_parallel_size)
     _require(*(["matplotlib"] if plot_file else []))
     environ = _environment(without_patches)
     if not without_patches:
         _require_startup(environ)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
-        arguments = [f"--rollouts={rollouts}", f"--seed={seed}", f"--folder={folder}"]
+        arguments = [
+            f"--rollouts={rollouts}",
+            f"--seed={seed}",
+            f"--tensor-model-parallel-size={tensor_parallel_size}",
+            f"--pipeline-model-parallel-size={pipeline_parallel_size}",
+            f"--folder={folder}",
+        ]
         code = _run_ranks(ranks, arguments, environ)
         if code != 0:
             print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
@@ -77,6 +89,20 @@ def run_demo(
     if without_patches:
         print(_EXPECTED)
     return 0
+
+
+def _require_split(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    if tensor_parallel_size not in (1, 2, 4) or pipeline_parallel_size not in (1, 2):
+        raise MegatronRLPatchesError(
+            f"tensor-parallel size {tensor_parallel_size}, pipeline-parallel size {pipeline_parallel_size}: "
+            "the demo's model has 4 attention heads and 2 layers, so give 1, 2 or 4, and 1 or 2"
+        )
+    if ranks % (tensor_parallel_size * pipeline_parallel_size):
+        raise MegatronRLPatchesError(
+            f"{ranks} ranks are no multiple of tensor-parallel size {tensor_parallel_size} × "
+            f"pipeline-parallel size {pipeline_parallel_size}: "
+            f"give --ranks {tensor_parallel_size * pipeline_parallel_size}"
+        )
 
 
 def _require(*modules: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -20,10 +21,18 @@ _LEARNING_RATE = 1e-3
 _BUCKET = 25_000
 
 
-def initialize(seed: int) -> None:
-    """Megatron's process groups and random number generators; every rank is a replica."""
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+def initialize(seed: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+    """Megatron's process groups and random number generators."""
+    parallel_state.initialize_model_parallel(
+        tensor_parallel_size, pipeline_parallel_size, create_gloo_process_groups=False
+    )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def generator_beside(model: list[DistributedDataParallel], seed: int) -> torch.Generator:
+    """For prompts and sampling: another one for each replica of the model, the same within a replica."""
+    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    return torch.Generator(next(model[0].parameters()).device).manual_seed(seed * replicas + replica)
 
 
 def config() -> TransformerConfig:
@@ -33,6 +42,10 @@ def config() -> TransformerConfig:
         num_attention_heads=_HEADS,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_dtype=torch.float32,
+        calculate_per_token_loss=True,
     )
 
 
@@ -58,7 +71,9 @@ def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
         use_distributed_optimizer=True,
         bucket_size=_BUCKET,
     )
-    gpt = provide(gpt_config)
+    gpt = provide(
+        gpt_config, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    )
     model = [DistributedDataParallel(gpt_config, ddp_config, gpt.cuda())]
     for chunk in model:
         chunk.broadcast_params()
@@ -78,6 +93,11 @@ def answer(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Let the model write, at temperature 1.
 
+    Args:
+        model: the chunks of this rank; all ranks of a replica write the same.
+        prompts_bp: prompts, ``[b, PROMPT]``.
+        generator: in the same state on all ranks of a replica.
+
     Returns:
         prompts with their answers, ``[b, PROMPT + DIGITS]``, and the log-probabilities of what it wrote,
         ``[b, DIGITS]``.
@@ -86,12 +106,33 @@ def answer(
     chunk.eval()
     tokens_bs, log_probs = prompts_bp, []
     for _ in range(DIGITS):
-        logits_bv = chunk(tokens_bs, positions(tokens_bs), attention_mask=None)[:, -1].float()
-        log_probs_bv = logits_bv.log_softmax(dim=-1)
+        log_probs_bv = _next_token_log_probs(chunk, tokens_bs)
         token_b1 = torch.multinomial(log_probs_bv.exp(), 1, generator=generator)
         log_probs.append(log_probs_bv.gather(1, token_b1))
         tokens_bs = torch.cat([tokens_bs, token_b1], dim=1)
     return tokens_bs, torch.cat(log_probs, dim=1)
+
+
+def _next_token_log_probs(chunk: DistributedDataParallel, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """``[b, VOCABULARY]`` on all ranks: one pipeline stage after the other computes and tells the others."""
+    batch, length = tokens_bs.shape
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages = torch.distributed.get_process_group_ranks(group)
+    received = None
+    for stage in stages:
+        is_last = stage == stages[-1]
+        if stage == torch.distributed.get_rank():
+            chunk.module.set_input_tensor(received)
+            output = chunk(tokens_bs, positions(tokens_bs), attention_mask=None)
+            if is_last:
+                logits_bv = tensor_parallel.gather_from_tensor_model_parallel_region(output[:, -1])
+                output = logits_bv.float().log_softmax(dim=-1)
+        else:
+            shape = (batch, VOCABULARY) if is_last else (length, batch, _HIDDEN)
+            output = torch.empty(shape, device=tokens_bs.device)
+        torch.distributed.broadcast(output, src=stage, group=group)
+        received = output
+    return output
 
 
 def positions(tokens_bs: torch.Tensor) -> torch.Tensor:

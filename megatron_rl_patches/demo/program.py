@@ -14,15 +14,17 @@ import torch
 import torch.distributed
 
 from . import digits
-from .policy import answer, build
-from .training import Batch, policy_loss, train
+from .objectives import policy_loss
+from .policy import answer, build, generator_beside
+from .training import Batch, train
 
 #: Prompts with answers, ``[b, PROMPT + DIGITS]``, in; the teacher's log-probabilities, ``[b, DIGITS]``, out.
 Teacher = Callable[[torch.Tensor], torch.Tensor]
 
 # Per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
-_STEPS, _MICROBATCHES_PER_STEP = 6, 2
+_STEPS, _MICROBATCHES_PER_STEP = 8, 2
+_MICROBATCH = _PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES_PER_STEP)
 _DISTILLATION = 0.3
 
 
@@ -46,9 +48,7 @@ class Rollout:
 def rollouts(count: int, seed: int, teacher: Teacher) -> Iterator[Rollout]:
     """Run the program on this rank, Megatron being initialised; yield after each ``train()``."""
     model, optimizer = build(seed)
-    device = next(model[0].parameters()).device
-    generator = torch.Generator(device)
-    generator.manual_seed(seed * torch.distributed.get_world_size() + torch.distributed.get_rank())
+    generator = generator_beside(model, seed)
     for _ in range(count):
         prompts_bp = digits.prompts(_PROMPTS, generator).repeat_interleave(_ANSWERS_PER_PROMPT, dim=0)
         tokens_bs, log_probs_bd = answer(model, prompts_bp, generator)
@@ -57,7 +57,7 @@ def rollouts(count: int, seed: int, teacher: Teacher) -> Iterator[Rollout]:
         advantages_bd = _advantages(scores_bd) - _DISTILLATION * distance_bd
         batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": advantages_bd}
         microbatches = _microbatches(batch, generator)
-        train(model, optimizer, microbatches, [_MICROBATCHES_PER_STEP] * _STEPS, policy_loss)
+        train(model, optimizer, microbatches, [_MICROBATCHES_PER_STEP] * _STEPS, _MICROBATCH, policy_loss)
         solved_b = scores_bd.all(dim=1).float()
         reward, solved, divergence = _mean_over_ranks(scores_bd.mean(), solved_b.mean(), distance_bd.mean())
         yield Rollout(reward, solved, divergence, _STEPS)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 
 from ..inference import TeacherPool, build_inference_model, estimate_memory, forward_log_probs
 from ..inference.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
 from . import digits
-from .policy import build, config, provide
-from .training import Batch, supervised_loss, train
+from .objectives import supervised_loss
+from .policy import build, config, generator_beside, provide
+from .training import Batch, train
 
 _STEPS, _BATCH = 150, 64
 
@@ -44,15 +45,24 @@ class Teachers:
                 scores = forward_log_probs(
                     model, [microbatch], output_device=tokens_bs.device, progress=False
                 )
-            assert scores is not None  # as on the last pipeline stage
-            log_probs_bd[asked_b] = torch.stack(scores.log_probs)
+            if scores is not None:
+                log_probs_bd[asked_b] = torch.stack(scores.log_probs)
+        torch.distributed.broadcast(
+            log_probs_bd,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
         return log_probs_bd
 
     def memory(self) -> MemoryEstimate:
         """What a rank takes to train such a model, to score with one, and to train beside these teachers."""
         return estimate_memory(
             self.model,
-            parallel=ParallelSizes(data_parallel_size=torch.distributed.get_world_size()),
+            parallel=ParallelSizes(
+                tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+                pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+            ),
             dtype="fp32",
             optimizer=OptimizerSettings(use_distributed_optimizer=True),
             teachers=len(self.pool),
@@ -70,9 +80,9 @@ def _microbatch(tokens_bs: torch.Tensor) -> dict[str, Any]:
 
 def _train_and_save(order: str, seed: int, folder: Path) -> None:
     model, optimizer = build(seed)
-    generator = torch.Generator(next(model[0].parameters()).device)
-    generator.manual_seed(seed * torch.distributed.get_world_size() + torch.distributed.get_rank())
-    train(model, optimizer, _solved(order, generator), [1] * _STEPS, supervised_loss)
+    train(
+        model, optimizer, _solved(order, generator_beside(model, seed)), [1] * _STEPS, _BATCH, supervised_loss
+    )
     _save(model, optimizer, _STEPS, folder)
 
 

@@ -15,16 +15,15 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from .digits import DIGITS
+from .digits import DIGITS, PROMPT
 from .policy import positions
 
 #: ``tokens`` [b, s]; for the policy loss also ``log_probs`` under the policy that wrote them and
 #: ``advantages``, [b, DIGITS].
 Batch = dict[str, torch.Tensor]
-#: Batch and log-probabilities of its answers, [b, DIGITS], in; loss out.
-Loss = Callable[[Batch, torch.Tensor], torch.Tensor]
-
-_CLIP = 0.2
+#: Of the logits that the model returns for a batch: what Megatron's schedules take from a loss function.
+LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+Objective = Callable[[Batch], LossFunc]
 
 
 def train(
@@ -32,7 +31,8 @@ def train(
     optimizer: Any,
     data_iterator: Iterator[Batch],
     num_microbatches: Sequence[int],
-    loss: Loss,
+    micro_batch_size: int,
+    objective: Objective,
 ) -> None:
     """Train on one rollout: one optimizer step per entry of ``num_microbatches``."""
     for chunk in model:
@@ -56,7 +56,7 @@ def train(
         config.param_sync_func = None
 
     for microbatches in num_microbatches:
-        _train_step(model, optimizer, data_iterator, microbatches, loss)
+        _train_step(model, optimizer, data_iterator, microbatches, micro_batch_size, objective)
         if overlap_param_gather and not pre_hooks_on:
             _enable_forward_pre_hook(model)
             config.param_sync_func = param_sync_func
@@ -70,49 +70,30 @@ def _train_step(
     optimizer: Any,
     data_iterator: Iterator[Batch],
     num_microbatches: int,
-    loss: Loss,
+    micro_batch_size: int,
+    objective: Objective,
 ) -> None:
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss),
+        forward_step_func=partial(_forward_step, objective),
         data_iterator=data_iterator,
         model=list(model),
         num_microbatches=num_microbatches,
-        # Read by pipelined schedules only.
-        seq_length=None,
-        micro_batch_size=None,
+        # What pipeline stages send each other.
+        seq_length=PROMPT + DIGITS,
+        micro_batch_size=micro_batch_size,
     )
     optimizer.step()
 
 
 def _forward_step(
-    loss: Loss, data_iterator: Iterator[Batch], model: torch.nn.Module
-) -> tuple[torch.Tensor, Any]:
+    objective: Objective, data_iterator: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, LossFunc]:
     batch = next(data_iterator)
-    input_bs, label_bs = batch["tokens"][:, :-1], batch["tokens"][:, 1:].contiguous()
-    losses_bs = model(input_bs, positions(input_bs), attention_mask=None, labels=label_bs)
-
-    def loss_func(losses_bs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        # The model's losses are negated log-probabilities of the label tokens.
-        value = loss(batch, -losses_bs[:, -DIGITS:].float())
-        return value, {"loss": value.detach()}
-
-    return losses_bs, loss_func
-
-
-def policy_loss(batch: Batch, log_probs_bd: torch.Tensor) -> torch.Tensor:
-    """Clipped policy gradient."""
-    ratio_bd = (log_probs_bd - batch["log_probs"]).exp()
-    clipped_bd = ratio_bd.clamp(1 - _CLIP, 1 + _CLIP)
-    advantages_bd = batch["advantages"]
-    return -torch.minimum(ratio_bd * advantages_bd, clipped_bd * advantages_bd).mean()
-
-
-def supervised_loss(batch: Batch, log_probs_bd: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of the answers."""
-    return -log_probs_bd.mean()
+    logits_bsv = model(batch["tokens"], positions(batch["tokens"]), attention_mask=None)
+    return logits_bsv, objective(batch)
 
 
 def _enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:

@@ -38,25 +38,28 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True, help="for figures and checkpoints")
     options = parser.parse_args()
     with _distributed():
-        figures = _run(options.rollouts, options.seed, options.folder)
+        figures = _run(options)
         if torch.distributed.get_rank() == 0:
             figures.write(options.folder / FIGURES)
 
 
-def _run(count: int, seed: int, folder: Path) -> Figures:
+def _run(options: argparse.Namespace) -> Figures:
     # Before the program's own modules: the patches arm themselves when the first host is imported, and the
     # program's train() must not be half imported by then.
     import megatron.core
 
     from . import policy, program, teachers
 
+    count, seed = options.rollouts, options.seed
     figures = _no_figures_yet(seed, megatron.core.__version__)
     rank = torch.distributed.get_rank()
-    policy.initialize(seed)
-    teacher = teachers.Teachers(folder, seed)
+    policy.initialize(seed, options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
+    teacher = teachers.Teachers(options.folder, seed)
     figures.keep_memory(teacher.memory())
     try:
         with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:

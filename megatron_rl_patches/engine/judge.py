@@ -65,7 +65,7 @@ def _judge(site: Site, facts: Facts) -> tuple[State, str]:
         if facts.imported_from is not None:
             return "drifted", f"moved: {site.module} imports it from {facts.imported_from}"
         if site.predates_without and site.predates_without not in facts.module_names:
-            return "not needed", f"{site.module} does not know {site.predates_without} yet"
+            return "not needed", f"{site.module} does not know {site.predates_without}"
         return "missing", f"{site.module} does not define {site.qualname}"
     if facts.replaced_by:
         return "conflict", (

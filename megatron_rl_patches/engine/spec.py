@@ -30,8 +30,8 @@ class Site:
         uses: parameters of the target that the adapter binds by name.
         mentions: names that the target's body must contain for the adapter to make sense.
         not_needed: judges from the target's code whether upstream has mended it; must not import anything.
-        predates_without: a name; where the whole module lacks it, the target's absence means that the host is
-            too old to have the fault, not that the target moved.
+        predates_without: a name; where the whole module lacks it, the target's absence means that the host
+            does not have the fault yet, or no longer, not that the target moved.
         copied_by: root packages of *other* hosts that copy the name (``from module import name``).
         with_settings: the adapter is also given ``settings=``, those that the patch was last applied with.
         only_tells: nothing is ever wrapped here; ``not_needed`` tells why the patch has no work in this host.

@@ -16,16 +16,12 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
 from ..errors import InvalidInputError
+from ..losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from ._meta_device import rng_tracker_that_does_not_fork
 from ._microbatches import Microbatch, checked
 from .global_state import cuda_rng_tracker
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
-
-# Elements of the logits that are in float32 at the same time.
-_BLOCK = 1 << 24
-# In place of -inf, the logit of ids that are masked: zero times it is zero.
-_LOWEST = torch.finfo(torch.float32).min
 
 
 class Scores(NamedTuple):
@@ -249,63 +245,11 @@ def _score(
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
         logits_bsv[..., max(0, vocab_size - first_id) :] = float("-inf")
     rows_n, targets_n = (tensor.to(logits_bsv.device) for tensor in (batch.rows_n, batch.targets_n))
-    return _score_rows(logits_bsv.flatten(0, 1), rows_n, targets_n, group, temperature, with_entropy)
-
-
-def _score_rows(
-    logits_tv: torch.Tensor,
-    rows_n: torch.Tensor,
-    targets_n: torch.Tensor,
-    group: torch.distributed.ProcessGroup | None,
-    temperature: float,
-    with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities and entropy ``[n]``, from logits whose vocabulary is split over ``group``.
-
-    The group's ranks exchange three or four numbers per row, once, and combine them in the same order.
-    """
-    first_id = logits_tv.shape[1] * (0 if group is None else group.rank())
-    size = max(1, _BLOCK // logits_tv.shape[1])
-    blocks = zip(*(torch.split(t, size) for t in (rows_n, targets_n)), strict=True)
-    statistics_qn = torch.cat(
-        [
-            _shard_statistics(logits_tv[rows].float(), targets - first_id, temperature, with_entropy)
-            for rows, targets in blocks
-        ],
-        dim=1,
-    )
-    statistics_kqn = statistics_qn[None]
-    if group is not None and len(rows_n):
-        statistics_kqn = statistics_qn.new_empty(group.size(), *statistics_qn.shape)
-        torch.distributed.all_gather(list(statistics_kqn), statistics_qn, group=group)
-    target_kn, top_kn, sum_kn, *product_kn = statistics_kqn.unbind(1)
-    top_n = top_kn.amax(0)
-    below_kn = ((top_kn - top_n) / temperature).clamp_(min=_LOWEST)
-    weight_kn = below_kn.exp()
-    sum_n = (weight_kn * sum_kn).sum(0)
-    log_probs_n = (target_kn.amax(0) - top_n) / temperature - sum_n.log()
-    if not with_entropy:
-        return log_probs_n, None
-    product_n = (weight_kn * product_kn[0] + weight_kn * below_kn * sum_kn).sum(0)
-    return log_probs_n, sum_n.log() - product_n / sum_n
-
-
-def _shard_statistics(
-    logits_nv: torch.Tensor, targets_n: torch.Tensor, temperature: float, with_entropy: bool
-) -> torch.Tensor:
-    """Of a vocabulary shard ``[3 or 4, n]``: target's and top logit, Σ exp(d), Σ exp(d) d; d = (x - top) / T.
-
-    Overwrites ``logits_nv``. A target in another shard counts as impossible here.
-    """
-    here_n = (targets_n >= 0) & (targets_n < logits_nv.shape[1])
-    target_n = logits_nv.gather(1, targets_n.where(here_n, 0)[:, None])[:, 0]
-    target_n = target_n.where(here_n, float("-inf"))
-    top_n = logits_nv.amax(1).clamp_(min=_LOWEST)
-    below_nv = logits_nv.sub_(top_n[:, None]).div_(temperature)
-    if not with_entropy:
-        return torch.stack([target_n, top_n, below_nv.exp_().sum(1)])
-    exp_nv = below_nv.exp()
-    return torch.stack([target_n, top_n, exp_nv.sum(1), exp_nv.mul_(below_nv.clamp_(min=_LOWEST)).sum(1)])
+    options: dict[str, Any] = {"tp_group": group, "rows": rows_n, "temperature": temperature}
+    logits_tv = logits_bsv.flatten(0, 1)
+    if with_entropy:
+        return vocab_parallel_log_probs_and_entropy(logits_tv, targets_n, **options)
+    return vocab_parallel_log_probs(logits_tv, targets_n, **options), None
 
 
 def _on_last_stage() -> bool:

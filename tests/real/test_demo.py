@@ -21,7 +21,7 @@ from megatron_rl_patches.doctor import Startup
 
 ROLLOUTS = 14
 UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-PROGRAM = ("digits", "policy", "training", "program")
+PROGRAM = ("digits", "policy", "training", "objectives", "program")
 
 
 class Run(NamedTuple):
@@ -38,6 +38,7 @@ def run(
     rollouts: int = ROLLOUTS,
     ranks: int = 2,
     without_patches: bool = False,
+    **parallel_sizes: int,
 ) -> Run:
     file = folder / "figures.json"
     code = run_demo(
@@ -47,6 +48,7 @@ def run(
         json_file=file,
         plot_file=folder / "reward.png",
         without_patches=without_patches,
+        **parallel_sizes,
     )
     return Run(code, Figures.read(file) if file.exists() else None, *capture.readouterr())
 
@@ -86,6 +88,43 @@ def test_the_reward_rises_over_repeated_calls_of_train(
     assert f"{ROLLOUTS}/{ROLLOUTS}" in err  # the progress bar
     assert "wall time" in out
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_the_reward_rises_where_the_model_is_split(
+    split: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, figures, _, err = run(capfd, tmp_path, **{split: 2})
+    assert code == 0, err
+    assert figures is not None
+    rewards, divergences = figures.reward_per_rollout, figures.divergence_per_rollout
+    assert min(rewards[-3:]) > 2 * max(rewards[:2])
+    assert max(divergences[-3:]) < 0.8 * min(divergences[:2])
+    # Half of the parameters and a few that both ranks have, and all of the optimizer's state for them.
+    training = figures.memory["training, device"]
+    assert training["exp avg"] == training["parameters"] < 0.52 * 410_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "told"),
+    [
+        (2, (3, 1), "tensor-parallel size 3, pipeline-parallel size 1: .* 4 attention heads and 2 layers"),
+        (2, (2, 2), "2 ranks are no multiple of .* give --ranks 4"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_told(ranks: int, sizes: tuple[int, int], told: str) -> None:
+    with pytest.raises(MegatronRLPatchesError, match=told):
+        run_demo(
+            rollouts=1,
+            ranks=ranks,
+            seed=0,
+            tensor_parallel_size=sizes[0],
+            pipeline_parallel_size=sizes[1],
+            json_file=None,
+            plot_file=None,
+            without_patches=False,
+        )
 
 
 @pytest.mark.slow
@@ -160,7 +199,8 @@ def test_a_variable_without_effect_is_told_at_once(monkeypatch: pytest.MonkeyPat
 def test_the_program_knows_nothing_of_the_patches(name: str) -> None:
     text = Path(launch.__file__).with_name(f"{name}.py").read_text()
     assert "megatron_rl_patches" not in text.lower()
-    relative = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
-    assert all(node.level == 1 for node in relative)
-    modules = {name for n in relative for name in ([n.module] if n.module else [a.name for a in n.names])}
-    assert modules <= set(PROGRAM)
+    imported = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
+    packages = {node.module for node in imported if node.level > 1}
+    assert packages <= {"losses"}
+    beside = {node.module for node in imported if node.level == 1} - {None}
+    assert beside | {a.name for n in imported if not n.module for a in n.names} <= set(PROGRAM)

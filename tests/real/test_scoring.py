@@ -160,8 +160,6 @@ def _score(sizes: dict[str, Any], bf16: bool = False) -> Run:
             forward_log_probs(model, microbatches(), **score)
         run.progress = stderr.getvalue()
         _record_refusals(run, model)
-        if tp[1] == 2:
-            _check_masked_shard()
         if not bf16:
             run.checksums = (_trained(options, scoring=False), _trained(options, scoring=True))
         return run
@@ -326,19 +324,6 @@ def _fail_and_plug_in() -> None:
             pytest.raises(InvalidInputError, match="context-parallel size is 2"),
         ):
             forward_log_probs(model, padded, progress=False)
-
-
-def _check_masked_shard() -> None:
-    """A vocabulary whose second half is masked out lies on two ranks as half of it does on one."""
-    from megatron_rl_patches.inference.scoring import _score_rows
-
-    group = torch.distributed.group.WORLD
-    logits_tv = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    targets_n = torch.arange(6)
-    mine_tv = logits_tv if group.rank() == 0 else torch.full_like(logits_tv, float("-inf"))
-    log_probs_n, entropy_n = _score_rows(mine_tv, torch.arange(6), targets_n, group, 0.5, with_entropy=True)
-    whole = _score_rows(logits_tv, torch.arange(6), targets_n, None, 0.5, with_entropy=True)
-    assert torch.equal(log_probs_n, whole[0]) and torch.equal(entropy_n, whole[1])
 
 
 # -- in the test

@@ -61,6 +61,7 @@ class Options:
     align_param_gather: bool = False
     use_distributed_optimizer: bool = True
     bf16: bool = False
+    calculate_per_token_loss: bool = False
     lr: float = 5e-3
     seed: int = 1234
 
@@ -163,6 +164,7 @@ def _transformer_config(options: Options) -> TransformerConfig:
         context_parallel_size=sizes.cp,
         sequence_parallel=sizes.sequence_parallel,
         bf16=options.bf16,
+        calculate_per_token_loss=options.calculate_per_token_loss,
         params_dtype=options.dtype,
         pipeline_dtype=options.dtype,
         # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.

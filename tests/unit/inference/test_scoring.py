@@ -7,81 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import scoring
 from megatron_rl_patches.inference._microbatches import checked
-from megatron_rl_patches.inference.scoring import _score_rows, _without_float32_copy
+from megatron_rl_patches.inference.scoring import _without_float32_copy
 
 VOCABULARY = 50
-
-
-def reference(
-    logits_tv: torch.Tensor, rows_n: torch.Tensor, targets_n: torch.Tensor, temperature: float
-) -> Any:
-    log_p_nv = (logits_tv.double() / temperature).log_softmax(1)[rows_n]
-    return log_p_nv.gather(1, targets_n[:, None])[:, 0], -torch.special.xlogy(
-        log_p_nv.exp(), log_p_nv.exp()
-    ).sum(1)
-
-
-@given(
-    seed=st.integers(0, 1000),
-    rows=st.integers(0, 20),
-    scale=st.sampled_from([1e-3, 1.0, 30.0]),
-    temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_rows_equal_a_float64_reference(
-    seed: int, rows: int, scale: float, temperature: float, dtype: torch.dtype
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits_tv = (torch.randn(30, VOCABULARY, generator=generator) * scale).to(dtype)
-    before = logits_tv.clone()
-    rows_n = torch.randperm(30, generator=generator)[:rows]
-    targets_n = torch.randint(VOCABULARY, (rows,), generator=generator)
-    log_probs_n, entropy_n = _score_rows(logits_tv, rows_n, targets_n, None, temperature, with_entropy=True)
-    expected_n, expected_entropy_n = reference(logits_tv, rows_n, targets_n, temperature)
-    assert log_probs_n.dtype == torch.float32 and entropy_n is not None
-    torch.testing.assert_close(log_probs_n.double(), expected_n, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy_n.double(), expected_entropy_n, rtol=1e-6, atol=2e-6)
-    assert torch.equal(logits_tv, before)
-
-
-def test_blocks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_tv, rows_n = torch.randn(30, VOCABULARY), torch.arange(30)
-    targets_n = torch.randint(VOCABULARY, (30,))
-    whole = _score_rows(logits_tv, rows_n, targets_n, None, 1.0, with_entropy=True)
-    monkeypatch.setattr(scoring, "_BLOCK", 7 * VOCABULARY)
-    blocks = _score_rows(logits_tv, rows_n, targets_n, None, 1.0, with_entropy=True)
-    assert all(torch.equal(*pair) for pair in zip(whole, blocks, strict=True))
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0])
-def test_masked_ids_count_for_nothing(temperature: float) -> None:
-    logits_tv = torch.randn(4, VOCABULARY)
-    logits_tv[:, 10:] = float("-inf")
-    targets_n = torch.tensor([0, 3, 9, 20])
-    log_probs_n, entropy_n = _score_rows(
-        logits_tv, torch.arange(4), targets_n, None, temperature, with_entropy=True
-    )
-    expected_n, expected_entropy_n = reference(logits_tv[:, :10], torch.arange(3), targets_n[:3], temperature)
-    torch.testing.assert_close(log_probs_n[:3].double(), expected_n, rtol=1e-6, atol=1e-6)
-    assert log_probs_n[3] == float("-inf")
-    assert entropy_n is not None
-    torch.testing.assert_close(entropy_n[:3].double(), expected_entropy_n, rtol=1e-6, atol=1e-6)
-
-
-def test_nan_logits_are_not_hidden() -> None:
-    logits_tv = torch.randn(2, VOCABULARY)
-    logits_tv[0, 5] = float("nan")
-    log_probs_n, entropy_n = _score_rows(
-        logits_tv, torch.arange(2), torch.tensor([1, 1]), None, 1.0, with_entropy=True
-    )
-    assert entropy_n is not None
-    assert log_probs_n.isnan().tolist() == entropy_n.isnan().tolist() == [True, False]
 
 
 def test_outputs_stay_in_their_dtype_where_megatron_allows_it() -> None:

@@ -1,11 +1,19 @@
-"""In the shape of verl's engine: it calls a copy of the registering function."""
+"""In the shape of verl's engine: it calls copies of the registering and of the scoring functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
+from verl.utils.megatron.tensor_parallel import (
+    vocab_parallel_entropy,
+    vocab_parallel_entropy_with_chunking,
+    vocab_parallel_log_probs_from_logits,
+    vocab_parallel_sum_pi_squared,
+)
 from verl.utils.megatron_utils import register_megatron_training_hooks
 
 
@@ -31,3 +39,39 @@ class MegatronEngine:
         update_successful, _, _ = self.optimizer.step()
         assert update_successful
         return losses
+
+
+class MegatronEngineWithLMHead(MegatronEngine):
+    engine_config: Any
+
+    def _lm_head_logits_processor(
+        self,
+        logits: Tensor,
+        label: Tensor,
+        temperature: Tensor,
+        *,
+        calculate_sum_pi_squared: bool,
+        calculate_entropy: bool,
+        distillation_use_topk: bool,
+        distillation_only: bool,
+        logits_processor_func: Callable[..., dict[str, Tensor]],
+        batch: Any,
+        data_format: str,
+    ) -> dict[str, Tensor]:
+        logits.div_(temperature.unsqueeze(-1).to(logits.dtype))
+        result = {}
+        if calculate_sum_pi_squared:
+            result["sum_pi_squared"] = vocab_parallel_sum_pi_squared(logits)
+        to_overwrite = logits
+        if calculate_entropy:
+            to_overwrite = logits.clone()
+            if self.engine_config.entropy_from_logits_with_chunking:
+                size = self.engine_config.entropy_from_logits_chunk_size
+                result["entropy"] = vocab_parallel_entropy_with_chunking(logits, chunk_size=size)
+            else:
+                result["entropy"] = vocab_parallel_entropy(logits)
+        if distillation_use_topk:
+            result |= logits_processor_func(student_logits=to_overwrite, data=batch, data_format=data_format)
+        if not distillation_only:
+            result["log_probs"] = vocab_parallel_log_probs_from_logits(to_overwrite, label)
+        return result

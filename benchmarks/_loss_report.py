@@ -1,0 +1,257 @@
+"""The page and the plot of ``bench_loss``."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ._loss_candidates import (
+    CANDIDATES,
+    CHECKOUTS,
+    EAGER,
+    ENTROPY,
+    ENTROPY_GRAD,
+    FUSED,
+    LOG_PROBS,
+    MODES,
+    NAIVE,
+    SLIME,
+)
+from ._loss_measure import REFERENCE_ROWS, Cost, Result
+
+# What is asked, of which set-up and mode, what was found, the claim, and whether it is met.
+Target = tuple[str, str, str, str, bool]
+
+FASTER_THAN_SLIME = {LOG_PROBS: 2.0, ENTROPY: 2.0, ENTROPY_GRAD: 3.0}
+FASTER_THAN_PEERS = {LOG_PROBS: 1.2, ENTROPY: 2.5, ENTROPY_GRAD: 2.5}
+FLOORS = 2.5
+MEMORY, MEMORY_IN_PLACE = 1.02, 0.02
+BANDWIDTH = 0.85  # on a GPU, of that of a copy
+
+
+def targets(results: Sequence[Result]) -> Iterator[Target]:
+    """Speed of float32 logits on one rank; memory of all."""
+    for result in results:
+        yield from _memory_targets(result)
+        if result.setup.dtype == "float32" and result.setup.tp_size == 1:
+            yield from _speed_targets(result)
+            if torch.cuda.is_available():
+                yield from _bandwidth_targets(result)
+
+
+def _memory_targets(result: Result) -> Iterator[Target]:
+    if not _is_full_size(result):
+        return
+    for name, limit in (("in place", MEMORY_IN_PLACE), ("", MEMORY)):
+        used = [
+            cost.memory
+            for (candidate, _), cost in result.costs.items()
+            if candidate.startswith("ours") and candidate.endswith("in place") == bool(name)
+        ]
+        what = f"extra memory{' in place' if name else ''}, × logits"
+        yield what, result.setup.name, f"{max(used):.3f}", f"<= {limit:g}", max(used) <= limit
+
+
+def _is_full_size(result: Result) -> bool:
+    # The claim is for float32; half the bytes are half the room for a block of rows.
+    return result.setup.dtype == "float32" and result.setup.rows >= 1024 and result.setup.tp_size == 1
+
+
+def _speed_targets(result: Result) -> Iterator[Target]:
+    floor = result.floor.read + result.floor.read_and_write
+    for mode in MODES:
+        where = f"{result.setup.name}, {mode}"
+        fused, eager = (result.costs.get((name, mode)) for name in (FUSED, EAGER))
+        if fused is not None:
+            if (slime := result.costs.get((SLIME, mode))) is not None:
+                yield _at_least(
+                    "fused beside slime", where, slime.total / fused.total, FASTER_THAN_SLIME[mode]
+                )
+            name, fastest = min(_peers(result, mode), key=lambda pair: pair[1].total)
+            what = f"fused beside the fastest peer ({name})"
+            yield _at_least(what, where, fastest.total / fused.total, FASTER_THAN_PEERS[mode])
+            floors = fused.total / floor
+            what = "fused, in floors of a read and a read-and-write"
+            yield what, where, f"{floors:.2f}", f"<= {FLOORS:g}", floors <= FLOORS
+        if eager is not None:
+            yield _at_least("eager beside naive", where, result.costs[NAIVE, mode].total / eager.total, 1.0)
+
+
+def _bandwidth_targets(result: Result) -> Iterator[Target]:
+    for mode in MODES:
+        if (cost := result.costs.get((FUSED, mode))) is None:
+            continue
+        for way, share in _bandwidths(cost).items():
+            where = f"{result.setup.name}, {mode}"
+            met = share >= BANDWIDTH
+            yield f"fused {way}, bandwidth of a copy", where, f"{share:.0%}", f">= {BANDWIDTH:.0%}", met
+
+
+def _bandwidths(cost: Cost) -> dict[str, float]:
+    """Of that of a copy, which reads and writes, as backward does; forward reads."""
+    return {"forward": 0.5 / cost.forward, "backward": 1 / (cost.total - cost.forward)}
+
+
+def _peers(result: Result, mode: str) -> list[tuple[str, Cost]]:
+    """That leave the logits as they are."""
+    peers = [
+        candidate.name for candidate in CANDIDATES if not candidate.ours and not candidate.destroys_logits
+    ]
+    return [(name, result.costs[name, mode]) for name in peers if (name, mode) in result.costs]
+
+
+def _at_least(what: str, where: str, found: float, limit: float) -> Target:
+    return what, where, f"{found:.2f} ×", f">= {limit:g} ×", found >= limit
+
+
+def render(results: Sequence[Result]) -> str:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
+    on_gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores, one thread per rank"
+    found = list(targets(results))
+    return "\n".join(
+        [
+            "# Losses over logits",
+            "",
+            "`python -m benchmarks.bench_loss`: forward and backward of the log-probabilities of given",
+            "tokens, alone (lp), with the entropy as a metric (ent), and with its gradient (grad).",
+            f"{device}, {versions}, CPython {platform.python_version()}, {platform.system()} "
+            f"{platform.machine()}, {datetime.date.today().isoformat()}.",
+            _versions_of_peers(),
+            "",
+            "- Memory: peak of live bytes beyond the logits, the gradient included, × the bytes of the",
+            "  logits, as torch's allocators report them.",
+            "- Time: median of calls that take turns with a copy of the logits, × the median of these",
+            "  copies. What was freed stays with the process, so that fresh buffers cost no page faults;",
+            "  turns with page faults do not count. With two ranks, of the slower one.",
+            f"- Error: largest difference from float64 in {REFERENCE_ROWS} rows, relative to the largest",
+            "  value, in the last mode that a loss has. Those of bfloat16 logits have a bfloat16 gradient.",
+            "- (!): overwrites the logits that it was given, in forward.",
+            "- Functions of other frameworks are their own, from a checkout or a package, called as their",
+            "  host calls them; those that want float32 logits are given a float32 copy of others.",
+            "",
+            "![extra memory and time](../images/loss_memory_and_time.png)",
+            "",
+            "## Claims",
+            "",
+            *_table(
+                ("", "set-up", "found", "claim", "met"),
+                [(*texts, "yes" if met else "**no**") for *texts, met in found],
+            ),
+            "",
+            *(line for result in results for line in _section(result, on_gpu)),
+            "" if on_gpu else "Not measured here: GPUs. There the page has bandwidths as well.",
+            "",
+        ]
+    )
+
+
+def _versions_of_peers() -> str:
+    found = []
+    for package, variable in CHECKOUTS.items():
+        if folder := os.environ.get(variable):
+            found.append(f"{package} {_commit(folder)}")
+    for package in ("slime", "verl", "nemo-rl", "trl", "liger-kernel"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return f"Beside them: {', '.join(found)}." if found else ""
+
+
+def _commit(folder: str) -> str:
+    command = ["git", "-C", folder, "rev-parse", "--short=9", "--show-prefix", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    prefix, _, commit = result.stdout.partition("\n")
+    # A prefix: the folder only lies in some other repository.
+    return "(checkout)" if result.returncode or prefix else commit.strip()
+
+
+def _section(result: Result, on_gpu: bool) -> Iterator[str]:
+    floor = result.floor
+    yield from (f"## {result.setup.name}", "")
+    yield f"One copy of a rank's logits takes {floor.copy_ms:.1f} ms. In copies: reading them (`amax`)"
+    yield f"{floor.read:.2f}, reading and writing them in place {floor.read_and_write:.2f}."
+    yield ""
+    short = ("lp", "ent", "grad")
+    header = ["loss"]
+    header += [f"{title}: {mode}" for title in ("memory", "forward", "forward + backward") for mode in short]
+    header += [f"{title} error" for title in ("log-prob", "entropy", "gradient")]
+    yield from _table(header, list(_rows(result)))
+    yield ""
+    if on_gpu:
+        yield from (*_bandwidth_table(result), "")
+    if result.missing:
+        yield "Left out: " + "; ".join(f"{name} ({why})" for name, why in result.missing.items()) + "."
+        yield ""
+
+
+def _rows(result: Result) -> Iterator[list[str]]:
+    readings: tuple[Callable[[Cost], float], ...] = (
+        lambda cost: cost.memory,
+        lambda cost: cost.forward,
+        lambda cost: cost.total,
+    )
+    for candidate in CANDIDATES:
+        costs = [result.costs.get((candidate.name, mode)) for mode in MODES]
+        measured = [cost for cost in costs if cost is not None]
+        if not measured:
+            continue
+        last = measured[-1]
+        yield [
+            candidate.name + (" (!)" if candidate.destroys_logits else ""),
+            *("–" if cost is None else f"{reading(cost):.2f}" for reading in readings for cost in costs),
+            f"{last.log_prob_error:.0e}",
+            "–" if last.entropy_error is None else f"{last.entropy_error:.0e}",
+            f"{last.gradient_error:.0e}",
+        ]
+
+
+def _bandwidth_table(result: Result) -> list[str]:
+    rows = [
+        (*key, *(f"{share:.0%}" for share in _bandwidths(cost).values()))
+        for key, cost in result.costs.items()
+    ]
+    return _table(("bandwidth, of that of a copy", "", "forward", "backward"), rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """The last float32 set-up of one rank, which has the largest vocabulary."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = [r for r in results if r.setup.dtype == "float32" and r.setup.tp_size == 1][-1]
+    names = [c.name for c in CANDIDATES if (c.name, LOG_PROBS) in result.costs]
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 6), sharey=True, layout="constrained")
+    readings: tuple[tuple[str, Callable[[Cost], float]], ...] = (
+        ("extra memory, × logits", lambda cost: cost.memory),
+        ("forward + backward, × one copy of the logits", lambda cost: cost.total),
+    )
+    for axes, (label, reading) in zip(both, readings, strict=True):
+        for shift, mode in zip((-0.27, 0.0, 0.27), MODES, strict=True):
+            places = [i for i, name in enumerate(names) if (name, mode) in result.costs]
+            values = [reading(result.costs[names[i], mode]) for i in places]
+            axes.barh([i + shift for i in places], values, 0.25, label=mode)
+        axes.set(xlabel=label)
+        axes.grid(axis="x", alpha=0.3)
+    floor = result.floor.read + result.floor.read_and_write
+    both[1].axvline(floor, color="black", linestyle=":", label="one read, one read-and-write")
+    both[0].set_yticks(range(len(names)), names)
+    both[0].invert_yaxis()
+    figure.legend(*both[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"Log-probabilities and entropy: {result.setup.name}")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

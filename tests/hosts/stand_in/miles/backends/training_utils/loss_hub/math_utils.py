@@ -1,0 +1,39 @@
+"""In the shape of miles: an entropy that may be a metric, and a way that keeps an engine's bits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from naive_entropy import NaiveEntropy
+from torch import Tensor
+
+
+def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return -fused_vocab_parallel_cross_entropy(logits.unsqueeze(1), tokens.unsqueeze(1), process_group)
+
+
+def calculate_log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    entropy_requires_grad: bool = True,
+    chunk_size: int = -1,
+    true_on_policy: bool = False,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    if true_on_policy:
+        log_softmax = logits.log_softmax(-1)
+        log_probs = log_softmax.gather(1, tokens[:, None])
+        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
+    if len(logits) == 0:
+        return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
+    entropy = None
+    if with_entropy:
+        with nullcontext() if entropy_requires_grad else torch.no_grad():
+            entropy = NaiveEntropy.apply(logits.to(torch.float32, copy=True), tp_group)
+    return compute_log_probs(logits.to(torch.float32, copy=True), tokens, tp_group), entropy

@@ -1,0 +1,288 @@
+"""One training step of a real Megatron GPT with our loss, on any layout, against one big dense batch.
+
+The reference knows nothing of pipelines, microbatches, replicas or pieces of sequences: the same weights in
+one model, all samples of the step in one batch, whole rows of logits, and the transcribed formula.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed
+
+from megatron_rl_patches.losses import (
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    average_metrics,
+    make_loss_func,
+    mean_count,
+)
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.unit.losses.test_policy import LIMIT, transcribed
+
+MICROBATCHES, TEMPERATURE = 4, 0.8
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "DP 2": (2, {}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
+    "TP 2": (2, {"tp": 2}),
+    "CP 2": (2, {"cp": 2}),
+    "DP 2, CP 2": (4, {"cp": 2}),
+    "TP 2, CP 2": (4, {"tp": 2, "cp": 2}),
+}
+SLOW = {"DP 2, CP 2", "TP 2, CP 2"}
+
+
+@dataclass(frozen=True)
+class Case:
+    options: PolicyOptions
+    calculate_per_token_loss: bool
+    packed: bool = False
+    recompute: bool = False
+    inplace_backward: bool = False
+
+
+CASES = {
+    "GRPO": Case(PolicyOptions(normalization="sequence", kl_coef=0.2, tis_clip=1.1), True),
+    "DAPO, entropy bonus": Case(PolicyOptions(clip_high=0.3, entropy_coef=0.1), True, recompute=True),
+    "DAPO, averaged by Megatron": Case(PolicyOptions(dual_clip=1.1), False, inplace_backward=True),
+    "GSPO, averaged by Megatron": Case(
+        PolicyOptions(
+            objective="gspo", clip_low=0.05, clip_high=0.05, normalization="sequence", entropy_coef=0.1
+        ),
+        False,
+        recompute=True,
+        inplace_backward=True,
+    ),
+    "CISPO, constant length": Case(
+        PolicyOptions(objective="cispo", normalization="constant", constant_length=LIMIT), True
+    ),
+}
+# Packed samples only where one rank has all of a row: tiny_gpt's attention knows no borders of samples.
+PACKED = {name + ", packed": Case(**{**vars(case), "packed": True}) for name, case in CASES.items()}
+
+
+class Microbatch(NamedTuple):
+    tokens: list[torch.Tensor]  # whole samples
+    rows_bs: torch.Tensor  # the same, as the model reads them
+    position_ids_bs: torch.Tensor
+    response_lengths: list[int]
+    batch: PolicyBatch
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sample) for sample in self.tokens]
+
+
+def microbatch(number: int, packed: bool) -> Microbatch:
+    """A microbatch of the step, the same on any layout."""
+    from tests.real.tiny_gpt import BATCH, SEQUENCE, VOCABULARY
+
+    generator = torch.Generator().manual_seed(number)
+    whole = SEQUENCE // 2 if packed else SEQUENCE
+    lengths = [whole - number % 3, whole]
+    # From no response to almost nothing but response.
+    responses = [int(torch.randint(0, n, (), generator=generator)) for n in lengths]
+    responses[0] = 0 if number == 1 else responses[0]
+    tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+    padded = [torch.cat([sample, torch.zeros(whole - len(sample)).long()]) for sample in tokens]
+    position_ids = torch.arange(whole).repeat(BATCH)
+
+    def like_responses(offset: float, scale: float) -> list[torch.Tensor]:
+        return [offset + scale * torch.randn(n, generator=generator) for n in responses]
+
+    masks = [torch.rand(n, generator=generator) < 0.8 for n in responses]
+    if number == 2:
+        masks[1][:] = False
+    old = like_responses(-3.5, 0.3)
+    batch = PolicyBatch(like_responses(0.0, 1.0), masks, old, *(like_responses(-3.5, 0.3) for _ in "ab"))
+    shape = (1, -1) if packed else (BATCH, -1)
+    if packed:  # one row, the padding at its end
+        padded = [torch.cat([*tokens, torch.zeros(SEQUENCE - sum(lengths)).long()])]
+        position_ids = torch.cat([*map(torch.arange, lengths), torch.zeros(SEQUENCE - sum(lengths)).long()])
+    return Microbatch(tokens, torch.cat(padded).view(shape), position_ids.view(shape), responses, batch)
+
+
+def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
+    from megatron.core import parallel_state
+
+    cp_size = parallel_state.get_context_parallel_world_size()
+    rows, columns = data.rows_bs.shape
+    layout = SequenceLayout.build(
+        data.lengths,
+        data.response_lengths,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=cp_size,
+        **(
+            {"qkv_format": "thd", "num_rows": columns}
+            if case.packed
+            else {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
+        ),
+    )
+    return make_loss_func(
+        data.tokens,
+        layout,
+        data.batch,
+        case.options,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group() if cp_size > 1 else None,
+        temperature=TEMPERATURE,
+        recompute=case.recompute,
+        inplace_backward=case.inplace_backward,
+        normalizer=normalizer,
+    )
+
+
+def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tensor]], int]:
+    """Gradients into the buffers, by Megatron's own schedule; metrics, and the number of replicas."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
+
+    from tests.real import tiny_gpt
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    first = parallel_state.get_data_parallel_rank() * MICROBATCHES
+    step = [microbatch(first + i, case.packed) for i in range(MICROBATCHES)]
+    normalizer = None
+    if not case.calculate_per_token_loss:
+        masks = [mask for data in step for mask in data.batch.loss_masks]
+        group = parallel_state.get_data_parallel_group()
+        normalizer = mean_count(masks, MICROBATCHES, case.options.normalization, data_parallel_group=group)
+    cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    columns = tiny_gpt._positions(*cp)
+
+    def forward_step(data_iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
+        data = next(data_iterator)
+        logits = chunk(data.rows_bs[:, columns], data.position_ids_bs[:, columns], causal_mask())
+        return logits, loss_func_of(data, case, normalizer)
+
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(step) for _ in model],
+        model=model,
+        num_microbatches=MICROBATCHES,
+        seq_length=tiny_gpt.SEQUENCE,
+        micro_batch_size=1 if case.packed else tiny_gpt.BATCH,
+        forward_only=False,
+    )
+    return reports, replicas
+
+
+def causal_mask() -> torch.Tensor:
+    from tests.real.tiny_gpt import SEQUENCE
+
+    return torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+
+
+def weights_and_gradients(model: list[Any], pp: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of all stages of the pipeline, under the names that they have in a model of one stage."""
+    from megatron.core import parallel_state
+
+    from tests.real.tiny_gpt import LAYERS
+
+    per_chunk = LAYERS // (pp * len(model))
+    mine = {}
+    for stage, chunk in enumerate(model):
+        before = (stage * pp + parallel_state.get_pipeline_model_parallel_rank()) * per_chunk
+        for name, parameter in chunk.module.named_parameters():
+            name = re.sub(r"layers\.(\d+)", lambda found: f"layers.{int(found[1]) + before}", name)  # noqa: B023
+            mine[name] = parameter.detach().clone(), parameter.main_grad.clone()
+    stages: list[Any] = [None] * pp
+    torch.distributed.all_gather_object(
+        stages, mine, group=parallel_state.get_pipeline_model_parallel_group()
+    )
+    return {name: tensors for stage in stages for name, tensors in stage.items()}
+
+
+def dense_gradients(
+    case: Case, gpt: torch.nn.Module, microbatches: int
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss of all samples of the step as one batch, and the gradients of a model without any splitting."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    log_probs, entropies, batches = [], [], []
+    for number in range(microbatches):
+        data = microbatch(number, case.packed)
+        output = gpt(data.rows_bs, data.position_ids_bs, causal_mask())
+        logits_bsv = gather_from_tensor_model_parallel_region(output) / TEMPERATURE
+        logits = logits_bsv
+        if case.packed:
+            logits = logits_bsv[0, : sum(data.lengths)].split(data.lengths)
+        for logits_sv, tokens, response in zip(logits, data.tokens, data.response_lengths, strict=True):
+            prompt = len(tokens) - response
+            log_softmax = logits_sv[prompt - 1 : len(tokens) - 1].log_softmax(dim=-1)
+            log_probs.append(log_softmax.gather(1, tokens[prompt:, None]).squeeze(1))
+            entropies.append(-(log_softmax.exp() * log_softmax).sum(dim=-1))
+        batches.append(vars(data.batch))
+    batch = PolicyBatch(**{name: [x for b in batches for x in b[name]] for name in batches[0]})
+    loss = transcribed(log_probs, entropies, batch, case.options)
+    names, parameters = zip(*gpt.named_parameters(), strict=True)
+    return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+class Outcome(NamedTuple):
+    worst: float  # relative error of a parameter's gradient
+    parameter: str
+    loss: float | None  # from the metrics; on the last stage
+    dense_loss: float
+
+
+def compare(layout: dict[str, Any], cases: dict[str, Case]) -> dict[str, Outcome]:
+    with cpu_backend():
+        return {name: _compare(layout, case) for name, case in cases.items()}
+
+
+def _compare(layout: dict[str, Any], case: Case) -> Outcome:
+    from megatron.core import parallel_state
+
+    from tests.real.tiny_gpt import Options, Parallelism, build
+
+    flags: dict[str, Any] = {
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "use_distributed_optimizer": False,  # leaves whole gradients on every rank
+        "calculate_per_token_loss": case.calculate_per_token_loss,
+    }
+    model, _ = build(Options(parallelism=Parallelism(**layout), **flags))
+    reports, replicas = train_step(case, model)
+    averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    trained = weights_and_gradients(model, layout.get("pp", 1))
+
+    (whole,), _ = build(Options(parallelism=Parallelism(tp=layout.get("tp", 1)), **flags))
+    gpt = whole.module
+    for name, parameter in gpt.named_parameters():
+        parameter.data.copy_(trained[name][0])
+    dense_loss, dense = dense_gradients(case, gpt, MICROBATCHES * replicas)
+    assert dense.keys() == trained.keys()
+    errors = {
+        name: ((trained[name][1] - gradient).norm() / gradient.norm()).item()
+        for name, gradient in dense.items()
+    }
+    worst = max(errors, key=lambda name: errors[name])
+    return Outcome(errors[worst], worst, averages.get("loss"), dense_loss)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+)
+def test_gradients_are_those_of_one_dense_batch(layout: str) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    cases = {**CASES, **PACKED} if layout in ("1 rank", "TP 2") else CASES
+    for outcomes in spawn_ranks(compare, ranks, sizes, cases, timeout=240):
+        for name, outcome in outcomes.items():
+            assert outcome.worst < 1e-5, (name, outcome)
+            if outcome.loss is not None:
+                assert outcome.loss == pytest.approx(outcome.dense_loss, rel=1e-5), name

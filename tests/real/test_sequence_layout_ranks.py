@@ -1,0 +1,216 @@
+"""Layouts on real context-parallel ranks (gloo): gathering, its gradient, and who takes part in backward.
+
+Four ranks are one CP group of 4, two of 2, and CP 2 x TP 2, all in one run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import SequenceLayout, packed_log_probs_and_entropy
+from megatron_rl_patches.testing import spawn_ranks
+from tests.unit.losses.cp_reference import CORNERS, Case, Tensors
+from tests.unit.losses.test_packed import VOCAB, _dense, _microbatch, _weighted
+
+SCHEMES = {
+    "zigzag, padded": {"sample_padding": 1, "tail": 3},
+    "bshd": {"scheme": "padded", "sample_padding": 2},
+    "all-gather": {"scheme": "all-gather", "tail": 2},
+}
+
+
+def _cases(cp_size: int) -> list[Case]:
+    ragged: dict[str, Any] = {"prompts": (1, 12, 3, 5), "responses": (9, 2, 0, 17), "cp_size": cp_size}
+    corners = [case for case in CORNERS.values() if case.cp_size == cp_size]
+    return corners + [Case(**ragged, **scheme) for scheme in SCHEMES.values()]
+
+
+@contextmanager
+def _counting_all_reduces() -> Iterator[mock.Mock]:
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        yield all_reduce
+
+
+def _full_responses(case: Case) -> Tensors:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(n, 2, dtype=torch.float64, generator=generator) for n in case.responses]
+
+
+def _close(got: Any, want: Any) -> bool:
+    # torch.testing.assert_close loads DTensor and sympy on every rank: seconds.
+    return len(got) == len(want) and all(map(torch.allclose, got, want))
+
+
+def _check_gathering(case: Case, group: dist.ProcessGroup) -> None:
+    rank = dist.get_rank(group)
+    layout, full = case.layout(rank), _full_responses(case)
+    local = torch.cat(layout.local_parts(full)).requires_grad_()
+
+    with _counting_all_reduces() as all_reduce:
+        gathered = layout.gather_responses(local, group)
+        assert all_reduce.call_count == (sum(case.responses) > 0)
+        # The loss of rank r is (r + 1) times the sum of squares: together 1 + 2 + ... times.
+        sum(_weighted([part], rank + 1) for part in gathered).backward()
+        assert all_reduce.call_count == 2 * (sum(case.responses) > 0)
+    assert all(map(torch.equal, gathered, full))
+    ranks = case.cp_size * (case.cp_size + 1) // 2
+    assert _close([local.grad], [2 * ranks * local.detach()])
+
+    with _counting_all_reduces() as all_reduce, torch.no_grad():
+        quiet = layout.gather_responses(layout.split_responses(local), group)
+        assert all_reduce.call_count == (sum(case.responses) > 0)
+    assert all(map(torch.equal, quiet, full))
+    assert not any(part.requires_grad for part in quiet)
+    ids = [torch.arange(n) for n in case.responses]
+    assert all(map(torch.equal, layout.gather_responses(layout.local_parts(ids), group), ids))
+
+
+def _check_zigzag(case: Case, group: dist.ProcessGroup) -> None:
+    """Log-probs go to their zigzag ranks, and their gradients come back."""
+    layout, full = case.layout(dist.get_rank(group)), _full_responses(case)
+    local = torch.cat(layout.local_parts(full)).requires_grad_()
+    parts = layout.to_zigzag(layout.gather_responses(local, group))
+    assert all(map(torch.equal, parts, layout.to_zigzag(full)))
+    _weighted(parts, 1.0).backward()
+    assert _close([local.grad], [2 * local.detach()])
+
+
+def _check_packed(case: Case, cp_group: dist.ProcessGroup, tp_group: dist.ProcessGroup | None) -> None:
+    """Full responses and the gradient of the logits equal dense ones, whoever holds what of either."""
+    tp_rank, tp_size = (tp_group.rank(), tp_group.size()) if tp_group else (0, 1)
+    logits, tokens = _microbatch(case)
+    mine = [sample.detach().chunk(tp_size, dim=1)[tp_rank].requires_grad_() for sample in logits]
+    layout = case.layout(dist.get_rank(cp_group))
+    parts = packed_log_probs_and_entropy(
+        case.shard(mine, layout.cp_rank), tokens, layout, tp_group=tp_group, temperature=0.7
+    )
+    got = [layout.gather_responses(part, cp_group) for part in parts]
+    dense = _dense(case, logits, tokens, 0.7)
+    assert all(map(_close, got, dense))
+
+    _weighted(got[0] + got[1], 1 / case.cp_size).backward()
+    for sample in mine:
+        assert sample.grad is not None  # on every rank: without it, the ranks of the model's backward part
+        dist.all_reduce(sample.grad, group=cp_group)
+    want = torch.autograd.grad(_weighted(dense[0] + dense[1], 1.0), logits)
+    assert _close([s.grad for s in mine], [w.chunk(tp_size, dim=1)[tp_rank] for w in want])
+
+
+def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
+    with _counting_all_reduces() as all_reduce:
+        layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
+        values = torch.zeros(len(layout.response_index))
+        for group, message in ((None, "give their cp_group"), (cp4, r"rank \d of 4, but .* rank \d of 2")):
+            with pytest.raises(InvalidInputError, match=message):
+                layout.gather_responses(values, group)
+        with pytest.raises(InvalidInputError, match=r"values of \d+ tokens"):
+            layout.gather_responses(torch.zeros(len(values) + 1), cp2)
+        with pytest.raises(InvalidInputError, match="values have the lengths"):
+            layout.gather_responses([values], cp2)
+        all_reduce.assert_not_called()
+
+
+def _on_four_ranks() -> None:
+    cp4 = dist.group.WORLD
+    cp2, _ = dist.new_subgroups(2)  # 0 1, 2 3
+    tp2, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    assert cp4 is not None
+    for cp_size, group in ((2, cp2), (4, cp4)):
+        for case in _cases(cp_size):
+            _check_gathering(case, group)
+            _check_zigzag(case, group)
+            _check_packed(case, group, None)
+            if cp_size == 2:
+                _check_packed(case, cp2, tp2)
+    _check_wrong_groups(cp2, cp4)
+
+
+def test_gathering_on_real_ranks() -> None:
+    assert VOCAB % 2 == 0, "TP 2 splits it"
+    assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
+    assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
+    spawn_ranks(_on_four_ranks, 4, timeout=120)
+
+
+# Rank 0 holds nothing but prompt, rank 1 the response.
+LONG_PROMPT = Case((12,), (4,), cp_size=2, scheme="all-gather")
+STUCK_SECONDS = 4
+
+
+def _gather_with_a_placeholder(
+    values: torch.Tensor, layout: SequenceLayout, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """As plain code has it (slime up to v0.3.0, miles): the placeholder always requires grad."""
+    if not len(values):
+        values = torch.zeros(sum(layout.response_lengths), requires_grad=True)
+    return torch.distributed.nn.functional.all_reduce(values, group=group)
+
+
+def _backward(log_probs: torch.Tensor, gathered: torch.Tensor) -> str:
+    """Of the loss of one rank; what went wrong."""
+    try:
+        (log_probs.sum() + gathered.sum()).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _grad_on_some_ranks_only() -> dict[str, Any]:
+    layout = LONG_PROMPT.layout(dist.get_rank())
+    count = len(layout.response_index)
+    log_probs = torch.zeros(count, requires_grad=True)
+    entropy = torch.ones(count)  # without gradient, its coefficient is zero
+    found: dict[str, Any] = {"tokens": count}
+
+    # A group of its own: a collective that timed out leaves it broken.
+    group = dist.new_group(timeout=timedelta(seconds=STUCK_SECONDS))
+    dist.barrier()
+    gathered = _gather_with_a_placeholder(entropy, layout, group)
+    found["plain requires grad"] = gathered.requires_grad
+    found["plain error"] = _backward(log_probs, gathered)
+    dist.barrier()
+
+    (gathered,) = layout.gather_responses(entropy, dist.group.WORLD)
+    found["ours requires grad"] = gathered.requires_grad
+    found["ours error"] = _backward(log_probs, gathered)
+
+    for name, values, placeholder in (
+        # What says nothing on the rank without tokens, and what says the wrong thing.
+        ("grad, bare placeholder", log_probs * 2, torch.zeros(0)),
+        ("no grad, placeholder with grad", entropy, torch.zeros(0, requires_grad=True)),
+    ):
+        (gathered,) = layout.gather_responses(values if count else placeholder, dist.group.WORLD)
+        found[name] = gathered.requires_grad
+        assert _backward(log_probs, gathered) == ""
+    found["gradient"] = log_probs.grad.tolist()
+    return found
+
+
+def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
+    prompt, response = spawn_ranks(_grad_on_some_ranks_only, 2, timeout=120)
+    assert (prompt["tokens"], response["tokens"]) == (0, 4)
+
+    # Shown with plain code: rank 0 waits in backward for rank 1, which has none.
+    assert prompt["plain requires grad"]
+    assert not response["plain requires grad"]
+    assert "imed out" in prompt["plain error"]
+    assert response["plain error"] == ""
+
+    for rank in (prompt, response):
+        assert not rank["ours requires grad"]
+        assert rank["ours error"] == ""
+        assert rank["grad, bare placeholder"]
+        assert not rank["no grad, placeholder with grad"]
+    # 1 from each of four losses' own sums, and 2 from the gathered values of the losses of both ranks.
+    assert response["gradient"] == [4 + 2 * 2] * 4

@@ -1,0 +1,244 @@
+"""Logits split over real tensor-parallel ranks (gloo): values, gradients, collectives, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.testing import spawn_ranks
+from tests.unit.losses.dense import IGNORE, errors
+from tests.unit.losses.test_vocab_parallel import (
+    EXTREMES,
+    FLOAT32,
+    GRADIENT_BOUND,
+    random_logits,
+    random_targets,
+)
+
+T, V = 11, 1004
+KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7, "inplace_backward": True},
+    {"keep_mask": KEEP, "temperature": 1.3},
+    {"rows": slice(2, 9), "entropy_grad": False},
+    {"rows": torch.tensor([7, 3, 10, 0]), "keep_mask": KEEP[:4], "inplace_backward": True},
+)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_ranks(tp_size: int) -> None:
+    first, *others = spawn_ranks(check_all, tp_size)
+    for other in others:
+        assert len(other) == len(first) > 0
+        assert all(map(_same_bits, other, first))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def check_all() -> list[Tensor]:
+    """Every check, and the values that must be the same bits on all ranks."""
+    # For a group of one rank, too.
+    group = dist.new_group(list(range(dist.get_world_size())))
+    check_dense(group)
+    check_extremes(group)
+    check_ties_of_partitions(group)
+    check_no_rows(group)
+    check_refusals(group)
+    check_split_is_unsplit(group)
+    return check_collectives(group)
+
+
+def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
+    width, rank = columns // group.size(), group.rank()
+    return slice(rank * width, (rank + 1) * width)
+
+
+def at_borders(rows: int, group: dist.ProcessGroup, columns: int = V) -> Tensor:
+    """First and last column of each rank, then any; and one that is ignored."""
+    starts = torch.arange(0, columns, columns // group.size())
+    borders = torch.cat([starts, starts + columns // group.size() - 1])
+    targets = torch.cat([borders, random_targets(rows, columns)])[:rows]
+    targets[rows // 2] = IGNORE
+    return targets
+
+
+def check(logits: Tensor, targets: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
+    columns = mine(group, logits.shape[1])
+    found = errors(logits, targets, tp_group=group, columns=columns, fused=False, **options)
+    bound = 1e-9 if logits.dtype == torch.float64 else FLOAT32
+    assert found.log_prob <= bound, (found, options)
+    assert found.entropy <= bound, (found, options)
+    assert found.gradient <= GRADIENT_BOUND[logits.dtype], (found, options)
+
+
+def check_dense(group: dist.ProcessGroup) -> None:
+    for dtype in GRADIENT_BOUND:
+        for options in OPTIONS:
+            logits = random_logits(T, V, dtype)
+            n = len(torch.arange(T)[options.get("rows", slice(None))])
+            check(logits, at_borders(n, group), group, **options)
+
+
+def check_extremes(group: dist.ProcessGroup) -> None:
+    """On some ranks no column may count at all, or only ones with probability zero."""
+    for logits in EXTREMES.values():
+        targets = torch.tensor([7, 7, IGNORE, 7])
+        nothing_kept = torch.zeros(4, V, dtype=torch.bool)
+        for keep_mask in (None, nothing_kept):
+            check(
+                logits[:, :1000],
+                targets,
+                group,
+                keep_mask=keep_mask if keep_mask is None else keep_mask[:, :1000],
+            )
+    elsewhere = random_logits(4, V)
+    elsewhere[:, : V // 2] = -float("inf")
+    check(elsewhere, torch.full((4,), V - 1), group)
+
+
+def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
+    """The largest logit is on every rank."""
+    check(torch.zeros(4, 2 * group.size()), torch.tensor([0, 1, 2 * group.size() - 1, IGNORE]), group)
+
+
+def check_no_rows(group: dist.ProcessGroup) -> None:
+    """Empty calls take part as well."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with counting_collectives() as calls:
+        check(torch.zeros(0, V), nothing, group)
+        check(random_logits(T, V), nothing, group, rows=nothing)
+    assert len(calls) == (2 if group.size() > 1 else 0)
+
+
+def check_refusals(group: dist.ProcessGroup) -> None:
+    """What is wrong is wrong on each rank, before any of them waits for the others."""
+    logits, targets = random_logits(T, V)[:, mine(group)], random_targets(T, V)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"targets": targets + V}, f"ids below {V}"),
+        ({"targets": targets[:-1]}, r"expected torch.int64 \[11\]"),
+        ({"targets": targets.float()}, "expected torch.int64"),
+        ({"rows": torch.full((T,), 1)}, "each at most once"),
+        ({"keep_mask": KEEP[:, :-4]}, "expected torch.bool"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"logits": logits[None]}, "vocab / tp"),
+        ({"logits": logits.clone().requires_grad_(), "inplace_backward": True}, "leaf"),
+    )
+    with counting_collectives() as calls:
+        for changes, message in wrong:
+            with pytest.raises(InvalidInputError, match=message):
+                vocab_parallel_log_probs(
+                    **{"logits": logits, "targets": targets, "tp_group": group, **changes}
+                )
+        others = dist.new_group([group.size() - 1]) if group.size() > 1 else None
+        calls.clear()
+        if others is not None and group.rank() == 0:
+            with pytest.raises(InvalidInputError, match="not in tp_group"):
+                vocab_parallel_log_probs(logits, targets, tp_group=others)
+    assert calls == []
+
+
+def check_split_is_unsplit(group: dist.ProcessGroup) -> None:
+    # Here, not above: it draws the same cases on every rank. Shrinking one that fails on one rank would hang.
+    from hypothesis import Phase, given, settings
+    from hypothesis import strategies as st
+
+    @settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None, max_examples=60)
+    @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 70), st.floats(0, 30), st.floats(0.1, 3))
+    def split_is_unsplit(seed: int, rows: int, width: int, scale: float, temperature: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = rows, width * group.size()
+        whole = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).requires_grad_()
+        part = whole.detach()[:, mine(group, shape[1])].clone().requires_grad_()
+        targets = torch.randint(shape[1], (rows,), generator=generator)
+        keep_mask = torch.rand(shape, generator=generator) < 0.5 if seed % 2 else None
+        results = []
+        for logits, tp_group, mask in (
+            (whole, None, keep_mask),
+            (part, group, None if keep_mask is None else keep_mask[:, mine(group, shape[1])]),
+        ):
+            values = vocab_parallel_log_probs_and_entropy(
+                logits, targets, tp_group=tp_group, keep_mask=mask, temperature=temperature, fused=False
+            )
+            (values[0].sum() + 3 * values[1].sum()).backward()
+            results.append(values)
+        for split, unsplit in zip(*results, strict=True):
+            assert torch.allclose(split, unsplit, rtol=1e-11, atol=1e-12)
+        assert whole.grad is not None
+        assert part.grad is not None
+        assert torch.allclose(part.grad, whole.grad[:, mine(group, shape[1])], rtol=1e-10, atol=1e-11)
+
+    split_is_unsplit()
+
+
+def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
+    """One all-gather forward, none backward; in every mode."""
+    values: list[Tensor] = []
+    for options in OPTIONS:
+        options = dict(options)
+        columns = mine(group)
+        if "keep_mask" in options:
+            options["keep_mask"] = options["keep_mask"][:, columns]
+        n = len(torch.arange(T)[options.get("rows", slice(None))])
+        logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
+        with counting_collectives() as calls:
+            found = vocab_parallel_log_probs_and_entropy(
+                logits, at_borders(n, group), tp_group=group, **options
+            )
+            assert calls == (["all_gather_into_tensor"] if group.size() > 1 else [])
+            sum(one.sum() for one in found if one.requires_grad).backward()
+            assert len(calls) == (group.size() > 1)
+        options.pop("entropy_grad", None)
+        with counting_collectives() as calls:
+            logits = random_logits(T, V)[:, columns].clone()
+            alone = vocab_parallel_log_probs(logits, at_borders(n, group), tp_group=group, **options)
+            assert len(calls) == (group.size() > 1)
+        values += [one.detach() for one in (*found, alone)]
+    return values
+
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+
+
+@contextmanager
+def counting_collectives() -> Iterator[list[str]]:
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in originals:
+            setattr(dist, name, counted(name))
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

@@ -1,0 +1,234 @@
+"""Recomputed losses: same values and gradients as plain ones, also where reentrant checkpointing is wrong.
+
+- as decorator, with and without arguments, and as wrapper of a closure
+- outputs that are not tensors, closures over tensors that require grad, keyword arguments
+- a loss that overwrites its logits when grad mode is off (OpenClaw-RL's shape)
+- collectives behind the last saved tensor run in the recomputation too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+import torch.utils.checkpoint
+from pytest_mock import MockerFixture
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_rl_patches.losses import checkpointed
+from megatron_rl_patches.testing import spawn_ranks
+
+LossFn = Callable[..., Any]
+
+
+def logits_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 13, generator=generator), torch.randint(13, (6,), generator=generator)
+
+
+def nll(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.nn.functional.cross_entropy(logits, targets)
+
+
+def loss_and_grad(loss_fn: LossFn, logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    # Logits of a model are no leaf: losses may overwrite them.
+    leaf = logits.clone().requires_grad_()
+    loss = loss_fn(leaf * 1, *args)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def saved_bytes(loss_fn: LossFn, *args: torch.Tensor) -> int:
+    """Bytes that the graph keeps, but for the arguments."""
+    total = 0
+    known = {tensor.data_ptr() for tensor in args}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += 0 if tensor.data_ptr() in known else tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        loss_fn(*args)
+    return total
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        checkpointed,
+        checkpointed(),
+        checkpointed(early_stop=False, preserve_rng_state=True),
+        checkpointed(early_stop=True),
+        checkpointed(enabled=False),
+    ],
+)
+def test_loss_and_gradient_are_those_of_the_plain_call(wrap: Callable[[LossFn], LossFn]) -> None:
+    logits, targets = logits_and_targets()
+    loss, grad = loss_and_grad(nll, logits, targets)
+    recomputed_loss, recomputed_grad = loss_and_grad(wrap(nll), logits, targets)
+    assert torch.equal(loss, recomputed_loss)
+    assert torch.equal(grad, recomputed_grad)
+
+
+def test_nothing_is_kept_for_backward() -> None:
+    logits, targets = logits_and_targets()
+    logits.requires_grad_()
+    assert saved_bytes(nll, logits, targets) >= logits.nbytes
+    assert saved_bytes(checkpointed(nll), logits, targets) == 0
+
+
+def overwriting_without_grad_mode(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As in OpenClaw-RL: no clone where nothing is to be differentiated, and a kernel that overwrites."""
+    log_softmax = logits.log_softmax(dim=-1)
+    if not torch.is_grad_enabled():
+        logits.copy_(log_softmax.exp())
+    return -log_softmax.gather(1, targets[:, None]).mean()
+
+
+def test_right_where_reentrant_checkpointing_is_wrong() -> None:
+    logits, targets = logits_and_targets()
+    loss, grad = loss_and_grad(overwriting_without_grad_mode, logits, targets)
+
+    recomputed_loss, recomputed_grad = loss_and_grad(
+        checkpointed(overwriting_without_grad_mode), logits, targets
+    )
+    assert torch.equal(recomputed_loss, loss)
+    assert torch.equal(recomputed_grad, grad)
+
+    reentrant = partial(torch.utils.checkpoint.checkpoint, overwriting_without_grad_mode, use_reentrant=True)
+    reentrant_loss, reentrant_grad = loss_and_grad(reentrant, logits, targets)
+    assert torch.equal(reentrant_loss, loss)  # nothing to see in the loss
+    assert (reentrant_grad - grad).abs().max() > 0.05
+
+
+def test_closures_over_tensors_that_require_grad() -> None:
+    logits, targets = logits_and_targets()
+    temperature = torch.tensor(1.5, requires_grad=True)
+
+    def closure(logits: torch.Tensor) -> torch.Tensor:
+        return nll(logits / temperature, targets)
+
+    logits.requires_grad_()
+    expected = torch.autograd.grad(closure(logits), (logits, temperature))
+    # Which reentrant checkpointing refuses.
+    actual = torch.autograd.grad(checkpointed(closure)(logits), (logits, temperature))
+    assert all(map(torch.equal, actual, expected))
+
+
+def test_outputs_as_megatron_wants_them() -> None:
+    logits, targets = logits_and_targets()
+
+    def loss_func(output: torch.Tensor, non_loss_data: bool = False) -> Any:
+        loss = nll(output, targets)
+        if non_loss_data:
+            return {"targets": targets}
+        return loss, torch.tensor(6, dtype=torch.int32), {"loss": loss.detach().clone(), "name": "nll"}
+
+    recomputed = checkpointed(partial(loss_func))
+    loss, num_tokens, metrics = recomputed(logits.requires_grad_())
+    loss /= num_tokens  # in place, as the schedules do
+    loss.backward()
+    assert metrics["name"] == "nll"
+    assert torch.equal(metrics["loss"], nll(logits, targets))
+    assert logits.grad is not None
+    assert torch.allclose(6 * logits.grad, torch.autograd.grad(nll(logits, targets), logits)[0])
+    assert recomputed(logits, non_loss_data=True) == {"targets": targets}
+
+
+def test_keyword_arguments_reach_the_loss_and_nobody_else() -> None:
+    @checkpointed
+    def loss_fn(logits: torch.Tensor, *, debug: float, early_stop: float) -> torch.Tensor:
+        """Its docstring."""
+        return (logits * debug * early_stop).sum()
+
+    logits = torch.ones(3, requires_grad=True)
+    loss_fn(logits, debug=2.0, early_stop=3.0).backward()
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [6.0] * 3
+    assert (loss_fn.__name__, loss_fn.__doc__) == ("loss_fn", "Its docstring.")
+
+
+def test_no_overhead_where_there_is_nothing_to_recompute(mocker: MockerFixture) -> None:
+    checkpoint = mocker.patch("megatron_rl_patches.losses.checkpointing.checkpoint")
+    logits, targets = logits_and_targets()
+    with torch.no_grad():
+        assert torch.equal(checkpointed(nll)(logits, targets), nll(logits, targets))
+    assert checkpointed(nll, enabled=False) is nll
+    checkpoint.assert_not_called()
+
+
+def dropout_loss(logits: torch.Tensor) -> torch.Tensor:
+    return (torch.nn.functional.dropout(logits, 0.5) * logits).sum()
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_random_numbers_are_the_same_only_when_asked_for(preserve: bool) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(1)
+    _, grad = loss_and_grad(dropout_loss, logits)
+    torch.manual_seed(1)
+    _, recomputed = loss_and_grad(checkpointed(dropout_loss, preserve_rng_state=preserve), logits)
+    assert torch.equal(grad, recomputed) is preserve
+
+
+@pytest.mark.parametrize(("early_stop", "runs_whole"), [(None, False), (True, False), (False, True)])
+def test_early_stop(early_stop: bool | None, runs_whole: bool) -> None:
+    ends = 0
+
+    def loss_fn(logits: torch.Tensor) -> torch.Tensor:
+        nonlocal ends
+        loss = logits.square().sum()
+        ends += 1
+        return loss
+
+    loss_and_grad(checkpointed(loss_fn, early_stop=early_stop), torch.ones(3))
+    assert ends == 1 + runs_whole
+
+
+def test_torchs_own_setting_holds_on_one_rank() -> None:
+    ends = 0
+
+    def loss_fn(logits: torch.Tensor) -> torch.Tensor:
+        nonlocal ends
+        loss = logits.square().sum()
+        ends += 1
+        return loss
+
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        loss_and_grad(checkpointed(loss_fn), torch.ones(3))
+    assert ends == 2
+
+
+def uneven_loss(logits: torch.Tensor) -> torch.Tensor:
+    """One rank needs a tensor behind the collective, the other does not: only one would stop before it."""
+    loss = logits.square().sum()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    return loss * total if torch.distributed.get_rank() == 0 else loss + 0.0
+
+
+def collectives_of_every_rank() -> tuple[int, int]:
+    calls = []
+    all_reduce = torch.distributed.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "all_reduce", lambda tensor: (calls.append(1), all_reduce(tensor)))
+        loss_and_grad(checkpointed(uneven_loss), torch.ones(3))
+        by_default = len(calls)
+        stopping = torch.ones(3, requires_grad=True)
+        loss = checkpointed(uneven_loss, early_stop=True)(stopping)
+        calls.clear()
+        patch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(1))
+        loss.backward()
+    return by_default, len(calls)
+
+
+def test_ranks_stay_together() -> None:
+    by_default, when_stopping = zip(*spawn_ranks(collectives_of_every_rank, 2), strict=True)
+    assert by_default == (2, 2)
+    assert when_stopping == (1, 0)  # where they would wait for each other

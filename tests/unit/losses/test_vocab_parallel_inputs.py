@@ -1,0 +1,70 @@
+"""What the losses refuse, and that the message says what was wrong and what was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+T, V = 4, 10
+LOGITS = torch.zeros(T, V)
+TARGETS = torch.zeros(T, dtype=torch.int64)
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "three dimensions": ({"logits": LOGITS[None]}, r"\[T, vocab / tp\], not \[1, 4, 10\]: flatten"),
+    "no columns": ({"logits": LOGITS[:, :0]}, r"not \[4, 0\]"),
+    "integer logits": ({"logits": LOGITS.long()}, "torch.int64, expected one of torch.float32"),
+    "complex logits": ({"logits": LOGITS.cfloat()}, "complex64"),
+    "float targets": ({"targets": TARGETS.float()}, r"torch.float32 \[4\], expected torch.int64 \[4\]"),
+    "bool targets": ({"targets": TARGETS.bool()}, "torch.bool"),
+    "too few targets": ({"targets": TARGETS[:3]}, r"\[3\], expected torch.int64 \[4\]"),
+    "targets of two dimensions": ({"targets": TARGETS[:, None]}, r"\[4, 1\]"),
+    "targets of all rows": ({"rows": slice(0, 2)}, r"\[4\], expected torch.int64 \[2\]"),
+    "target beyond": ({"targets": TARGETS + V}, r"ids below 10.*found \[10, 10, 10, 10\]"),
+    "negative target": ({"targets": TARGETS - 1}, r"or -100 to ignore a row; found \[-1"),
+    "another ignore_index": ({"targets": TARGETS - 100, "ignore_index": -1}, r"or -1 .*found \[-100"),
+    "targets elsewhere": ({"targets": TARGETS.to("meta")}, "targets on meta, logits on cpu"),
+    "mask of rows": ({"rows": TARGETS.bool()}, r"torch.bool \[4\].*mask.nonzero\(\).squeeze\(1\)"),
+    "short row numbers": ({"rows": TARGETS.int()}, r"torch.int32 \[4\], expected a slice or row numbers"),
+    "rows of two dimensions": ({"rows": TARGETS[None]}, r"\[1, 4\]"),
+    "row beyond": ({"rows": torch.tensor([0, 1, 2, 4])}, r"numbers from 0 to 3; found \[4\]"),
+    "negative row": ({"rows": torch.tensor([0, 1, 2, -1])}, r"found \[-1\]"),
+    "a row twice": ({"rows": torch.tensor([0, 1, 2, 1])}, "each at most once"),
+    "rows elsewhere": ({"rows": TARGETS.to("meta")}, "rows on meta"),
+    "float mask": ({"keep_mask": LOGITS}, r"torch.float32 \[4, 10\], expected torch.bool \[4, 10\]"),
+    "mask of another shape": ({"keep_mask": LOGITS[:, 1:].bool()}, r"torch.bool \[4, 9\]"),
+    "mask of all rows": (
+        {"rows": slice(0, 2), "targets": TARGETS[:2], "keep_mask": LOGITS.bool()},
+        r"\[4, 10\], expected torch.bool \[2, 10\]: a line per selected row",
+    ),
+    "mask elsewhere": ({"keep_mask": LOGITS.bool().to("meta")}, "keep_mask on meta"),
+    "no temperature": ({"temperature": 0.0}, "temperature is 0.0, expected a positive number"),
+    "negative temperature": ({"temperature": -1.0}, "temperature is -1.0"),
+    "infinite temperature": ({"temperature": float("inf")}, "temperature is inf"),
+    "temperature that is none": ({"temperature": float("nan")}, "temperature is nan"),
+    "temperature per row": ({"temperature": torch.ones(T)}, "temperature is tensor"),
+    "no block": ({"block_bytes": 0}, "block_bytes is 0"),
+    "unknown choice": ({"fused": "always"}, "fused is 'always'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    arguments = {"logits": LOGITS, "targets": TARGETS, **changes}
+    for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
+        with pytest.raises(InvalidInputError, match=message):
+            function(**arguments)
+
+
+def test_accepted() -> None:
+    for changes in (
+        {"targets": TARGETS.int()},
+        {"temperature": 2},
+        {"rows": slice(-9, 99)},
+        {"fused": False},
+    ):
+        assert vocab_parallel_log_probs(**{"logits": LOGITS, "targets": TARGETS, **changes}).shape == (T,)
