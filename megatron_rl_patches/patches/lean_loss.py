@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..engine.layer import Layer
 from ..engine.spec import Patch
 
 if TYPE_CHECKING:
@@ -80,6 +79,8 @@ def _global(function: Any, name: str) -> Any:
 
 def _is_ours(function: Any) -> bool:
     """Our layer, with nobody's on top of it who would see what we pass to it."""
+    from ..engine.layer import Layer  # wrapt with it, which `list` and `doctor` do without
+
     return type(function) is Layer and function.is_on and function.path[0] == patch.name
 
 

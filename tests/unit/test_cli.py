@@ -272,6 +272,8 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "rollouts": 2,
         "ranks": 2,
         "seed": 0,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "json_file": Path("figures.json"),
         "plot_file": None,
         "without_patches": True,
