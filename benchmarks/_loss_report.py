@@ -112,6 +112,20 @@ def _at_least(what: str, where: str, found: float, limit: float) -> Target:
     return what, where, f"{found:.2f} ×", f">= {limit:g} ×", found >= limit
 
 
+_BOUNDS = (
+    "What bounds the claims that are missed, on a CPU:",
+    "",
+    "- The floor moves memory only. Forward and backward each take an `exp` per logit, and the kernels'",
+    "  forward is bound by it: without `exp` it takes half the time. Sums in float64, which a relative",
+    "  error of 2e-6 needs in bad cases, cost bfloat16 logits as much again.",
+    "- Naive autograd reads log-probs out of one `log_softmax`. Plain operators that keep a few numbers",
+    "  per row take a maximum and a sum besides, and the softmax again in backward: slower, at a third of",
+    "  the memory.",
+    "- Two ranks on two cores share them with everything else: their times are indicative.",
+    "",
+)
+
+
 def render(results: Sequence[Result]) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
     on_gpu = torch.cuda.is_available()
@@ -147,6 +161,7 @@ def render(results: Sequence[Result]) -> str:
                 [(*texts, "yes" if met else "**no**") for *texts, met in found],
             ),
             "",
+            *_BOUNDS,
             *(line for result in results for line in _section(result, on_gpu)),
             "" if on_gpu else "Not measured here: GPUs. There the page has bandwidths as well.",
             "",

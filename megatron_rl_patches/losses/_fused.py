@@ -128,7 +128,7 @@ def _run(kernel: Any, variant: tuple[Any, ...], *args: Any) -> Any:
         result = compiled(*args)
     except _NotCompiled as error:
         raise Unavailable("torch.compile is switched off") from error
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
         _cannot[key] = str(error)

@@ -73,6 +73,8 @@ def _checked_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor
         if numbers.step == 1:
             return slice(numbers.start, max(numbers.start, numbers.stop))
         return torch.tensor(numbers, dtype=torch.int64, device=logits.device)
+    if not isinstance(rows, Tensor):
+        raise InvalidInputError(f"rows are a {type(rows).__name__}, expected a slice or a tensor of numbers")
     if rows.dim() != 1 or rows.dtype != torch.int64:
         raise InvalidInputError(
             f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
@@ -93,7 +95,7 @@ def _as_slice(rows: Tensor) -> slice | Tensor:
     if len(rows) == 0:
         return slice(0, 0)
     first = int(rows[0])
-    consecutive = torch.equal(rows, torch.arange(first, first + len(rows)))
+    consecutive = torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
     return slice(first, first + len(rows)) if consecutive else rows
 
 

@@ -28,6 +28,8 @@ def make_loss_func(
     tp_group: torch.distributed.ProcessGroup | None = None,
     cp_group: torch.distributed.ProcessGroup | None = None,
     temperature: float = 1.0,
+    with_entropy: bool = True,
+    keep_mask: torch.Tensor | None = None,
     inplace_backward: bool = False,
     recompute: bool = False,
     normalizer: float | None = None,
@@ -50,6 +52,8 @@ def make_loss_func(
         tp_group: over which the vocabulary is split; ``None``: it is whole.
         cp_group: over which the sequences are split; not needed when they are not.
         temperature: of the rollout, by which logits are divided.
+        with_entropy: the metric, at the cost of an ``exp``; without it ``entropy_coef`` must be 0.
+        keep_mask: of sampling, for the rows of the layout; see :func:`packed_log_probs_and_entropy`.
         inplace_backward: write the gradient into the logits; see :func:`vocab_parallel_log_probs`.
         recompute: do not keep what the loss computes for backward; see :func:`checkpointed`.
         normalizer: ``None`` if ``config.calculate_per_token_loss`` is on. With it off: :func:`mean_count` of
@@ -61,6 +65,8 @@ def make_loss_func(
     """
     options = options or PolicyOptions()
     batch.check_for(options)
+    if options.entropy_coef and not with_entropy:
+        raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     if batch.response_lengths != list(layout.response_lengths):
         raise InvalidInputError(
             f"batch has responses of the lengths {batch.response_lengths}, layout of "
@@ -81,10 +87,14 @@ def make_loss_func(
             layout,
             tp_group=tp_group,
             temperature=temperature,
+            with_entropy=with_entropy,
             entropy_grad=options.entropy_coef != 0,
+            keep_mask=keep_mask,
             inplace_backward=inplace_backward,
         )
-        if layout.cp_size > 1 and entropies is not None:
+        if entropies is None:
+            log_probs = layout.gather_responses(log_probs, cp_group)
+        elif layout.cp_size > 1:
             # Together: one collective forward and one in backward.
             pairs = [torch.stack(pair, dim=-1) for pair in zip(log_probs, entropies, strict=True)]
             full = layout.gather_responses(pairs, cp_group)

@@ -53,7 +53,8 @@ def packed_log_probs_and_entropy(
     if tuple(logits.shape[:-1]) not in (layout.logits_shape, (layout.num_rows,)):
         raise InvalidInputError(
             f"logits are {list(logits.shape)}, but their layout is {list(layout.logits_shape)} without the "
-            "vocabulary; if they are padded at the end, give num_rows=logits.shape[1] to SequenceLayout.build"
+            "vocabulary: give [batch, seq, vocab] of the lengths that it was built for (of packed samples "
+            "padded at the end, num_rows=logits.shape[1])"
         )
     if logits.device != layout.response_rows.device:
         raise InvalidInputError(

@@ -13,6 +13,7 @@ each an option of :class:`PolicyOptions`. With ``advantages`` from :func:`group_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -84,6 +85,8 @@ class PolicyOptions:
             f"dual_clip bounds a clipped surrogate, which {self.objective!r} has not; leave it None": (
                 self.dual_clip is None or self.objective != "cispo"
             ),
+            f"entropy_coef must be finite, not {self.entropy_coef}": math.isfinite(self.entropy_coef),
+            f"kl_coef must be finite and at least 0, not {self.kl_coef}": 0 <= self.kl_coef < math.inf,
             f"tis_clip must be greater than 0, not {self.tis_clip}": (
                 self.tis_clip is None or self.tis_clip > 0
             ),
@@ -181,6 +184,8 @@ def policy_loss(
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
 
     dtype = log_probs[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise InvalidInputError(f"log_probs are {dtype}; give float32 or float64, in which they are computed")
     weights_n, count = token_weights(batch.loss_masks, options.normalization, options.constant_length, dtype)
     mask_n = weights_n > 0
 
@@ -259,6 +264,8 @@ def estimate_kl(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor
         return log_ratio
     if estimator == "k2":
         return log_ratio.square() / 2
+    if estimator != "k3":
+        raise InvalidInputError(f"estimator is {estimator!r}; it must be one of {get_args(KlEstimator)}")
     return torch.expm1(-log_ratio.clamp(min=-_MAX_LOG_RATIO)) + log_ratio
 
 

@@ -54,7 +54,8 @@ def vocab_parallel_log_probs(
             probability zero, except the target, which was sampled. The entropy does not see the mask.
         inplace_backward: write the gradient into the storage of the logits, which must be theirs alone: a
             reshaped view of a whole tensor, but neither a part of one nor a leaf that requires grad. Whatever
-            else saved the logits for its backward, or reads them here later, raises.
+            else saved the logits for its backward, or gives them to these functions later, raises; any other
+            read after backward sees the gradient.
         block_bytes: scratch memory of plain operators. Default: on a CPU 2 MiB per thread but at most 1% of
             the logits, on a GPU 64 MiB or 1%, whichever is more.
         fused: ``True``: kernels of ``torch.compile``, or an error; ``False``: plain operators on blocks of

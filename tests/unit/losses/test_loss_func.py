@@ -105,3 +105,20 @@ def test_what_does_not_fit_is_refused_before_the_forward() -> None:
         make_loss_func(tokens, layout, batch, normalizer=0.0)
     with pytest.raises(InvalidInputError, match="ref_log_probs are needed"):
         make_loss_func(tokens, layout, replace(batch, ref_log_probs=None), OPTIONS)
+
+
+def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
+    batch, tokens = batch_and_tokens()
+    layout = SequenceLayout.build(TOTALS, RESPONSES)
+    logits = logits_leaf()
+    keep_mask = logits[0, layout.response_rows].detach() > -0.5
+    loss_func = make_loss_func(tokens, layout, batch, with_entropy=False, keep_mask=keep_mask)
+    loss, _, metrics = loss_func(logits)
+    assert "entropy" not in metrics
+    rows = torch.where(keep_mask, logits[0, layout.response_rows], float("-inf"))
+    targets = layout.response_targets(tokens)[:, None]
+    rows = rows.scatter(1, targets, logits[0, layout.response_rows].gather(1, targets))
+    log_probs = layout.split_responses(rows.log_softmax(1).gather(1, targets)[:, 0])
+    torch.testing.assert_close(loss, policy_loss(log_probs, batch, PolicyOptions())[0])
+    with pytest.raises(InvalidInputError, match="needs with_entropy=True"):
+        make_loss_func(tokens, layout, batch, OPTIONS, with_entropy=False)

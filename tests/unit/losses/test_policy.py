@@ -461,3 +461,26 @@ def test_group_advantages_refuse_what_is_not_one_per_response() -> None:
     for rewards, groups in (((4,), (3,)), ((2, 2), (2, 2)), ((), ())):
         with pytest.raises(InvalidInputError, match="must both be"):
             group_advantages(torch.zeros(rewards), torch.zeros(groups))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"entropy_coef": float("nan")}, "entropy_coef must be finite"),
+        ({"kl_coef": -1.0}, "kl_coef must be finite and at least 0"),
+    ],
+)
+def test_coefficients_that_are_none(options: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        PolicyOptions(**options)
+
+
+def test_an_estimator_that_is_none() -> None:
+    with pytest.raises(InvalidInputError, match="estimator is 'k9'"):
+        estimate_kl(torch.zeros(2), "k9")
+
+
+def test_low_precision_log_probs_are_refused() -> None:
+    ones = [torch.ones(2)]
+    with pytest.raises(InvalidInputError, match=r"log_probs are torch\.bfloat16"):
+        policy_loss([torch.zeros(2, dtype=torch.bfloat16)], PolicyBatch(ones, ones), PolicyOptions())
