@@ -219,7 +219,7 @@ app.command()(estimate)
 
 @app.command()
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, reward and train.")] = 60,
+    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, score and train.")] = 60,
     ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     tensor_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 1,
@@ -230,6 +230,9 @@ def demo(
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw learning curves and memory.")
     ] = None,
+    distill: Annotated[
+        bool, typer.Option("--distill", help="Distil two teachers into a student, without a reward.")
+    ] = False,
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")
     ] = False,
@@ -247,6 +250,7 @@ def demo(
             seed=seed,
             tensor_parallel_size=tensor_model_parallel_size,
             pipeline_parallel_size=pipeline_model_parallel_size,
+            distill=distill,
             json_file=json_file,
             plot_file=plot_file,
             without_patches=without_patches,

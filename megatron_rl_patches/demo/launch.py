@@ -14,7 +14,7 @@ from pathlib import Path
 from ..doctor import examine_startup
 from ..errors import MegatronRLPatchesError
 from ..settings import TRAIN_FUNCTIONS_VARIABLE, VARIABLE
-from .figures import FIGURES, Figures
+from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
 # The launcher gives its ranks 30 seconds before it kills them.
@@ -35,6 +35,7 @@ def run_demo(
     seed: int,
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
+    distill: bool = False,
     json_file: Path | None,
     plot_file: Path | None,
     without_patches: bool,
@@ -47,6 +48,7 @@ def run_demo(
         seed: of weights, prompts and sampling.
         tensor_parallel_size: ranks over which the weights and the vocabulary are split.
         pipeline_parallel_size: ranks over which the layers are split. Ranks beyond are replicas.
+        distill: in place of reinforcement learning, distil the teachers into a student.
         json_file: where to write :class:`~megatron_rl_patches.demo.figures.Figures`.
         plot_file: where to draw the reward per rollout.
         without_patches: run the same program unpatched, to show the error of its second ``train()``.
@@ -71,12 +73,13 @@ def run_demo(
             f"--tensor-model-parallel-size={tensor_parallel_size}",
             f"--pipeline-model-parallel-size={pipeline_parallel_size}",
             f"--folder={folder}",
+            *(["--distill"] if distill else []),
         ]
         code = _run_ranks(ranks, arguments, environ)
         if code != 0:
             print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
             return 1
-        figures = Figures.read(Path(folder, FIGURES))
+        figures = (DistillationFigures if distill else LearningFigures).read(Path(folder, FIGURES))
     figures.seconds = round(time.monotonic() - started, 1)
     _show(figures)
     if json_file:
@@ -166,5 +169,5 @@ def _show(figures: Figures) -> None:
 
 
 def _ended_as_upstream_does(figures: Figures) -> bool:
-    once = len(figures.reward_per_rollout) == 1
-    return once and _UPSTREAM_ERROR in (figures.error or "")
+    first = figures.steps > 0
+    return first and _UPSTREAM_ERROR in (figures.error or "")

@@ -10,10 +10,12 @@ import torch
 from megatron.core import parallel_state
 
 from ..losses import (
+    DistillationBatch,
     PolicyBatch,
     PolicyOptions,
     SequenceLayout,
     checkpointed,
+    make_distillation_loss_func,
     make_loss_func,
     packed_log_probs_and_entropy,
 )
@@ -33,8 +35,30 @@ def policy_loss(batch: Batch) -> LossFunc:
         ),
         PolicyOptions(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_group=parallel_state.get_context_parallel_group(),
         recompute=True,
     )
+
+
+def distillation_loss(batch: Batch) -> LossFunc:
+    """Reverse KL divergence from the teachers."""
+
+    def loss_func(
+        logits_bsv: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        # The teachers' distributions are on the last pipeline stage only, where this is called.
+        loss_of = make_distillation_loss_func(
+            _layout(batch["tokens"]),
+            DistillationBatch(
+                teachers=[batch["teachers"]], loss_masks=[torch.ones(DIGITS)] * len(batch["tokens"])
+            ),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            cp_group=parallel_state.get_context_parallel_group(),
+            recompute=True,
+        )
+        return loss_of(logits_bsv)
+
+    return loss_func
 
 
 def supervised_loss(batch: Batch) -> LossFunc:
@@ -44,14 +68,17 @@ def supervised_loss(batch: Batch) -> LossFunc:
     def loss_func(
         logits_bsv: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        layout = _layout(batch["tokens"])
         log_probs, _ = packed_log_probs_and_entropy(
             logits_bsv,
             list(batch["tokens"]),
-            _layout(batch["tokens"]),
+            layout,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             with_entropy=False,
         )
-        log_probs_n = torch.cat(log_probs)
+        log_probs_n = torch.cat(
+            layout.gather_responses(log_probs, parallel_state.get_context_parallel_group())
+        )
         return -log_probs_n.sum(), torch.tensor(len(log_probs_n), dtype=torch.int32), {}
 
     return loss_func
@@ -64,5 +91,7 @@ def _layout(tokens_bs: torch.Tensor) -> SequenceLayout:
         [DIGITS] * count,
         qkv_format="bshd",
         max_seq_lens=[length] * count,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
         device=tokens_bs.device,
     )

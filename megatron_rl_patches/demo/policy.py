@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from .digits import DIGITS, PROMPT, VOCABULARY
+from ..inference import forward_topk
+from ..losses import TopKDistribution
+from .digits import DIGITS, LENGTH, PROMPT, VOCABULARY
 
 _LAYERS, _HIDDEN, _HEADS = 2, 64, 4
 _LEARNING_RATE = 1e-3
@@ -21,10 +24,18 @@ _LEARNING_RATE = 1e-3
 _BUCKET = 25_000
 
 
-def initialize(seed: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+def initialize(
+    seed: int,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+) -> None:
     """Megatron's process groups and random number generators."""
     parallel_state.initialize_model_parallel(
-        tensor_parallel_size, pipeline_parallel_size, create_gloo_process_groups=False
+        tensor_parallel_size,
+        pipeline_parallel_size,
+        context_parallel_size=context_parallel_size,
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -44,6 +55,7 @@ def config() -> TransformerConfig:
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         pipeline_dtype=torch.float32,
         calculate_per_token_loss=True,
     )
@@ -55,7 +67,7 @@ def provide(config: TransformerConfig, pre_process: bool = True, post_process: b
         config,
         get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
-        max_sequence_length=PROMPT + DIGITS,
+        max_sequence_length=LENGTH,
         pre_process=pre_process,
         post_process=post_process,
     )
@@ -89,9 +101,9 @@ def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
 
 @torch.no_grad()
 def answer(
-    model: list[DistributedDataParallel], prompts_bp: torch.Tensor, generator: torch.Generator
+    model: Sequence[Any], prompts_bp: torch.Tensor, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model write, at temperature 1.
+    """Let the model write: at temperature 1, or without a generator always what is most probable.
 
     Args:
         model: the chunks of this rank; all ranks of a replica write the same.
@@ -102,37 +114,38 @@ def answer(
         prompts with their answers, ``[b, PROMPT + DIGITS]``, and the log-probabilities of what it wrote,
         ``[b, DIGITS]``.
     """
-    (chunk,) = model
-    chunk.eval()
-    tokens_bs, log_probs = prompts_bp, []
-    for _ in range(DIGITS):
-        log_probs_bv = _next_token_log_probs(chunk, tokens_bs)
-        token_b1 = torch.multinomial(log_probs_bv.exp(), 1, generator=generator)
-        log_probs.append(log_probs_bv.gather(1, token_b1))
-        tokens_bs = torch.cat([tokens_bs, token_b1], dim=1)
-    return tokens_bs, torch.cat(log_probs, dim=1)
+    count, device = len(prompts_bp), prompts_bp.device
+    tokens_bs = prompts_bp.new_zeros(count, LENGTH)
+    tokens_bs[:, :PROMPT] = prompts_bp
+    log_probs_bd = torch.empty(count, DIGITS, device=device)
+    for number in range(DIGITS):
+        # Of this digit, whatever is there now.
+        microbatch = {
+            "tokens": tokens_bs,
+            "lengths": [PROMPT + number + 1] * count,
+            "response_lengths": [1] * count,
+        }
+        waiting_bv = torch.ones(count, VOCABULARY, device=device)
+        if generator is not None:  # on all ranks of a replica, so that their generators stay alike
+            waiting_bv.exponential_(generator=generator)
+        found = forward_topk(model, [microbatch], VOCABULARY, output_device=device, progress=False)
+        if found is not None:
+            every_token = TopKDistribution.cat(found)
+            choice_b1 = (every_token.log_probs.exp() / waiting_bv).argmax(1, keepdim=True)
+            tokens_bs[:, PROMPT + number] = every_token.indices.gather(1, choice_b1)[:, 0]
+            log_probs_bd[:, number] = every_token.log_probs.gather(1, choice_b1)[:, 0]
+        from_last_stage(tokens_bs)
+    return tokens_bs, from_last_stage(log_probs_bd)
 
 
-def _next_token_log_probs(chunk: DistributedDataParallel, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """``[b, VOCABULARY]`` on all ranks: one pipeline stage after the other computes and tells the others."""
-    batch, length = tokens_bs.shape
-    group = parallel_state.get_pipeline_model_parallel_group()
-    stages = torch.distributed.get_process_group_ranks(group)
-    received = None
-    for stage in stages:
-        is_last = stage == stages[-1]
-        if stage == torch.distributed.get_rank():
-            chunk.module.set_input_tensor(received)
-            output = chunk(tokens_bs, positions(tokens_bs), attention_mask=None)
-            if is_last:
-                logits_bv = tensor_parallel.gather_from_tensor_model_parallel_region(output[:, -1])
-                output = logits_bv.float().log_softmax(dim=-1)
-        else:
-            shape = (batch, VOCABULARY) if is_last else (length, batch, _HIDDEN)
-            output = torch.empty(shape, device=tokens_bs.device)
-        torch.distributed.broadcast(output, src=stage, group=group)
-        received = output
-    return output
+def from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``values`` with those of the last pipeline stage, on all stages."""
+    torch.distributed.broadcast(
+        values,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return values
 
 
 def positions(tokens_bs: torch.Tensor) -> torch.Tensor:

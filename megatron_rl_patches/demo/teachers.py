@@ -13,11 +13,18 @@ import torch
 import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state
 
-from ..inference import TeacherPool, build_inference_model, estimate_memory, forward_log_probs
+from ..inference import (
+    TeacherPool,
+    build_inference_model,
+    estimate_memory,
+    forward_log_probs,
+    forward_topk,
+)
 from ..inference.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
+from ..losses import TopKDistribution
 from . import digits
 from .objectives import supervised_loss
-from .policy import build, config, generator_beside, provide
+from .policy import answer, build, config, from_last_stage, generator_beside, provide
 from .training import Batch, train
 
 _STEPS, _BATCH = 150, 64
@@ -40,19 +47,30 @@ class Teachers:
         log_probs_bd = tokens_bs.new_empty(len(tokens_bs), digits.DIGITS, dtype=torch.float32)
         for order in digits.ORDERS:
             asked_b = digits.asks_for(tokens_bs, order)
-            microbatch = _microbatch(tokens_bs[asked_b])
             with self.pool.use(order) as model:
                 scores = forward_log_probs(
-                    model, [microbatch], output_device=tokens_bs.device, progress=False
+                    model, [microbatch(tokens_bs[asked_b])], output_device=tokens_bs.device, progress=False
                 )
             if scores is not None:
                 log_probs_bd[asked_b] = torch.stack(scores.log_probs)
-        torch.distributed.broadcast(
-            log_probs_bd,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return log_probs_bd
+        return from_last_stage(log_probs_bd)
+
+    def distributions(
+        self, tokens_bs: torch.Tensor, at: list[TopKDistribution] | None
+    ) -> dict[str, list[TopKDistribution]]:
+        """Of each teacher for each answer, at the ids of ``at``; empty but on the last pipeline stage."""
+        found = {}
+        for order in digits.ORDERS:
+            with self.pool.use(order) as model:
+                found[order] = forward_topk(
+                    model, [microbatch(tokens_bs)], at=at, output_device=tokens_bs.device, progress=False
+                )
+        return {order: of_teacher for order, of_teacher in found.items() if of_teacher is not None}
+
+    def score(self, order: str, prompts_bp: torch.Tensor) -> torch.Tensor:
+        """Share of the digits that a teacher gets right."""
+        with self.pool.use(order) as model:
+            return digits.score(answer(model, prompts_bp, None)[0]).mean()
 
     def memory(self) -> MemoryEstimate:
         """What a rank takes to train such a model, to score with one, and to train beside these teachers."""
@@ -69,7 +87,8 @@ class Teachers:
         )
 
 
-def _microbatch(tokens_bs: torch.Tensor) -> dict[str, Any]:
+def microbatch(tokens_bs: torch.Tensor) -> dict[str, Any]:
+    """Prompts with answers, as models are asked to score them."""
     count, length = tokens_bs.shape
     return {
         "tokens": tokens_bs,

@@ -11,16 +11,17 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from .digits import DIGITS, PROMPT
+from .digits import LENGTH
 from .policy import positions
 
 #: ``tokens`` [b, s]; for the policy loss also ``log_probs`` under the policy that wrote them and
-#: ``advantages``, [b, DIGITS].
-Batch = dict[str, torch.Tensor]
+#: ``advantages``, [b, DIGITS]; for distillation ``teachers``, a distribution for each answer.
+Batch = dict[str, Any]
 #: Of the logits that the model returns for a batch: what Megatron's schedules take from a loss function.
 LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 Objective = Callable[[Batch], LossFunc]
@@ -82,7 +83,7 @@ def _train_step(
         model=list(model),
         num_microbatches=num_microbatches,
         # What pipeline stages send each other.
-        seq_length=PROMPT + DIGITS,
+        seq_length=LENGTH,
         micro_batch_size=micro_batch_size,
     )
     optimizer.step()
@@ -92,8 +93,16 @@ def _forward_step(
     objective: Objective, data_iterator: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, LossFunc]:
     batch = next(data_iterator)
-    logits_bsv = model(batch["tokens"], positions(batch["tokens"]), attention_mask=None)
+    tokens_bs = batch["tokens"]
+    logits_bsv = model(_cut(tokens_bs), _cut(positions(tokens_bs)), attention_mask=None)
     return logits_bsv, objective(batch)
+
+
+def _cut(values_bs: torch.Tensor) -> torch.Tensor:
+    """What a context-parallel rank has of sequences: a piece from either end."""
+    rank = parallel_state.get_context_parallel_rank()
+    pieces = values_bs.chunk(2 * parallel_state.get_context_parallel_world_size(), dim=1)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
 
 
 def _enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:

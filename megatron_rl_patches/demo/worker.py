@@ -10,10 +10,11 @@ import os
 import platform
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -23,7 +24,10 @@ from tqdm import tqdm
 from .. import __version__, status
 from ..engine.report import summary
 from ..settings import VARIABLE
-from .figures import FIGURES, Figures
+from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
+
+if TYPE_CHECKING:
+    from .teachers import Teachers
 
 # A rank that waits longer than this for another waits in vain.
 _PATIENCE = timedelta(seconds=60)
@@ -40,6 +44,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--distill", action="store_true")
     parser.add_argument("--folder", type=Path, required=True, help="for figures and checkpoints")
     options = parser.parse_args()
     with _distributed():
@@ -53,29 +58,28 @@ def _run(options: argparse.Namespace) -> Figures:
     # program's train() must not be half imported by then.
     import megatron.core
 
-    from . import policy, program, teachers
+    from . import policy, teachers
 
-    count, seed = options.rollouts, options.seed
-    figures = _no_figures_yet(seed, megatron.core.__version__)
-    rank = torch.distributed.get_rank()
-    policy.initialize(seed, options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
-    teacher = teachers.Teachers(options.folder, seed)
-    figures.keep_memory(teacher.memory())
+    figures = (DistillationFigures if options.distill else LearningFigures)(
+        patched=os.environ[VARIABLE] != "0",
+        patches="off",
+        ranks=torch.distributed.get_world_size(),
+        seed=options.seed,
+        backend=torch.distributed.get_backend(),
+        versions={
+            "megatron_rl_patches": __version__,
+            "megatron-core": megatron.core.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )
+    policy.initialize(options.seed, options.tensor_model_parallel_size, options.pipeline_model_parallel_size)
+    of_orders = teachers.Teachers(options.folder, options.seed)
     try:
-        with tqdm(total=count, unit="rollout", disable=rank != 0) as bar:
-            for number, rollout in enumerate(program.rollouts(count, seed, teacher), 1):
-                figures.reward_per_rollout.append(round(rollout.reward, 4))
-                figures.solved_per_rollout.append(round(rollout.solved, 4))
-                figures.divergence_per_rollout.append(round(rollout.divergence, 4))
-                figures.steps += rollout.steps
-                told = (
-                    f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}  "
-                    f"nats from teacher {rollout.divergence:.3f}"
-                )
-                if rank == 0:
-                    bar.write(f"rollout {number:3d}  {told}")
-                bar.set_postfix_str(told, refresh=False)
-                bar.update()
+        if isinstance(figures, DistillationFigures):
+            _distil(figures, options.rollouts, of_orders)
+        else:
+            _learn(figures, options.rollouts, of_orders)
     except AssertionError:
         if figures.patched:
             raise
@@ -85,20 +89,60 @@ def _run(options: argparse.Namespace) -> Figures:
     return figures
 
 
-def _no_figures_yet(seed: int, megatron_core: str) -> Figures:
-    return Figures(
-        patched=os.environ[VARIABLE] != "0",
-        patches="off",
-        ranks=torch.distributed.get_world_size(),
-        seed=seed,
-        backend=torch.distributed.get_backend(),
-        versions={
-            "megatron_rl_patches": __version__,
-            "megatron-core": megatron_core,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    )
+def _learn(figures: LearningFigures, count: int, teachers: Teachers) -> None:
+    from . import program
+
+    figures.keep_memory(teachers.memory())
+    with _bar(count) as tell:
+        for rollout in program.rollouts(count, figures.seed, teachers):
+            figures.reward_per_rollout.append(round(rollout.reward, 4))
+            figures.solved_per_rollout.append(round(rollout.solved, 4))
+            figures.divergence_per_rollout.append(round(rollout.divergence, 4))
+            figures.steps += rollout.steps
+            tell(
+                f"reward {rollout.reward:.3f}  solved {rollout.solved:.3f}  "
+                f"nats from teacher {rollout.divergence:.3f}"
+            )
+
+
+def _distil(figures: DistillationFigures, count: int, teachers: Teachers) -> None:
+    from . import distillation
+
+    figures.teachers = {
+        order: round(score, 4)
+        for order, score in distillation.scores_of_teachers(teachers, figures.seed).items()
+    }
+    for target in distillation.TARGETS:
+        nats, scores = ({order: [] for order in figures.teachers} for _ in range(2))  # type: ignore[var-annotated]
+        figures.divergence_per_rollout[target], figures.score_per_rollout[target] = nats, scores
+        with _bar(count) as tell:
+            for rollout in distillation.rollouts(count, figures.seed, teachers, target):
+                for order in figures.teachers:
+                    nats[order].append(round(rollout.divergence[order], 4))
+                    scores[order].append(round(rollout.score[order], 4))
+                figures.steps += rollout.steps
+                tell(
+                    f"{target}: "
+                    + "  ".join(
+                        f"{order} {nats[order][-1]:.3f} nats, score {scores[order][-1]:.3f}"
+                        for order in figures.teachers
+                    )
+                )
+
+
+@contextmanager
+def _bar(count: int) -> Iterator[Callable[[str], None]]:
+    """On rank 0 a progress bar, and a line for each rollout."""
+    is_first_rank = torch.distributed.get_rank() == 0
+    with tqdm(total=count, unit="rollout", disable=not is_first_rank) as bar:
+
+        def tell(text: str) -> None:
+            bar.update()
+            if is_first_rank:
+                bar.write(f"rollout {bar.n:3d}  {text}")
+            bar.set_postfix_str(text, refresh=False)
+
+        yield tell
 
 
 @contextmanager

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .checkpoint import load_inference_checkpoint
     from .estimate import estimate_memory
     from .memory import memory_report
-    from .scoring import forward_log_probs
+    from .scoring import forward_log_probs, forward_topk
     from .teachers import TeacherPool
 
 _HOME_OF = {
@@ -22,6 +22,7 @@ _HOME_OF = {
     "estimate_memory": ".estimate",
     "memory_report": ".memory",
     "forward_log_probs": ".scoring",
+    "forward_topk": ".scoring",
     "TeacherPool": ".teachers",
 }
 
@@ -30,6 +31,7 @@ __all__ = [
     "build_inference_model",
     "estimate_memory",
     "forward_log_probs",
+    "forward_topk",
     "load_inference_checkpoint",
     "memory_report",
 ]

@@ -9,27 +9,40 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInputError
+from ..losses import SequenceLayout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One microbatch after checking: samples are the rows of ``tokens_bs``, or packed into a single one."""
+    """One microbatch after checking.
+
+    Attributes:
+        samples: tokens of each sample, whole and without padding.
+        layout: which rows of this rank's logits predict response tokens.
+    """
 
     given: Mapping[str, Any]
     tokens_bs: torch.Tensor
+    samples: list[torch.Tensor]
     indices: list[int]
-    response_lengths: list[int]
-    #: Rows of the flattened logits ``[b * s, vocabulary]`` that predict response tokens, sample by sample.
-    rows_n: torch.Tensor
+    layout: SequenceLayout
 
     @property
     def targets_n(self) -> torch.Tensor:
-        """The tokens that ``rows_n`` predict."""
-        return self.tokens_bs.flatten()[self.rows_n.to(self.tokens_bs.device) + 1]
+        """The tokens that the rows of the layout predict."""
+        device = self.layout.response_rows.device
+        return self.layout.response_targets([sample.to(device) for sample in self.samples])
 
 
 def checked(
-    given: Sequence[Mapping[str, Any]], *, packing: bool, vocabulary: int | None, multiple: int
+    given: Sequence[Mapping[str, Any]],
+    *,
+    packing: bool,
+    vocabulary: int | None,
+    sequence_parallel_size: int = 1,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> list[Microbatch]:
     """Check what :func:`~megatron_rl_patches.inference.forward_log_probs` was given.
 
@@ -37,7 +50,10 @@ def checked(
         given: the microbatches.
         packing: may several samples stand in one row?
         vocabulary: token ids must be smaller; ``None`` if nobody knows.
-        multiple: the width of ``tokens`` must be one.
+        sequence_parallel_size: ranks of the tensor-parallel group that share the sequence too.
+        cp_rank: of the ranks among which zigzag context parallelism cuts the sequences.
+        cp_size: how many these are.
+        device: where the logits will be.
     """
     if not given:
         raise InvalidInputError("there are no microbatches to score: give every rank one at least.")
@@ -45,8 +61,10 @@ def checked(
     count = 0
     for number, mapping in enumerate(given):
         try:
-            microbatch = _microbatch(mapping, count, packing)
-            _check_tokens(microbatch.tokens_bs, vocabulary, multiple)
+            microbatch = _microbatch(
+                mapping, count, packing, {"cp_rank": cp_rank, "cp_size": cp_size, "device": device}
+            )
+            _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -60,7 +78,9 @@ def checked(
     return microbatches
 
 
-def _microbatch(given: Mapping[str, Any], first_index: int, packing: bool) -> Microbatch:
+def _microbatch(
+    given: Mapping[str, Any], first_index: int, packing: bool, context_parallel: dict[str, Any]
+) -> Microbatch:
     if missing := [name for name in ("tokens", "lengths") if given.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     tokens_bs = given["tokens"]
@@ -80,9 +100,15 @@ def _microbatch(given: Mapping[str, Any], first_index: int, packing: bool) -> Mi
     indices = _integers(_or(given.get("indices"), range(first_index, first_index + len(lengths))))
     if len(indices) != len(lengths):
         raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
-    ends = (start + length for start, length in zip(starts, lengths, strict=True))
-    rows = [torch.arange(end - response, end) - 1 for end, response in zip(ends, responses, strict=True)]
-    return Microbatch(given, tokens_bs, indices, responses, torch.cat(rows))
+    size, width = tokens_bs.shape
+    samples = [
+        tokens_bs.flatten()[start : start + length] for start, length in zip(starts, lengths, strict=True)
+    ]
+    padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
+    if len(lengths) > size:
+        padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
+    layout = SequenceLayout.build(lengths, responses, **padding, **context_parallel)
+    return Microbatch(given, tokens_bs, samples, indices, layout)
 
 
 def _starts(lengths: list[int], size: int, width: int, packing: bool) -> list[int]:
@@ -98,11 +124,19 @@ def _starts(lengths: list[int], size: int, width: int, packing: bool) -> list[in
     )
 
 
-def _check_tokens(tokens_bs: torch.Tensor, vocabulary: int | None, multiple: int) -> None:
+def _check_tokens(
+    tokens_bs: torch.Tensor, vocabulary: int | None, sequence_parallel_size: int, cp_size: int
+) -> None:
+    chunks = 2 * cp_size if cp_size > 1 else 1
+    multiple = chunks * sequence_parallel_size
     if tokens_bs.shape[1] % multiple:
+        reasons = [f"2 × context-parallel size {cp_size}"] * (cp_size > 1)
+        reasons += [f"tensor-parallel size {sequence_parallel_size}, for sequence parallelism"] * (
+            sequence_parallel_size > 1
+        )
         raise InvalidInputError(
-            f"tokens are {tokens_bs.shape[1]} wide. Expected with sequence parallelism: a multiple of the "
-            f"tensor-parallel size {multiple}; pad them on the right."
+            f"tokens are {tokens_bs.shape[1]} wide. Expected: a multiple of {multiple} "
+            f"({' × '.join(reasons)}); pad them on the right."
         )
     lowest, highest = (int(extreme) for extreme in torch.aminmax(tokens_bs))
     # Vocabulary-parallel embeddings take such a token for zeros, and do not say so.

@@ -21,19 +21,19 @@ def statistics(shard: Shard, column: Tensor, entropy: bool) -> list[Tensor]:
     sizes = ([2] if masked else []) + ([3] if entropy else [] if masked else [2])
     found = [shard.logits.new_empty((size, shard.n), dtype=shard.dtype) for size in sizes]
     blocks = shard.blocks(buffers=1 + entropy)
-    scratch = _scratch(shard, blocks, buffers=1 + entropy)
+    scratch = scratch_buffers(shard, blocks, buffers=1 + entropy)
     for block in blocks:
         work, *spare = scratch[:, : block.stop - block.start]
         if masked:
             x = _kept(shard, block, column[block], work)
-            _statistics(x, shard.temperature, work, None, found[0][:, block])
+            block_statistics(x, shard.temperature, work, None, found[0][:, block])
         if entropy or not masked:
-            x = _read(shard, block, work)
-            _statistics(x, shard.temperature, work, spare[0] if entropy else None, found[-1][:, block])
+            x = read(shard, block, work)
+            block_statistics(x, shard.temperature, work, spare[0] if entropy else None, found[-1][:, block])
     return found
 
 
-def _statistics(x: Tensor, temperature: float, work: Tensor, spare: Tensor | None, out: Tensor) -> None:
+def block_statistics(x: Tensor, temperature: float, work: Tensor, spare: Tensor | None, out: Tensor) -> None:
     """Fill ``out`` with ``(top, rest)`` of each row, and with a ``spare`` buffer ``(top, rest, moment)``."""
     top, column = _largest(x)
     if spare is not None or temperature != 1:
@@ -66,7 +66,7 @@ def gradient(shard: Shard, kept: Term | None, full: Term | None, target: Target,
     needs_z = full is not None and full.b is not None
     buffers = (not direct) + needs_z + (kept is not None and full is not None)
     blocks = shard.blocks(buffers)
-    scratch = _scratch(shard, blocks, buffers)
+    scratch = scratch_buffers(shard, blocks, buffers)
     for block in blocks:
         spares = list(scratch[:, : block.stop - block.start])
         result = shard.view(out, block) if direct else spares.pop()
@@ -74,20 +74,20 @@ def gradient(shard: Shard, kept: Term | None, full: Term | None, target: Target,
         if kept is not None:
             part = result if full is None else spares.pop()
             _kept(shard, block, column, part)
-            _fill(part, part, kept.of(block), shard.temperature, out=part)
+            fill(part, part, kept.of(block), shard.temperature, out=part)
         if full is not None:
             work = spares.pop() if needs_z else result
-            _fill(_read(shard, block, work), work, full.of(block), shard.temperature, out=result)
+            fill(read(shard, block, work), work, full.of(block), shard.temperature, out=result)
             if kept is not None:
                 result.add_(part)
         _put(result, column, target.value[block])
         _zero(result, ~target.counts[block])
         if not direct:
-            _write(shard, out, block, result)
+            write(shard, out, block, result)
     return out
 
 
-def _fill(x: Tensor, work: Tensor, term: Term, temperature: float, out: Tensor) -> None:
+def fill(x: Tensor, work: Tensor, term: Term, temperature: float, out: Tensor) -> None:
     """Write the term into ``out``. All three buffers may be one, ``out`` and ``work`` only without ``b``."""
     if term.b is not None or temperature != 1:
         x = _scaled(x, term.top, temperature, out=work)
@@ -100,12 +100,12 @@ def _fill(x: Tensor, work: Tensor, term: Term, temperature: float, out: Tensor) 
     _zero(p, term.share == 0)
 
 
-def _scratch(shard: Shard, blocks: list[slice], buffers: int) -> Tensor:
+def scratch_buffers(shard: Shard, blocks: list[slice], buffers: int) -> Tensor:
     rows = blocks[0].stop - blocks[0].start if blocks else 0
     return shard.logits.new_empty((buffers, rows, shard.logits.shape[1]), dtype=shard.dtype)
 
 
-def _read(shard: Shard, block: slice, buffer: Tensor) -> Tensor:
+def read(shard: Shard, block: slice, buffer: Tensor) -> Tensor:
     """The logits of a block in the buffer's dtype: themselves where possible, else copied into it."""
     if isinstance(shard.rows, slice):
         x = shard.view(shard.logits, block)
@@ -118,14 +118,14 @@ def _read(shard: Shard, block: slice, buffer: Tensor) -> Tensor:
 def _kept(shard: Shard, block: slice, column: Tensor, buffer: Tensor) -> Tensor:
     """The logits of a block in ``buffer``, -inf where neither kept nor the target."""
     assert shard.keep_mask is not None
-    x = _read(shard, block, buffer)
+    x = read(shard, block, buffer)
     of_target = x.gather(1, column.clamp(min=0))
     torch.where(shard.keep_mask[block], x, x.new_tensor(float("-inf")), out=buffer)
     _put(buffer, column, of_target)
     return buffer
 
 
-def _write(shard: Shard, out: Tensor, block: slice, values: Tensor) -> None:
+def write(shard: Shard, out: Tensor, block: slice, values: Tensor) -> None:
     if isinstance(shard.rows, slice):
         shard.view(out, block).copy_(values)
     else:

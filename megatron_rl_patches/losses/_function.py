@@ -71,7 +71,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
         target_logit = logits[shard.row_numbers(), column.clamp(min=0)].to(shard.dtype)
         target_logit = torch.where(column < 0, float("-inf"), target_logit)
 
-        everywhere = _all_gather(torch.cat([*here, target_logit[None]]), options.tp_group)
+        everywhere = all_gather(torch.cat([*here, target_logit[None]]), options.tp_group)
         *parts, target_logits = torch.split(everywhere, [*map(len, here), 1], dim=1)
         rank = 0 if options.tp_group is None else dist.get_rank(options.tp_group)
         found = [_combine(part, rank, shard.temperature) for part in parts]
@@ -103,11 +103,11 @@ class LogProbsAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         gradient = None
         if grad_log_prob is not None or grad_entropy is not None:
-            logits, *saved = _saved_tensors(ctx)
+            logits, *saved = saved_tensors(ctx)
             with torch.no_grad():
                 gradient = LogProbsAndEntropy._gradient(ctx, logits, saved, grad_log_prob, grad_entropy)
             if torch.is_grad_enabled():  # create_graph=True
-                gradient = _DifferentiableOnce.apply(  # type: ignore[no-untyped-call]
+                gradient = DifferentiableOnce.apply(  # type: ignore[no-untyped-call]
                     gradient, logits, grad_log_prob, grad_entropy
                 )
         return gradient, None, None, None, None
@@ -147,7 +147,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
         return gradient
 
 
-class _DifferentiableOnce(torch.autograd.Function):
+class DifferentiableOnce(torch.autograd.Function):
     """The gradient itself, tied to what it was computed from.
 
     ``once_differentiable`` lets a gradient pass for a constant where the weights of the loss are constants.
@@ -160,7 +160,7 @@ class _DifferentiableOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise InvalidInputError(
-            "the gradient of vocab_parallel_log_probs cannot be differentiated twice: second "
+            "the gradient of a vocabulary-parallel loss cannot be differentiated twice: second "
             "derivatives need torch.log_softmax"
         )
 
@@ -183,7 +183,7 @@ def _combine(part: Tensor, rank: int, temperature: float) -> tuple[_Softmax, Ten
     return _Softmax(highest, share[rank], 1.0 + others, mean), others.log1p()
 
 
-def _all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """``[k, n]`` of every rank, ``[tp, k, n]``."""
     if group is None or (size := dist.get_world_size(group)) == 1:
         return values[None]
@@ -192,7 +192,7 @@ def _all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return gathered.view(size, *values.shape)
 
 
-def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

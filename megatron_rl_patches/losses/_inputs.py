@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import InvalidInputError
@@ -49,12 +50,17 @@ def checked_targets(targets: Tensor, shard: Shard, vocab_size: int, ignore_index
             f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[shard.n]}: "
             "one token id for each selected row"
         )
-    _same_device("targets", targets, shard.logits)
-    in_vocabulary = ((targets >= 0) & (targets < vocab_size)) | (targets == ignore_index)
-    _require(
-        in_vocabulary, f"targets: token ids below {vocab_size}, or {ignore_index} to ignore a row", targets
-    )
-    return targets.long()
+    return _checked_ids("targets", targets, shard, vocab_size, ignore_index, "to ignore a row")
+
+
+def checked_indices(indices: Tensor, shard: Shard, vocab_size: int, ignore_index: int) -> Tensor:
+    fits = indices.dim() == 2 and len(indices) == shard.n and indices.shape[1] > 0
+    if not fits or indices.dtype not in _INTEGERS:
+        raise InvalidInputError(
+            f"indices are {indices.dtype} {list(indices.shape)}, expected torch.int64 [{shard.n}, K]: "
+            "K token ids for each selected row, K at least 1"
+        )
+    return _checked_ids("indices", indices, shard, vocab_size, ignore_index, "for no entry")
 
 
 def check_fused(fused: bool | str, shard: Shard, in_place: bool) -> None:
@@ -62,6 +68,24 @@ def check_fused(fused: bool | str, shard: Shard, in_place: bool) -> None:
         raise InvalidInputError(f'fused is {fused!r}, expected True, False or "auto"')
     if fused is True and (why_not := obstacle(shard, in_place)) is not None:
         raise InvalidInputError(f'fused=True, but {why_not}; fused="auto" goes on with plain operators')
+
+
+def position_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidInputError("this rank is not in tp_group: give the group that holds its vocabulary")
+    return rank, dist.get_world_size(group)
+
+
+def _checked_ids(
+    name: str, ids: Tensor, shard: Shard, vocab_size: int, ignore_index: int, meaning: str
+) -> Tensor:
+    _same_device(name, ids, shard.logits)
+    in_vocabulary = ((ids >= 0) & (ids < vocab_size)) | (ids == ignore_index)
+    _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
+    return ids.long()
 
 
 def _checked_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:

@@ -64,10 +64,13 @@ class Shard:
             return torch.arange(self.rows.start, self.rows.stop, device=self.logits.device)
         return self.rows
 
-    def blocks(self, buffers: int) -> list[slice]:
-        """Ranges of the ``n`` rows, such that ``buffers`` of one block each take ``block_bytes`` together."""
+    def blocks(self, buffers: int, width: int | None = None) -> list[slice]:
+        """Ranges of the ``n`` rows, such that ``buffers`` of one block each take ``block_bytes`` together.
+
+        The buffers are of ``width`` columns: those of the logits, if none is given.
+        """
         size = self.block_bytes or _default_block_bytes(self.logits)
-        row_bytes = max(self.logits.shape[1], 1) * self.dtype.itemsize * max(buffers, 1)
+        row_bytes = max(width or self.logits.shape[1], 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
         return [slice(start, min(start + step, self.n)) for start in range(0, self.n, step)]
 

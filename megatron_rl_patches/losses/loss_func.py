@@ -67,16 +67,7 @@ def make_loss_func(
     batch.check_for(options)
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
-    if batch.response_lengths != list(layout.response_lengths):
-        raise InvalidInputError(
-            f"batch has responses of the lengths {batch.response_lengths}, layout of "
-            f"{list(layout.response_lengths)}; under context parallelism too give the full responses"
-        )
-    if layout.cp_size > 1 and cp_group is None:
-        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; give cp_group")
-    if normalizer is not None and not normalizer > 0:
-        raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
-    divisor = (normalizer or 1.0) * _megatron_multiplies_by(layout.cp_size)
+    divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
 
     def loss_func(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         from .packed import packed_log_probs_and_entropy
@@ -103,6 +94,25 @@ def make_loss_func(
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)
+
+
+def checked_divisor(
+    response_lengths: list[int],
+    layout: SequenceLayout,
+    cp_group: torch.distributed.ProcessGroup | None,
+    normalizer: float | None,
+) -> float:
+    """What a loss that every context-parallel rank computes in full is divided by, before Megatron has it."""
+    if response_lengths != list(layout.response_lengths):
+        raise InvalidInputError(
+            f"batch has responses of the lengths {response_lengths}, layout of "
+            f"{list(layout.response_lengths)}; under context parallelism too give the full responses"
+        )
+    if layout.cp_size > 1 and cp_group is None:
+        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; give cp_group")
+    if normalizer is not None and not normalizer > 0:
+        raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
+    return (normalizer or 1.0) * _megatron_multiplies_by(layout.cp_size)
 
 
 def _megatron_multiplies_by(cp_size: int) -> int:

@@ -28,7 +28,7 @@ def maximum(values_n: torch.Tensor, mask_n: torch.Tensor) -> torch.Tensor:
 def average_metrics(
     reports: Sequence[Mapping[str, torch.Tensor]], group: torch.distributed.ProcessGroup | None = None
 ) -> dict[str, float]:
-    """Averages of the metrics of :func:`policy_loss` over microbatches and, given a group, over ranks.
+    """Averages of the metrics of a loss over microbatches and, given a group, over ranks.
 
     Args:
         reports: one dict per microbatch, what ``get_forward_backward_func()(...)`` returns on the last
@@ -41,12 +41,14 @@ def average_metrics(
     if not reports:
         return {}
     names = sorted(reports[0])
-    averages = [name for name in names if not name.endswith("_max")]
-    maxima = [name for name in names if name.endswith("_max")]
-    pairs = torch.stack([torch.stack([report[name] for report in reports]).sum(0) for name in averages])
-    highest = torch.stack([torch.stack([report[name][0] for report in reports]).max() for name in maxima])
+    values = torch.stack([torch.stack([report[name] for report in reports]) for name in names])
+    pairs, highest = values.sum(1), values[:, :, 0].amax(1)
     if group is not None:
         torch.distributed.all_reduce(pairs, group=group)
         torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-    values = [*(pairs[:, 0] / pairs[:, 1]).tolist(), *highest.tolist()]
-    return dict(zip([*averages, *maxima], values, strict=True))
+    averages = (pairs[:, 0] / pairs[:, 1]).tolist()
+    maxima = highest.tolist()
+    return {
+        name: top if name.endswith("_max") else average
+        for name, average, top in zip(names, averages, maxima, strict=True)
+    }

@@ -50,6 +50,28 @@ def packed_log_probs_and_entropy(
     Raises:
         InvalidInputError: logits, tokens and layout are not of one microbatch, or not on one device.
     """
+    logits_tv = rows_of(logits, layout)
+    options: dict[str, Any] = {
+        "tp_group": tp_group,
+        "rows": layout.response_rows,
+        "temperature": temperature,
+        "keep_mask": keep_mask,
+        "inplace_backward": inplace_backward,
+        "block_bytes": block_bytes,
+        "fused": fused,
+    }
+    targets = layout.response_targets(tokens)
+    if not with_entropy:
+        log_probs = vocab_parallel_log_probs(logits_tv, targets, **options)
+        return layout.split_responses(log_probs), None
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+        logits_tv, targets, entropy_grad=entropy_grad, **options
+    )
+    return layout.split_responses(log_probs), layout.split_responses(entropies)
+
+
+def rows_of(logits: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
+    """Logits as the model returns them, ``[rows, vocab / tp]``, if they are of this layout."""
     if tuple(logits.shape[:-1]) not in (layout.logits_shape, (layout.num_rows,)):
         raise InvalidInputError(
             f"logits are {list(logits.shape)}, but their layout is {list(layout.logits_shape)} without the "
@@ -61,21 +83,4 @@ def packed_log_probs_and_entropy(
             f"logits are on {logits.device}, their layout on {layout.response_rows.device}; "
             "give device=logits.device to SequenceLayout.build"
         )
-    options: dict[str, Any] = {
-        "tp_group": tp_group,
-        "rows": layout.response_rows,
-        "temperature": temperature,
-        "keep_mask": keep_mask,
-        "inplace_backward": inplace_backward,
-        "block_bytes": block_bytes,
-        "fused": fused,
-    }
-    logits_tv = logits.flatten(0, -2)
-    targets = layout.response_targets(tokens)
-    if not with_entropy:
-        log_probs = vocab_parallel_log_probs(logits_tv, targets, **options)
-        return layout.split_responses(log_probs), None
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-        logits_tv, targets, entropy_grad=entropy_grad, **options
-    )
-    return layout.split_responses(log_probs), layout.split_responses(entropies)
+    return logits.flatten(0, -2)

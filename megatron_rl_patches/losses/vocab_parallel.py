@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import InvalidInputError
 from ._function import LogProbsAndEntropy, Options
-from ._inputs import check_fused, checked_shard, checked_targets
+from ._inputs import check_fused, checked_shard, checked_targets, position_in
 from ._ownership import lend, refuse_overwritten
 from ._shard import Shard
 
@@ -121,7 +120,7 @@ def _apply(
     entropy: bool,
     entropy_grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    tp_rank, tp_size = _position_in(tp_group)
+    tp_rank, tp_size = position_in(tp_group)
     width = logits.shape[1]
     targets = checked_targets(targets, shard, width * tp_size, ignore_index)
     check_fused(fused, shard, inplace_backward)
@@ -136,12 +135,3 @@ def _apply(
     return LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
         logits, shard, column, counts, options
     )
-
-
-def _position_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    if group is None:
-        return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise InvalidInputError("this rank is not in tp_group: give the group that holds its vocabulary")
-    return rank, dist.get_world_size(group)

@@ -95,8 +95,8 @@ class GatheredAttention(torch.nn.Module):
                 gather_from_sequence_parallel_region(value, group=group),
             )
         )
-        positions_t = torch.cat([_positions(rank, group.size()) for rank in range(group.size())])
-        mask_st = _positions(group.rank(), group.size())[:, None] >= positions_t[None, :]
+        positions = [_positions(rank, group.size(), k_bhtd.shape[2]) for rank in range(group.size())]
+        mask_st = positions[group.rank()][:, None] >= torch.cat(positions)[None, :]
         context = torch.nn.functional.scaled_dot_product_attention(q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st)
         return context.permute(2, 0, 1, 3).flatten(2)
 
@@ -194,11 +194,11 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> 
     )
 
 
-def _positions(rank: int, size: int) -> torch.Tensor:
+def _positions(rank: int, size: int, length: int = SEQUENCE) -> torch.Tensor:
     """Positions that a context-parallel rank holds: its piece from either end of the sequence."""
     if size == 1:
-        return torch.arange(SEQUENCE)
-    pieces = torch.arange(SEQUENCE).chunk(2 * size)
+        return torch.arange(length)
+    pieces = torch.arange(length).chunk(2 * size)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 

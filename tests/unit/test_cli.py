@@ -73,6 +73,7 @@ class TestList:
                 "name": "test-patch",
                 "summary": "it can be called again",
                 "upstream": ["owner/project#1"],
+                "explicit": False,
                 "sites": [{"host": "mrp_host", "target": TARGET}],
             }
         ]
@@ -274,6 +275,7 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "seed": 0,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "distill": False,
         "json_file": Path("figures.json"),
         "plot_file": None,
         "without_patches": True,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference._forward_only import _without_float32_copy
 from megatron_rl_patches.inference._microbatches import checked
-from megatron_rl_patches.inference.scoring import _without_float32_copy
 
 VOCABULARY = 50
 
@@ -31,20 +31,20 @@ def microbatch(**changes: Any) -> dict[str, Any]:
     return {"tokens": torch.arange(12).reshape(2, 6), "lengths": [6, 4], **changes}
 
 
-def check(*microbatches: dict[str, Any], packing: bool = False, multiple: int = 1) -> Any:
-    return checked(microbatches, packing=packing, vocabulary=VOCABULARY, multiple=multiple)
+def check(*microbatches: dict[str, Any], packing: bool = False, **sizes: int) -> Any:
+    return checked(microbatches, packing=packing, vocabulary=VOCABULARY, **sizes)
 
 
 def test_default_is_every_token_but_the_first() -> None:
     (batch,) = check(microbatch())
-    assert batch.rows_n.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
+    assert batch.layout.response_rows.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
     assert batch.targets_n.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
-    assert batch.response_lengths == [5, 3] and batch.indices == [0, 1]
+    assert batch.layout.response_lengths == (5, 3) and batch.indices == [0, 1]
 
 
 def test_responses_end_where_samples_end() -> None:
     (batch,) = check(microbatch(response_lengths=torch.tensor([2, 0])))
-    assert batch.rows_n.tolist() == [3, 4]
+    assert batch.layout.response_rows.tolist() == [3, 4]
 
 
 def test_packed_samples_follow_each_other() -> None:
@@ -85,5 +85,9 @@ def test_refusals_say_which_microbatch() -> None:
         check(microbatch(), microbatch(lengths=[7, 4]))
     with pytest.raises(InvalidInputError, match="no microbatches"):
         check()
-    with pytest.raises(InvalidInputError, match="sequence parallelism: a multiple of"):
-        check(microbatch(), multiple=4)
+    with pytest.raises(
+        InvalidInputError, match=r"multiple of 4 \(tensor-parallel size 4, for sequence parallelism\)"
+    ):
+        check(microbatch(), sequence_parallel_size=4)
+    with pytest.raises(InvalidInputError, match=r"multiple of 8 \(2 × context-parallel size 2 × tensor-par"):
+        check(microbatch(), sequence_parallel_size=2, cp_size=2)

@@ -1,0 +1,119 @@
+"""``forward_topk`` on real megatron-core: a student's own top-k, and a teacher at the student's ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.test_scoring import LAYOUTS, TEMPERATURE, _fill, _inference_model, microbatches
+
+K = 5
+Distributions = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def _models(options: Any) -> tuple[Any, Any]:
+    """Student and teacher: the second has other weights."""
+    from megatron.core import parallel_state
+
+    from tests.real import tiny_gpt
+
+    ddp, _ = tiny_gpt.build(options)
+    tp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    _fill(ddp, tp)
+    student, teacher = _inference_model(options, ddp), _inference_model(options, ddp)
+    with torch.no_grad():
+        for chunk in teacher:
+            for parameter in chunk.parameters():
+                parameter.mul_(0.7)
+    return student, teacher
+
+
+def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distributions] | None:
+    with cpu_backend():
+        from megatron_rl_patches.inference import forward_topk
+        from tests.real import tiny_gpt
+
+        student, teacher = _models(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes)))
+        options = {"temperature": TEMPERATURE, "progress": False}
+        old = forward_topk(student, microbatches(), K, **options)
+        there = forward_topk(teacher, microbatches(), at=old, **options)
+        ids = None if old is None else [distribution.indices for distribution in old]
+        by_ids = forward_topk(teacher, microbatches(), at=ids, **options)
+        for refused, message in (
+            ({"k": 0}, "k is 0"),
+            ({"k": 2, "at": []}, "k is 2"),
+            ({"k": 2, "allgather_cp": True}, "all-gather context parallelism is not supported"),
+        ):
+            with pytest.raises(InvalidInputError, match=message):
+                forward_topk(student, microbatches(), **refused)
+        if old is None:
+            assert there is None
+            return None
+        if "pp" not in sizes:
+            for at, message in ((None, "neither k nor"), (old[:3], "ids for 3 samples")):
+                with pytest.raises(InvalidInputError, match=message):
+                    forward_topk(student, microbatches(), at=at)
+        assert by_ids is not None and there is not None
+        assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(there, by_ids, strict=True))
+        return _plain(old), _plain(there)
+
+
+def _plain(distributions: Any) -> Distributions:
+    return [(d.indices, d.log_probs, d.tail_log_prob) for d in distributions]
+
+
+def _reference() -> tuple[Distributions, Distributions]:
+    with cpu_backend():
+        from tests.real import tiny_gpt
+
+        models = _models(tiny_gpt.Options())
+        found: tuple[dict[int, Any], dict[int, Any]] = {}, {}
+        for batch in microbatches():
+            tokens_bs = batch["tokens"]
+            mask = torch.ones(1, 1, tokens_bs.shape[1], tokens_bs.shape[1], dtype=torch.bool).triu(1)
+            position_ids = torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs)
+            of_student, of_teacher = (
+                (model[0](tokens_bs, position_ids, mask).double() / TEMPERATURE).log_softmax(-1)
+                for model in models
+            )
+            samples = zip(batch["indices"], batch["lengths"].tolist(), batch["response_lengths"], strict=True)
+            for row, (index, length, response) in enumerate(samples):
+                ids_nk = of_student[row, length - response - 1 : length - 1].topk(K).indices
+                for log_p_bsv, per_sample in zip((of_student, of_teacher), found, strict=True):
+                    log_p_nv = log_p_bsv[row, length - response - 1 : length - 1]
+                    outside = log_p_nv.scatter(1, ids_nk, float("-inf")).logsumexp(1)
+                    per_sample[index] = ids_nk, log_p_nv.gather(1, ids_nk), outside
+        return tuple([found[i] for i in sorted(found)] for found in found)
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Distributions, Distributions]:
+    return spawn_ranks(_reference, 1, timeout=120)[0]
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "TP 2, sequence parallel"])
+def test_layouts(layout: str, reference: tuple[Distributions, Distributions]) -> None:
+    ranks, sizes = LAYOUTS[layout]
+    runs = [run for run in spawn_ranks(_student_and_teacher, ranks, sizes, timeout=120) if run is not None]
+    assert len(runs) == (1 if "pp" in sizes else ranks)
+    for run in runs:
+        for found, expected in zip(run, reference, strict=True):
+            assert len(found) == len(expected)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours[0], theirs[0])
+                assert ours[1].dtype == torch.float32
+                torch.testing.assert_close(ours[1].double(), theirs[1], rtol=1e-5, atol=2e-6)
+                torch.testing.assert_close(ours[2].double(), theirs[2], rtol=1e-5, atol=2e-6)
+            assert all(
+                torch.equal(a, b)
+                for ours, other in zip(run, runs[0], strict=True)
+                for sample, same in zip(ours, other, strict=True)
+                for a, b in zip(sample, same, strict=True)
+            )

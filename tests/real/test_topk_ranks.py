@@ -1,0 +1,217 @@
+"""Top-k over real tensor-parallel ranks (gloo): values, gradients, bytes sent; distillation over CP ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import (
+    DistillationBatch,
+    DistillationOptions,
+    SequenceLayout,
+    make_distillation_loss_func,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.testing import spawn_ranks
+from tests.real.sent_bytes import sent_bytes
+from tests.real.test_vocab_parallel_ranks import counting_collectives, mine
+from tests.unit.losses.dense import relative_error
+from tests.unit.losses.dense_topk import dense_log_probs_at, errors, random_indices
+from tests.unit.losses.test_vocab_parallel import EXTREMES, random_logits
+
+T, V, K = 11, 1004, 8
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7, "inplace_backward": True},
+    {"rows": slice(2, 9)},
+    {"rows": torch.tensor([7, 3, 10, 0]), "inplace_backward": True, "block_bytes": 3000},
+)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_ranks(tp_size: int) -> None:
+    first, *others = spawn_ranks(check_all, tp_size)
+    for other in others:
+        assert len(other) == len(first) > 0
+        for values, expected in zip(other, first, strict=True):
+            assert values.numpy().tobytes() == expected.numpy().tobytes()
+
+
+def check_all() -> list[Tensor]:
+    """Every check, and the values that must be the same bits on all ranks."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    check_selection(group)
+    check_ties(group)
+    check_no_rows(group)
+    check_refusals(group)
+    check_extremes(group)
+    if group.size() == 2:
+        check_context_parallel(group)
+    return check_log_probs(group) + check_bytes(group)
+
+
+def check_selection(group: dist.ProcessGroup) -> None:
+    """Also of more than one rank has, and of everything."""
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-9), (torch.bfloat16, 2e-6)):
+        logits = random_logits(T, V, dtype)
+        for k in (1, K, V // group.size() + 3, V):
+            k = min(k, V)
+            found = vocab_parallel_topk(
+                logits[:, mine(group)], k, tp_group=group, temperature=0.7, rows=slice(1, T)
+            )
+            expected = logits[1:].sort(dim=1, descending=True, stable=True).indices[:, :k]
+            assert found.indices.equal(expected)
+            log_probs, tail = dense_log_probs_at(logits, expected, slice(1, T), 0.7)
+            assert relative_error(found.log_probs, log_probs, log_probs.abs()) <= bound
+            assert k == V or relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
+            assert k < V or found.tail_log_prob.isneginf().all()
+
+
+def check_ties(group: dist.ProcessGroup) -> None:
+    """Of equal logits the lowest ids, wherever the borders are."""
+    generator = torch.Generator().manual_seed(0)
+    for columns in (2, 6, 40):
+        logits = torch.randint(3, (20, columns * group.size()), generator=generator).float()
+        logits[::4, : columns + 1] = -float("inf")
+        for k in (1, 3, columns, columns + 1, columns * group.size()):
+            k = min(k, logits.shape[1])
+            found = vocab_parallel_topk(logits[:, mine(group, logits.shape[1])], k, tp_group=group)
+            assert found.indices.equal(logits.sort(dim=1, descending=True, stable=True).indices[:, :k])
+
+
+def check_log_probs(group: dist.ProcessGroup) -> list[Tensor]:
+    """Against the dense formulas, gradients too: the whole derivative by the logits of this rank."""
+    values = []
+    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
+        for options in OPTIONS:
+            n = len(torch.arange(T)[options.get("rows", slice(None))])
+            # Ids on each rank, on its borders, and rows of which a rank has none.
+            indices = random_indices(n, V, K)
+            indices[-1] = torch.arange(K)
+            logits = random_logits(T, V, dtype)
+            found = errors(logits, indices, columns=mine(group), tp_group=group, **options)
+            assert found.log_prob <= min(bound, 2e-6), (found, options)
+            assert found.tail <= (1e-9 if dtype == torch.float64 else 2e-6), (found, options)
+            assert found.gradient <= bound, (found, options)
+            part = logits[:, mine(group)].clone()
+            values += vocab_parallel_log_probs_at(
+                part, indices, tp_group=group, with_tail=True, **{**options, "inplace_backward": False}
+            )
+            found_topk = vocab_parallel_topk(part, K, tp_group=group)
+            values += [found_topk.indices, found_topk.log_probs, found_topk.tail_log_prob]
+    return values
+
+
+def check_extremes(group: dist.ProcessGroup) -> None:
+    """On some ranks no column may count at all, or the tail be on one rank alone."""
+    for logits in (whole[:, :1000] for whole in EXTREMES.values()):
+        indices = torch.tensor([[7, 0, 7], [6, 999, 2], [5, -100, 4], [-100] * 3])
+        leaf = logits[:, mine(group, 1000)].clone().requires_grad_()
+        log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        expected = dense_log_probs_at(logits, indices)
+        for values, wanted in zip((log_probs, tail), expected, strict=True):
+            assert torch.allclose(values.double(), wanted, rtol=2e-6, atol=1e-6)
+        sum(values[values > -float("inf")].sum() for values in (log_probs, tail)).backward()
+        assert leaf.grad is not None
+        assert leaf.grad.isfinite().all()
+    everything = torch.arange(12 // group.size() * group.size())
+    leaf = torch.zeros(1, len(everything) // group.size(), requires_grad=True)
+    _, tail = vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
+    assert tail.item() == -float("inf")
+    tail.sum().backward()
+    assert leaf.grad is not None
+    assert (leaf.grad == 0).all()
+
+
+def check_no_rows(group: dist.ProcessGroup) -> None:
+    """Empty calls take part as well."""
+    logits, nothing = random_logits(T, V)[:, mine(group)], torch.zeros(0, dtype=torch.int64)
+    with counting_collectives() as calls:
+        leaf = logits.clone().requires_grad_()
+        found = vocab_parallel_log_probs_at(leaf, nothing.view(0, K), tp_group=group, rows=nothing)
+        found.sum().backward()
+        assert found.shape == (0, K)
+        assert leaf.grad is not None
+        assert (leaf.grad == 0).all()
+        assert len(vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
+    assert len(calls) == (2 if group.size() > 1 else 0)
+
+
+def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
+    """One collective in forward and none in backward, of what belongs to the ids alone."""
+    tp = group.size()
+    logits = torch.randn(64, V, generator=torch.Generator().manual_seed(0))[:, mine(group)]
+    indices = random_indices(64, V, 16)
+    leaf = logits.clone().requires_grad_()
+    with sent_bytes() as sent, counting_collectives() as calls:
+        found = vocab_parallel_topk(logits, 16, tp_group=group)
+        assert calls == (["all_gather_into_tensor"] if tp > 1 else [])
+        log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        assert len(calls) == (2 if tp > 1 else 0)
+        (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
+        assert len(calls) == (2 if tp > 1 else 0)
+    per_token = [(name, nbytes / 64) for name, nbytes in sent]
+    selection = "all_gather_into_tensor", 8.0 * 16 + 8
+    at_ids = "all_reduce", 4.0 * 16 + 8 * tp
+    assert per_token == ([selection, at_ids] if tp > 1 else [])
+    return [found.indices, found.log_probs, found.tail_log_prob, log_probs.detach(), tail.detach()]
+
+
+def check_refusals(group: dist.ProcessGroup) -> None:
+    """What is wrong is wrong on each rank, before any of them waits for the others."""
+    logits, indices = random_logits(T, V)[:, mine(group)], random_indices(T, V, K)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"indices": indices.clamp(min=0) + V}, f"ids below {V}"),
+        ({"indices": indices[1:]}, r"\[11, K\]"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"logits": logits.clone().requires_grad_(), "inplace_backward": True}, "leaf"),
+    )
+    with counting_collectives() as calls:
+        for changes, message in wrong:
+            with pytest.raises(InvalidInputError, match=message):
+                vocab_parallel_log_probs_at(
+                    **{"logits": logits, "indices": indices, "tp_group": group, **changes}
+                )
+        with pytest.raises(InvalidInputError, match=f"k is {V + 1}"):
+            vocab_parallel_topk(logits, V + 1, tp_group=group)
+    assert calls == []
+
+
+def check_context_parallel(group: dist.ProcessGroup) -> None:
+    """Every rank has the whole loss, and of its own rows the gradient of all ranks' losses together."""
+    totals, responses = [9, 4, 21, 2], [5, 0, 20, 1]
+    generator = torch.Generator().manual_seed(0)
+    teacher = vocab_parallel_topk(torch.randn(sum(responses), 30, generator=generator).double(), 5)
+    masks = [torch.rand(n, generator=generator) < 0.8 for n in responses]
+    batch = DistillationBatch([teacher.split(responses)], masks)
+    # By response token; on the ranks they lie elsewhere.
+    rows = torch.randn(sum(responses), 30, generator=generator).double()
+    alone = SequenceLayout.build(totals, responses)
+    for options in (
+        DistillationOptions(),
+        DistillationOptions(divergence="forward_kl", normalization="sequence"),
+    ):
+        results = []
+        for layout, cp_group in (
+            (alone, None),
+            (SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=group.size()), group),
+        ):
+            logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
+            logits[0, layout.response_rows] = rows[layout.response_index]
+            logits.requires_grad_()
+            loss_func = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
+            loss, count, metrics = loss_func(logits)
+            loss.backward()
+            assert logits.grad is not None
+            results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))
+        (loss, count, metrics, gradient), (loss_cp, count_cp, metrics_cp, gradient_cp) = results
+        assert torch.allclose(loss, loss_cp)
+        assert count == count_cp
+        assert all(torch.allclose(metrics[name], metrics_cp[name]) for name in metrics)
+        assert torch.allclose(gradient[layout.response_index] * group.size(), gradient_cp)
