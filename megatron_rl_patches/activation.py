@@ -37,7 +37,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
             raise PatchError(told)
         _log.warning("megatron_rl_patches: %s", told)
     if selection:
-        chosen = registry.select(selection.names or (), selection.exclude)
+        chosen = registry.select(selection.names or (), selection.exclude, selection.also)
         installer.add(chosen, settings, must=settings.strict)
 
 

@@ -121,9 +121,10 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     selection = parse_selection(environ.get(VARIABLE, "all" if by_autowrapt else ""), known)
     if selection.unknown:
         problems.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
-    names = known if selection.names is None else selection.names
-    selected = tuple(name for name in names if name not in selection.exclude)
-    return Choice(selected, chosen, by_autowrapt, tuple(problems))
+    chosen_patches = (
+        registry.select(selection.names or (), selection.exclude, selection.also) if selection else []
+    )
+    return Choice(tuple(patch.name for patch in chosen_patches), chosen, by_autowrapt, tuple(problems))
 
 
 def problems_of(

@@ -81,6 +81,7 @@ def list_patches(json: Json = False) -> None:
                     "name": patch.name,
                     "summary": patch.summary,
                     "upstream": list(patch.upstream),
+                    "explicit": patch.explicit,
                     "sites": [{"host": s.host, "target": s.target} for s in patch.sites_for(settings)],
                 }
                 for patch in patches
@@ -88,7 +89,10 @@ def list_patches(json: Json = False) -> None:
         )
         return
     for patch in patches:
-        typer.echo(f"{patch.name}: {patch.summary}\nupstream: {', '.join(patch.upstream) or 'none'}")
+        explicit = f" (not among `all`: {VARIABLE}={patch.name})" if patch.explicit else ""
+        typer.echo(
+            f"{patch.name}{explicit}: {patch.summary}\nupstream: {', '.join(patch.upstream) or 'none'}"
+        )
         show_table(("host", "site"), [(s.host, s.target) for s in patch.sites_for(settings)])
 
 
@@ -108,6 +112,8 @@ def status(json: Json = False) -> None:
         show_json({"selected": choice.patches, "problems": choice.problems, "sites": sites})
         return
     typer.echo(f"{VARIABLE}={os.environ.get(VARIABLE, '')}: {selected(choice.patches)}")
+    if left_out := [p.name for p in registry.patches().values() if p.explicit and p not in patches]:
+        typer.echo(f"selected by name only: {', '.join(left_out)}")
     for problem in choice.problems:
         typer.echo(f"problem: {problem}", err=True)
     if findings:

@@ -18,14 +18,14 @@ from .survey import survey
 def apply(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> list[SiteStatus]:
-    """Put patches in place: the named ones, or all. May be called before or after the hosts are imported,
-    any number of times, from any thread.
+    """Put patches in place: the named ones, or all but the explicit ones. May be called before or after the
+    hosts are imported, any number of times, from any thread.
 
     Patches asked for by name must fit every host that is present; without names, those that do not fit are
     skipped with a warning unless ``strict``.
 
     Args:
-        names: see ``available()``; none means all.
+        names: see ``available()``; none means all, without those that only their name selects.
         exclude: names to leave out.
         settings: defaults to those that a patch is in place with, or ``Settings.from_environment()``.
         strict: overrides ``settings.strict``.
@@ -58,7 +58,8 @@ def revert(*names: str) -> None:
     Raises:
         PatchError: unknown name.
     """
-    engine.installer.remove(engine.installer.records_of({patch.name for patch in registry.select(names)}))
+    chosen = registry.select(names or registry.patches())
+    engine.installer.remove(engine.installer.records_of({patch.name for patch in chosen}))
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def patches() -> dict[str, Patch]:
     return found
 
 
-def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]:
-    """The named patches, or all of them when no name is given.
+def select(names: Collection[str], exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Patch]:
+    """The named patches, or when no name is given all of them but the explicit ones, and ``also``.
 
     Raises:
         PatchError: a name that no patch has; the message lists those there are.
@@ -47,10 +47,11 @@ def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]
     if isinstance(exclude, str):
         exclude = (exclude,)
     known = patches()
-    unknown = [name for name in (*names, *exclude) if name not in known]
+    unknown = [name for name in (*names, *also, *exclude) if name not in known]
     if unknown:
         raise PatchError(unknown_names(unknown))
-    return [known[name] for name in names or known if name not in exclude]
+    chosen = dict.fromkeys((*(names or (n for n, patch in known.items() if not patch.explicit)), *also))
+    return [known[name] for name in chosen if name not in exclude]
 
 
 def unknown_names(names: Collection[str]) -> str:

@@ -68,6 +68,7 @@ class Patch:
         summary: one line, in terms of what users see.
         upstream: issues and pull requests that describe the fault.
         configured: further sites that follow from the settings.
+        explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Patch:
     upstream: tuple[str, ...] = ()
     configured: Callable[[Settings], tuple[Site, ...]] | None = None
     sites: list[Site] = field(default_factory=list)
+    explicit: bool = False
 
     def wrap(self, module: str, qualname: str, **options: Any) -> Callable[[Adapter], Adapter]:
         """Decorator: attach the adapter to ``module.qualname``; ``options`` are fields of :class:`Site`."""

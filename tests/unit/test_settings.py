@@ -26,6 +26,7 @@ KNOWN = ("reentrant-train", "lean-loss")
         ("all,-lean-loss", Selection(None, ("lean-loss",))),
         ("-lean-loss", Selection(None, ("lean-loss",))),
         ("lean-los,reentrant-train", Selection(("reentrant-train",), (), ("lean-los",))),
+        ("all,lean-loss", Selection(None, also=("lean-loss",))),
         ("os.system", Selection((), (), ("os.system",))),
         (",,,", Selection((), (), (",,,",))),
     ],
@@ -89,3 +90,52 @@ def test_a_bare_string_of_roles_is_refused() -> None:
 def test_a_bad_switch_is_named() -> None:
     with pytest.raises(MegatronRLPatchesError, match="MEGATRON_RL_PATCHES_STRICT='maybe': expected 1 or 0"):
         Settings.from_environment({"MEGATRON_RL_PATCHES_STRICT": "maybe"})
+
+
+def test_distillation_from_the_environment() -> None:
+    environ = {
+        "MEGATRON_RL_PATCHES_OPD_TOP_K": " 32 ",
+        "MEGATRON_RL_PATCHES_OPD_DIVERGENCE": "forward_kl",
+        "MEGATRON_RL_PATCHES_OPD_TEACHERS": "math=/teachers/math, code = /teachers/a=b",
+        "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "2,0.5",
+    }
+    settings = Settings.from_environment(environ)
+    assert (settings.opd_top_k, settings.opd_divergence) == (32, "forward_kl")
+    assert dict(settings.opd_teachers) == {"math": "/teachers/math", "code": "/teachers/a=b"}
+    assert settings.opd_teacher_weights == (2.0, 0.5)
+
+
+def test_teachers_may_be_a_mapping() -> None:
+    assert Settings(opd_teachers={"a": "/b"}).opd_teachers == (("a", "/b"),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("TOP_K", "0", "opd_top_k=0: expected at least 1"),
+        ("TOP_K", "many", "MEGATRON_RL_PATCHES_OPD_TOP_K: 'many': expected a number"),
+        ("DIVERGENCE", "kl", "opd_divergence='kl': expected one of reverse_kl"),
+        (
+            "TEACHERS",
+            "/teachers/math",
+            "MEGATRON_RL_PATCHES_OPD_TEACHERS: '/teachers/math': expected name=path",
+        ),
+        ("TEACHERS", "a=/b,a=/c", "expected distinct names"),
+        ("TEACHER_WEIGHTS", "1", "expected one each"),
+        ("TEACHER_WEIGHTS", "half", "'half': expected a number"),
+    ],
+)
+def test_bad_values_of_distillation(variable: str, value: str, message: str) -> None:
+    with pytest.raises(PatchError, match=message):
+        Settings.from_environment({f"MEGATRON_RL_PATCHES_OPD_{variable}": value})
+
+
+@pytest.mark.parametrize("weights", [(-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (float("inf"), 1.0)])
+def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
+    with pytest.raises(PatchError, match="not negative"):
+        Settings(opd_teachers=(("a", "/a"), ("b", "/b")), opd_teacher_weights=weights)
+
+
+def test_a_bare_string_of_teachers_is_refused() -> None:
+    with pytest.raises(PatchError, match="expected a tuple of pairs"):
+        Settings(opd_teachers="math=/teachers/math")  # type: ignore[arg-type]

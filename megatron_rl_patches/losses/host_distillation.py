@@ -1,0 +1,184 @@
+"""Top-k distillation as a custom loss of slime, OpenClaw-RL and miles; no patch is needed for it. ::
+
+    --loss-type custom_loss
+    --custom-loss-function-path megatron_rl_patches.losses.host_distillation.topk_opd_loss
+
+Per response token of this context-parallel rank, as these hosts lay them out (zigzag), a batch has lists with
+one tensor per sample, on any device:
+
+============================  ==========================================================  ================
+``teacher_topk_indices``      int64 ``[n, k]``, token ids; -100 for none                  from OpenClaw-RL
+``teacher_topk_log_probs``    float ``[n, k]``, of the teacher at these ids               from OpenClaw-RL
+``teacher_topk_tail``         float ``[n]``, log-probability of all other ids; optional   from the patch
+``old_topk_log_probs``        as the teacher's, of the policy that sampled; optional      from the patch
+``old_topk_tail``             likewise                                                    from the patch
+============================  ==========================================================  ================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInputError
+from .distillation import DistillationOptions, Tokens, per_token
+from .packed import rows_of
+from .sequence_layout import SequenceLayout
+from .topk import vocab_parallel_log_probs_at
+from .topk_distribution import TopKDistribution, log1mexp
+
+TEACHER, OLD = "teacher_topk", "old_topk"
+#: Keys of a batch that the loss reads, and hosts may or may not have.
+KEYS = (f"{TEACHER}_indices", *(f"{who}_{what}" for who in (TEACHER, OLD) for what in ("log_probs", "tail")))
+
+# What float32 can still tell from a sum of one: the tail of log-probabilities that were stored without it.
+_SMALLEST_TAIL = 1e-7
+# Stored probabilities may be rounded to 16 bits.
+_MOST_THEY_ADD_UP_TO = 1.05
+
+
+def topk_opd_loss(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Divergence between the student and a teacher of which k tokens and a tail are known.
+
+    Args:
+        args: of the host. Read are ``rollout_temperature``, ``qkv_format``, and ``opd_divergence`` (the name
+            of a function in :mod:`.divergences`; default ``"reverse_kl"``) and ``opd_beta`` (of
+            ``"jensen_shannon"``; default 0.5), which a file given with ``--custom-config-path`` can set.
+        batch: a microbatch of the host, with the keys above.
+        logits: ``[1, T, V / tp]`` (``thd``) or ``[B, S, V / tp]`` (``bshd``), of this rank.
+        sum_of_sample_mean: the host's reduction of values per local response token.
+
+    Returns:
+        The loss with gradient, and detached scalars, as the host's own losses: ``loss``, and the
+        probability of the tails, ``opd_student_tail`` and ``opd_teacher_tail``.
+
+    Raises:
+        InvalidInputError: all-gather context parallelism, an entropy bonus, a batch without a teacher, or of
+            other lengths. Before any collective.
+    """
+    options = _options(args)
+    layout, tp_group = layout_of(args, batch, logits)
+    device, lengths = logits.device, layout.local_lengths
+    teacher, is_known = _distribution(batch, TEACHER, lengths, device)
+    old, _ = _distribution(batch, OLD, lengths, device) if batch.get(f"{OLD}_log_probs") else (None, None)
+    if old is None and options.divergence == "importance_weighted_reverse_kl":
+        raise InvalidInputError(
+            f"opd_divergence is {options.divergence!r}, which needs {OLD}_log_probs in the batch: the patch "
+            "topk-distillation computes them; or choose another divergence"
+        )
+    mask = torch.cat(layout.local_parts([mask.to(device) for mask in batch["loss_masks"]])) != 0
+    log_probs_nk, tail_n = vocab_parallel_log_probs_at(
+        rows_of(logits, layout),
+        teacher.indices,
+        tp_group=tp_group,
+        rows=layout.response_rows,
+        temperature=_temperature(args),
+        with_tail=True,
+    )
+    values_n3 = per_token(log_probs_nk, tail_n, Tokens([teacher], old, mask & is_known), options)
+    loss, student_tail, teacher_tail = map(sum_of_sample_mean, values_n3.unbind(1))
+    metrics = {"loss": loss, "opd_student_tail": student_tail, "opd_teacher_tail": teacher_tail}
+    return loss, {name: value.detach().clone() for name, value in metrics.items()}
+
+
+def layout_of(
+    args: Any, batch: Mapping[str, Any], logits: Tensor
+) -> tuple[SequenceLayout, torch.distributed.ProcessGroup | None]:
+    """Layout of the batch in the logits of this rank, and the tensor-parallel group."""
+    cp_rank, cp_size, tp_group = _parallel_state()
+    qkv_format = getattr(args, "qkv_format", "thd")
+    shape: dict[str, Any] = {"num_rows": logits.shape[1]}
+    if qkv_format == "bshd":
+        shape = {"max_seq_lens": batch["max_seq_lens"]}
+    layout = SequenceLayout.build(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        qkv_format=qkv_format,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        device=logits.device,
+        **shape,
+    )
+    return layout, tp_group
+
+
+def _parallel_state() -> tuple[int, int, torch.distributed.ProcessGroup | None]:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def _temperature(args: Any) -> float:
+    return float(getattr(args, "rollout_temperature", 1.0))
+
+
+def _options(args: Any) -> DistillationOptions:
+    if getattr(args, "allgather_cp", False):
+        raise InvalidInputError(
+            "--allgather-cp: these hosts cut teachers' log-probs in zigzag; leave the option out for top-k "
+            "distillation"
+        )
+    if getattr(args, "entropy_coef", 0.0) != 0:
+        raise InvalidInputError(
+            f"--entropy-coef is {args.entropy_coef}, but topk_opd_loss has no entropy bonus: set it to 0"
+        )
+    return DistillationOptions(
+        divergence=getattr(args, "opd_divergence", "reverse_kl"), beta=getattr(args, "opd_beta", 0.5)
+    )
+
+
+def _distribution(
+    batch: Mapping[str, Any], who: str, lengths: Sequence[int], device: torch.device
+) -> tuple[TopKDistribution, Tensor]:
+    """Of this rank's tokens end to end, and of which of them it is one, ``[n]``.
+
+    OpenClaw-RL fills up what its teacher did not score with k probabilities of one: those are none.
+    """
+    if not batch.get(f"{who}_log_probs") or not batch.get(KEYS[0]):
+        raise InvalidInputError(
+            f"the batch has no {KEYS[0]} and {who}_log_probs. OpenClaw-RL passes them with --distill-topk; "
+            "in slime the patch topk-distillation does, where it is selected in the workers' environment too"
+        )
+    indices = _local(batch, KEYS[0], lengths, device).long()
+    log_probs = _local(batch, f"{who}_log_probs", lengths, device).float()
+    log_sum = log_probs.logsumexp(1)
+    if batch.get(f"{who}_tail"):
+        tail = _local(batch, f"{who}_tail", lengths, device).float()
+    else:
+        tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
+    return TopKDistribution(indices, log_probs, tail), log_sum.exp() <= _MOST_THEY_ADD_UP_TO
+
+
+def _local(batch: Mapping[str, Any], key: str, lengths: Sequence[int], device: torch.device) -> Tensor:
+    values = [torch.as_tensor(value, device=device) for value in batch[key]]
+    found = [len(value) for value in values]
+    if found != list(lengths):
+        raise InvalidInputError(
+            f"{key} are of {found} tokens, but the responses of this rank have "
+            f"{list(lengths)}: cut them as the host cuts its log-probs (zigzag)"
+        )
+    return torch.cat(values)
+
+
+async def zero_reward(args: Any, sample: Any, **unused: Any) -> Any:
+    """For ``--custom-rm-path``, where teachers are all there is to learn from: 0 for each sample."""
+    return [0.0] * len(sample) if isinstance(sample, list) else 0.0
+
+
+def placeholder_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """For ``--custom-advantage-function-path``: zeros, which this loss does not read.
+
+    Where the host has no such option, and to save the forward pass before it, leave advantages out
+    altogether: ``--disable-compute-advantages-and-returns``.
+    """
+    zeros = [torch.zeros_like(kl) for kl in rollout_data["kl"]]
+    rollout_data["advantages"], rollout_data["returns"] = zeros, list(zeros)

@@ -1,0 +1,314 @@
+"""``topk-distillation`` on a host in slime's shape: from the command line to the gradient."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches import PatchError, Settings, apply, revert, status
+from megatron_rl_patches.engine import announce, installer, registry
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import host_distillation, mix_teachers, vocab_parallel_topk
+from megatron_rl_patches.losses.host_distillation import KEYS, placeholder_advantages, zero_reward
+from megatron_rl_patches.losses.topk_distribution import TopKDistribution
+from megatron_rl_patches.patches.topk_distillation import LOSS_PATH, LOSS_TYPE
+from megatron_rl_patches.settings import OPD_DIVERGENCES
+
+from . import slime_like
+
+NAME = "topk-distillation"
+VOCABULARY, K, TEMPERATURE = 11, 3, 0.8
+TOTALS, RESPONSES = [5, 7, 4], [3, 4, 2]
+WEIGHTS = (3.0, 1.0)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """``host("utils.arguments")`` imports a module of the host; the engine is the test's own."""
+    slime_like.write(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "slime"}
+    monkeypatch.setattr(installer, "installer", installer.Installer())
+    monkeypatch.setattr(announce, "done", True)
+    monkeypatch.setattr(host_distillation, "_parallel_state", lambda: (0, 1, None))
+    yield lambda module: importlib.import_module(f"slime.{module}")
+    revert()
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "slime":
+            del sys.modules[name]
+    sys.modules.update(before)
+
+
+def language_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Embedding(VOCABULARY, VOCABULARY, dtype=torch.float64)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    for seed, name in enumerate(("math", "code"), 1):
+        (tmp_path / name).mkdir()
+        torch.save(language_model(seed).state_dict(), tmp_path / name / "model.pt")
+    teachers = {name: str(tmp_path / name) for name in ("math", "code")}
+    return Settings(opd_top_k=K, opd_teachers=teachers, opd_teacher_weights=WEIGHTS)  # type: ignore[arg-type]
+
+
+def rollout() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "tokens": [torch.randint(VOCABULARY, (total,), generator=generator) for total in TOTALS],
+        "total_lengths": TOTALS,
+        "response_lengths": RESPONSES,
+        "loss_masks": [torch.ones(response, dtype=torch.int) for response in RESPONSES],
+        "micro_batch_indices": [[2, 0], [1]],  # as dynamic batches are: not in order
+    }
+
+
+def actor_of(host: Callable[[str], Any], args: Any, lr: float = 0.1, is_last_stage: bool = True) -> Any:
+    args.is_last_stage = is_last_stage
+    student = language_model(0)
+    actor_class = host("backends.megatron_utils.actor").MegatronTrainRayActor
+    return actor_class(args, student, torch.optim.SGD(student.parameters(), lr=lr))
+
+
+def parse(host: Callable[[str], Any], *argv: str) -> Any:
+    return host("utils.arguments").parse_args(list(argv))
+
+
+def mixture(
+    student: torch.nn.Module, data: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, and mixed log-probabilities with the tail, of all response tokens; densely, sample by sample."""
+    inputs = torch.cat([tokens[-n - 1 : -1] for tokens, n in zip(data["tokens"], RESPONSES, strict=True)])
+    with torch.no_grad():
+        ids = torch.topk(student(inputs), K, dim=1).indices
+        probs = [(language_model(seed)(inputs) / TEMPERATURE).softmax(1) for seed in (1, 2)]
+    q = sum(weight / sum(WEIGHTS) * p for weight, p in zip(WEIGHTS, probs, strict=True)).gather(1, ids)
+    return inputs, ids, torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
+
+
+def dense_loss(student: torch.nn.Module, inputs: Any, ids: Any, q: Any) -> torch.Tensor:
+    """Sum over samples of the mean reverse KL of k + 1 buckets."""
+    p = (student(inputs) / TEMPERATURE).softmax(1).gather(1, ids)
+    p = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
+    kl = (p * (p / q).log()).sum(1)
+    return torch.stack([part.mean() for part in kl.split(RESPONSES)]).sum()
+
+
+def test_from_the_command_line_to_the_gradient(host: Callable[[str], Any], settings: Settings) -> None:
+    apply(NAME, settings=settings)
+    args = parse(host, "--loss-type", LOSS_TYPE)
+    assert (args.loss_type, args.custom_loss_function_path) == ("custom_loss", LOSS_PATH)
+    actor, data = actor_of(host, args), rollout()
+    data["micro_batch_indices"] = [[2, 0, 1]]
+    student = language_model(0)
+    expected = dense_loss(student, *mixture(student, data))
+    expected.backward()
+    [weight] = student.parameters()
+    actor.train_actor(0, data)
+    [trained] = actor.model[0].parameters()
+    torch.testing.assert_close(actor.steps[0]["loss"], expected.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(trained, weight - 0.1 * weight.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_rollout_after_rollout_the_student_approaches_the_mixture(
+    host: Callable[[str], Any], settings: Settings
+) -> None:
+    apply(NAME, settings=settings)
+    actor = actor_of(host, parse(host, "--loss-type", LOSS_TYPE), lr=0.5)
+    for number in range(150):
+        actor.train_actor(number, rollout())
+    losses = [float(step["loss"]) for step in actor.steps]
+    assert sum(losses[-10:]) < 0.05 * sum(losses[:10])
+    assert actor.loaded == ["opd_math", "opd_code"]  # once
+    assert not {key for keys in actor.logged for key in keys} & set(KEYS)
+
+
+@pytest.mark.parametrize("is_last_stage", [True, False])
+def test_nothing_is_left_behind_also_when_training_fails(
+    host: Callable[[str], Any], settings: Settings, is_last_stage: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(NAME, settings=settings)
+    actor = actor_of(host, parse(host, "--loss-type", LOSS_TYPE), is_last_stage=is_last_stage)
+    data, seen = rollout(), []
+
+    def fail(args: Any, data_iterator: Any, model: Any, optimizer: Any) -> None:
+        seen.append((sorted(set(KEYS) & set(data)), actor._active_model_tag))
+        seen.append(torch.equal(model[0].weight, language_model(0).weight))
+        raise ArithmeticError
+
+    monkeypatch.setattr(host("backends.megatron_utils.model"), "train_one_step", fail)
+    with pytest.raises(ArithmeticError):
+        actor.train_actor(0, data)
+    assert seen == [(sorted(KEYS) if is_last_stage else [], "actor"), True]
+    assert set(data) == set(rollout())
+
+
+def test_a_teacher_that_cannot_be_read_leaves_the_actors_weights(
+    host: Callable[[str], Any], settings: Settings, tmp_path: Path
+) -> None:
+    apply(NAME, settings=settings)
+    actor = actor_of(host, parse(host, "--loss-type", LOSS_TYPE))
+    (tmp_path / "code" / "model.pt").unlink()
+    with pytest.raises(FileNotFoundError):
+        actor.train_actor(0, rollout())
+    assert torch.equal(actor.model[0].weight, language_model(0).weight)
+
+
+def test_other_losses_are_not_touched(host: Callable[[str], Any], settings: Settings) -> None:
+    apply(NAME, settings=settings)
+    path = f"{__name__}.other_loss"
+    args = parse(host, "--loss-type", "custom_loss", "--custom-loss-function-path", path)
+    assert not [name for name in vars(args) if name.startswith("opd")]
+    actor = actor_of(host, args)
+    actor.train_actor(0, rollout())
+    assert actor.loaded == []
+
+
+def other_loss(args: Any, batch: dict[str, Any], logits: Any, reduce: Any) -> Any:
+    assert not set(KEYS) & set(batch)
+    return logits.sum(), {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--allgather-cp"], "--allgather-cp does not go with"),
+        (["--use-routing-replay"], "--use-routing-replay does not go with"),
+        (["--entropy-coef", "0.1"], "--entropy-coef does not go with"),
+    ],
+)
+def test_options_that_do_not_go_with_it(
+    host: Callable[[str], Any], settings: Settings, argv: list[str], message: str
+) -> None:
+    apply(NAME, settings=settings)
+    with pytest.raises(InvalidInputError, match=message):
+        parse(host, "--loss-type", LOSS_TYPE, *argv)
+    parse(host, *argv)
+
+
+def test_teachers_must_be_given_and_exist(host: Callable[[str], Any], tmp_path: Path) -> None:
+    apply(NAME)
+    with pytest.raises(InvalidInputError, match="MEGATRON_RL_PATCHES_OPD_TEACHERS=name=path"):
+        parse(host, "--loss-type", LOSS_TYPE)
+    missing = str(tmp_path / "no such")
+    apply(NAME, settings=Settings(opd_teachers=(("math", missing),)))
+    with pytest.raises(InvalidInputError, match=f"'math': there is no folder {missing}"):
+        parse(host, "--loss-type", LOSS_TYPE)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(
+    host: Callable[[str], Any], settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(NAME, settings=settings)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 11}))
+    for name, size in (("math", 11), ("code", 12)):
+        (tmp_path / name / "config.json").write_text(json.dumps({"vocab_size": size}))
+    monkeypatch.setitem(host("utils.arguments").CUSTOM_CONFIG, "hf_checkpoint", str(tmp_path))
+    with pytest.raises(InvalidInputError, match=r"'code' .* has a vocabulary of 12"):
+        parse(host, "--loss-type", LOSS_TYPE)
+
+
+def test_a_file_of_the_host_may_override_and_is_checked(
+    host: Callable[[str], Any], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(NAME, settings=settings)
+    monkeypatch.setitem(host("utils.arguments").CUSTOM_CONFIG, "opd_divergence", "forward_kl")
+    assert parse(host, "--loss-type", LOSS_TYPE).opd_divergence == "forward_kl"
+    monkeypatch.setitem(host("utils.arguments").CUSTOM_CONFIG, "opd_top_k", 0)
+    with pytest.raises(PatchError, match="opd_top_k=0: expected at least 1"):
+        parse(host, "--loss-type", LOSS_TYPE)
+
+
+@pytest.mark.parametrize("divergence", OPD_DIVERGENCES)
+def test_every_divergence_learns(host: Callable[[str], Any], settings: Settings, divergence: str) -> None:
+    apply(NAME, settings=replace(settings, opd_divergence=divergence))
+    actor = actor_of(host, parse(host, "--loss-type", LOSS_TYPE), lr=0.2)
+    for number in range(30):
+        actor.train_actor(number, rollout())
+    losses = [float(step["loss"]) for step in actor.steps]
+    assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
+
+
+def test_without_the_patch_the_loss_type_is_unknown(host: Callable[[str], Any]) -> None:
+    apply()
+    with pytest.raises(SystemExit):
+        parse(host, "--loss-type", LOSS_TYPE)
+
+
+def test_only_its_name_selects_it() -> None:
+    names = [patch.name for patch in registry.select(())]
+    assert NAME not in names and "reentrant-train" in names
+    assert NAME in [patch.name for patch in registry.select((), (), (NAME,))]
+    assert [patch.name for patch in registry.select((NAME,))] == [NAME]
+    assert registry.patches()[NAME].explicit
+
+
+@pytest.mark.parametrize(
+    ("variable", "selected"),
+    [("1", False), ("all", False), (NAME, True), (f"all,{NAME}", True), (f"all,-{NAME}", False)],
+)
+def test_the_variable(
+    host: Callable[[str], Any], variable: str, selected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl_patches import activation
+    from megatron_rl_patches.doctor import choice_of
+
+    monkeypatch.setattr(activation, "installer", installer.installer)
+    activation.activate_from_environment({"MEGATRON_RL_PATCHES": variable})
+    assert (NAME in {site.patch for site in status()}) is selected
+    choice = choice_of({"MEGATRON_RL_PATCHES": variable})
+    assert (NAME in choice.patches) is selected and not choice.problems
+    assert ("lean-loss" in choice.patches) is (variable != NAME)
+
+
+def test_list_and_status_tell_that_only_its_name_selects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from megatron_rl_patches.cli.commands import app
+
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", "all")
+    listed = json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)
+    assert [patch["name"] for patch in listed if patch["explicit"]] == [NAME]
+    assert f"{NAME} (not among `all`: MEGATRON_RL_PATCHES={NAME})" in CliRunner().invoke(app, ["list"]).stdout
+    assert f"selected by name only: {NAME}" in CliRunner().invoke(app, ["status"]).stdout
+
+
+def test_revert_takes_it_away_as_well(host: Callable[[str], Any]) -> None:
+    original = host("utils.arguments").slime_validate_args
+    apply(NAME)
+    assert host("utils.arguments").slime_validate_args is not original
+    revert()
+    assert host("utils.arguments").slime_validate_args is original
+
+
+def test_helpers_for_a_run_without_rewards() -> None:
+    assert asyncio.run(zero_reward(None, object())) == 0.0
+    assert asyncio.run(zero_reward(None, [object()] * 2, evaluation=True)) == [0.0, 0.0]
+    data = {"kl": [torch.ones(2), torch.ones(3)]}
+    placeholder_advantages(SimpleNamespace(), data)
+    assert [len(one) for one in data["advantages"]] == [2, 3] and not any(map(torch.any, data["returns"]))
+
+
+def test_the_reference_of_these_tests_is_a_mixture() -> None:
+    data = rollout()
+    inputs, ids, q = mixture(language_model(0), data)
+    scored = []
+    for seed in (1, 2):
+        log_p = (language_model(seed)(inputs) / TEMPERATURE).log_softmax(1).detach()
+        at = log_p.gather(1, ids)
+        scored.append(TopKDistribution(ids, at, (1 - at.exp().sum(1)).log()))
+    mixed = mix_teachers(scored, WEIGHTS)
+    torch.testing.assert_close(torch.cat([mixed.log_probs, mixed.tail_log_prob[:, None]], 1).exp(), q)
+    own = vocab_parallel_topk(language_model(0)(inputs).detach(), K)
+    assert torch.equal(own.indices, ids)
