@@ -29,7 +29,7 @@ _K = 8
 _OWN, _OTHER = 3.0, 1.0
 # Per rank and rollout.
 _PROMPTS, _STEPS, _MICROBATCHES_PER_STEP = 256, 8, 2
-_EXAMPLES = 128
+_EXAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def scores_of_teachers(teachers: Teachers, seed: int) -> dict[str, float]:
     """What each teacher gets right of its own order."""
     generator = generator_beside(teachers.model, seed)
     return {
-        order: _mean_over_ranks(teachers.score(order, digits.prompts(4 * _EXAMPLES, generator, order)))
+        order: _mean_over_ranks(teachers.score(order, digits.prompts(8 * _EXAMPLES, generator, order)))
         for order in digits.ORDERS
     }
 

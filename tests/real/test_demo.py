@@ -16,7 +16,7 @@ import pytest
 
 from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.demo import launch, run_demo
-from megatron_rl_patches.demo.figures import Figures
+from megatron_rl_patches.demo.figures import DistillationFigures, LearningFigures
 from megatron_rl_patches.doctor import Startup
 
 ROLLOUTS = 14
@@ -26,7 +26,7 @@ PROGRAM = ("digits", "policy", "training", "objectives", "program", "distillatio
 
 class Run(NamedTuple):
     code: int
-    figures: Figures | None
+    figures: LearningFigures | None
     out: str
     err: str
 
@@ -50,7 +50,7 @@ def run(
         without_patches=without_patches,
         **parallel_sizes,
     )
-    return Run(code, Figures.read(file) if file.exists() else None, *capture.readouterr())
+    return Run(code, LearningFigures.read(file) if file.exists() else None, *capture.readouterr())
 
 
 @pytest.mark.slow
@@ -128,6 +128,29 @@ def test_a_split_that_does_not_fit_is_told(ranks: int, sizes: tuple[int, int], t
 
 
 @pytest.mark.slow
+def test_distillation(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """What it learns is tested in ``test_distillation.py``."""
+    code = run_demo(
+        rollouts=2,
+        ranks=1,
+        seed=0,
+        distill=True,
+        json_file=tmp_path / "figures.json",
+        plot_file=tmp_path / "nats.png",
+        without_patches=False,
+    )
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    figures = DistillationFigures.read(tmp_path / "figures.json")
+    for by_order in (*figures.divergence_per_rollout.values(), *figures.score_per_rollout.values()):
+        assert [len(values) for values in by_order.values()] == [2, 2]
+    assert figures.divergence_per_rollout.keys() == {"routed", "mixture"}
+    assert min(figures.teachers.values()) > 0.9
+    assert "mixture, descending: nats from target" in out
+    assert (tmp_path / "nats.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
 def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, figures, out, err = run(capfd, tmp_path, without_patches=True)
     assert code == 0, err
@@ -200,7 +223,7 @@ def test_the_program_knows_nothing_of_the_patches(name: str) -> None:
     text = Path(launch.__file__).with_name(f"{name}.py").read_text()
     assert "megatron_rl_patches" not in text.lower()
     imported = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) and n.level]
-    packages = {node.module for node in imported if node.level > 1}
+    packages = {(node.module or "").partition(".")[0] for node in imported if node.level > 1}
     assert packages <= {"inference", "losses"}
     beside = {node.module for node in imported if node.level == 1} - {None}
     assert beside | {a.name for n in imported if not n.module for a in n.names} <= set(PROGRAM)
