@@ -188,7 +188,11 @@ class DistillationFigures(Figures):
                 right.plot(numbers, scores, style, color=colour, label=f"{order}, {target}")
         for order, score in self.teachers.items():
             right.axhline(score, color=colours[order], linestyle=":", label=f"{order}, teacher")
-        left.set(xlabel="rollout, one train() call each", ylabel="nats", title="Reverse KL from the teachers")
+        left.set(
+            xlabel="rollout, one train() call each",
+            ylabel="nats",
+            title="Reverse KL, by teacher",
+        )
         left.set_ylim(bottom=0)
         right.set(xlabel="rollout, one train() call each", ylim=(0, 1), title="Share of digits right")
         left.legend()

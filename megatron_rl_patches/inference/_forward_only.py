@@ -46,7 +46,7 @@ def forward_only(
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     _check_chunks(chunks)
     config = get_model_config(chunks[0])
-    padded_size = _attribute(chunks[0], "vocab_size", None)
+    padded_size = vocabulary_of(chunks)
     if vocab_size is not None and not 0 < vocab_size <= (padded_size or vocab_size):
         raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
@@ -103,6 +103,14 @@ def forward_only(
         return _by_sample(batches, found[: len(batches)], output_device)
 
 
+def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
+    """Ids of the model, padding included; ``None`` if it does not tell."""
+    size: int | None = _attribute(
+        model if isinstance(model, torch.nn.Module) else model[0], "vocab_size", None
+    )
+    return size
+
+
 def is_on_last_stage() -> bool:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     return parallel_state.get_pipeline_model_parallel_rank() == stages - 1
@@ -124,12 +132,12 @@ class _ContextParallel(NamedTuple):
             parallel_state.get_context_parallel_rank(), size, parallel_state.get_context_parallel_group()
         )
 
-    def cut(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Of sequences ``[b, s]``, the two chunks of this rank, as Megatron's ``get_batch`` cuts them."""
+    def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Of whole sequences, the two chunks of this rank, as Megatron's ``get_batch`` cuts them."""
         if self.size == 1:
-            return values_bs
-        chunks = values_bs.chunk(2 * self.size, dim=1)
-        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=1)
+            return values
+        chunks = values.chunk(2 * self.size, dim=dim)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=dim)
 
 
 def _check_chunks(chunks: list[torch.nn.Module]) -> None:
@@ -198,7 +206,7 @@ def _forward(
     if position_ids is None:
         position_ids = torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs)
     if attention_mask is not None:
-        attention_mask = attention_mask.to(device, non_blocking=True)
+        attention_mask = context_parallel.cut(attention_mask.to(device, non_blocking=True), dim=2)
     return chunk(
         context_parallel.cut(tokens_bs),
         context_parallel.cut(position_ids.to(device, non_blocking=True)),

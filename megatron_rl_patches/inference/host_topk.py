@@ -71,8 +71,14 @@ class Trainer:
         """Read from disk at the first use: when the host builds the actor its memory may be paused."""
         if tag in self.actor.weights_backuper.backup_tags:
             self.actor._switch_model(tag)
-        else:
+            return
+        args = self.actor.args
+        ckpt_step = getattr(args, "ckpt_step", None)
+        args.ckpt_step = None  # the policy's, or the reference's; a teacher has an iteration of its own
+        try:
             self.actor.load_other_checkpoint(tag, path)
+        finally:
+            args.ckpt_step = ckpt_step
 
     def _topk(self, logits: Tensor, *, args: Any, **unused: Any) -> tuple[Tensor, dict[str, Any]]:
         layout, options = self._options(logits, args)

@@ -16,7 +16,7 @@ from ..losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ._forward_only import Forward, forward_only
+from ._forward_only import Forward, forward_only, vocabulary_of
 from ._microbatches import Microbatch
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -145,7 +145,8 @@ def forward_topk(
         context-parallel ranks; ``None`` on the other stages.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; and on the last stage where ``at`` does not fit.
+        InvalidInputError: as :func:`forward_log_probs`; and on the last stage alone, where the others then
+            wait in vain, if ``at`` does not fit.
     """
     _check_temperature(temperature)
     if allgather_cp:
@@ -153,8 +154,9 @@ def forward_topk(
             "all-gather context parallelism is not supported here: cut the sequences in zigzag, or give a "
             "`forward` that returns the logits of whole sequences."
         )
-    if k is not None and (at is not None or k < 1):
-        raise InvalidInputError(f"k is {k}. Expected: at least 1, and no `at` beside it.")
+    most = vocab_size or vocabulary_of(model)
+    if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
+        raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
 
     def score(
         batch: Microbatch, logits_tv: torch.Tensor, group: torch.distributed.ProcessGroup | None

@@ -29,6 +29,9 @@ Divergence = Literal[
 ]
 
 
+_NO_ENTRY = -100
+
+
 @dataclass(frozen=True)
 class DistillationOptions:
     """Which distillation loss.
@@ -90,6 +93,11 @@ class DistillationBatch:
                 f"{len(self.loss_masks)} responses and {len(self.teachers)} teachers were given; give at "
                 "least one of each, and a response that is wholly masked where there is none"
             )
+        if any(teacher is None for teacher in self.teachers):
+            raise InvalidInputError(
+                "a teacher is None, as forward_topk returns it off the last pipeline stage: make the batch "
+                "in the loss function, which Megatron calls on the last stage only"
+            )
         for number, teacher in enumerate(self.teachers):
             self._check(f"tail_log_probs of teacher {number}", teacher)
         if self.old is not None:
@@ -117,6 +125,11 @@ class Tokens(NamedTuple):
     teachers: list[TopKDistribution]
     old: TopKDistribution | None
     mask: Tensor
+
+    @property
+    def indices(self) -> Tensor:
+        """Where the student is looked at; nowhere in tokens that do not count."""
+        return self.teachers[0].indices.masked_fill(~self.mask[:, None], _NO_ENTRY)
 
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> Tokens:
@@ -197,7 +210,7 @@ def make_distillation_loss_func(
 
         log_probs_nk, tail_n = vocab_parallel_log_probs_at(
             rows_of(logits, layout),
-            tokens.teachers[0].indices,
+            tokens.indices,
             tp_group=tp_group,
             rows=layout.response_rows,
             temperature=temperature,
@@ -231,7 +244,8 @@ def per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: Tokens, options: Dis
     for weight, teacher in zip(weights, map(kept_of, tokens.teachers), strict=True):
         total = total + weight * divergence(*student, teacher)
         teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
-    return torch.stack([total, student[1].detach().exp(), teacher_tail], 1)
+    tails = (torch.where(mask, tail, 0.0) for tail in (student[1].detach().exp(), teacher_tail))
+    return torch.stack([total, *tails], 1)
 
 
 def _divergence(options: DistillationOptions, old: TopKDistribution | None) -> Callable[..., Tensor]:

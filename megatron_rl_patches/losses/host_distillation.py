@@ -72,15 +72,16 @@ def topk_opd_loss(
             "topk-distillation computes them; or choose another divergence"
         )
     mask = torch.cat(layout.local_parts([mask.to(device) for mask in batch["loss_masks"]])) != 0
+    tokens = Tokens([teacher], old, mask & is_known)
     log_probs_nk, tail_n = vocab_parallel_log_probs_at(
         rows_of(logits, layout),
-        teacher.indices,
+        tokens.indices,
         tp_group=tp_group,
         rows=layout.response_rows,
         temperature=_temperature(args),
         with_tail=True,
     )
-    values_n3 = per_token(log_probs_nk, tail_n, Tokens([teacher], old, mask & is_known), options)
+    values_n3 = per_token(log_probs_nk, tail_n, tokens, options)
     loss, student_tail, teacher_tail = map(sum_of_sample_mean, values_n3.unbind(1))
     metrics = {"loss": loss, "opd_student_tail": student_tail, "opd_teacher_tail": teacher_tail}
     return loss, {name: value.detach().clone() for name, value in metrics.items()}

@@ -83,6 +83,11 @@ def _check(args: Any) -> None:
             )
     if getattr(args, "train_backend", "megatron") != "megatron":
         raise InvalidInputError(f"--loss-type {LOSS_TYPE} is for --train-backend megatron")
+    if not getattr(args, "enable_weights_backuper", True):
+        raise InvalidInputError(
+            f"--disable-weights-backuper does not go with --loss-type {LOSS_TYPE}: teachers take turns with "
+            "the actor in one model; leave it out"
+        )
     if not args.opd_teachers:
         raise InvalidInputError(
             f"--loss-type {LOSS_TYPE} without a teacher: {OPD_TEACHERS_VARIABLE}=name=path,... or "

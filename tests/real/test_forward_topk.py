@@ -48,6 +48,7 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         by_ids = forward_topk(teacher, microbatches(), at=ids, **options)
         for refused, message in (
             ({"k": 0}, "k is 0"),
+            ({"k": 33}, "k is 33. Expected: 1 to 32"),
             ({"k": 2, "at": []}, "k is 2"),
             ({"k": 2, "allgather_cp": True}, "all-gather context parallelism is not supported"),
         ):

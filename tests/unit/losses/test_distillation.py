@@ -195,6 +195,11 @@ def test_masked_tokens_may_be_anything(divergence: Any) -> None:
     assert (responses_of(results[0][1])[masked] == 0).all()
 
 
+def test_a_teacher_that_is_on_another_stage_is_told() -> None:
+    with pytest.raises(InvalidInputError, match="off the last pipeline stage"):
+        DistillationBatch([None], [torch.ones(2)])  # type: ignore[list-item]
+
+
 def test_a_microbatch_wholly_masked_is_a_loss_of_zero() -> None:
     batch = batch_of()
     batch = replace(batch, loss_masks=[torch.zeros(n) for n in RESPONSES])

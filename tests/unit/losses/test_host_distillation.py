@@ -123,7 +123,9 @@ def test_what_the_teacher_did_not_score_does_not_count() -> None:
     given["teacher_topk_log_probs"][2][:3] = 0.0
     given["teacher_topk_indices"][2][:3] = torch.arange(K)
     logits = logits_leaf()
-    [gradient] = torch.autograd.grad(loss_of(logits, given)[0], logits)
+    loss, metrics = loss_of(logits, given)
+    [gradient] = torch.autograd.grad(loss, logits)
+    assert metrics["opd_teacher_tail"] < loss_of(logits, batch())[1]["opd_teacher_tail"]
     start = TOTALS[0] + TOTALS[1] + TOTALS[2] - RESPONSES[2] - 1
     assert not gradient[0, start : start + 3].any()
     assert gradient[0, start + 5 :].any()

@@ -17,6 +17,9 @@ def get_slime_extra_args_provider(add_custom_arguments=None):
         parser.add_argument("--custom-loss-function-path")
         parser.add_argument("--allgather-cp", action="store_true")
         parser.add_argument("--use-routing-replay", action="store_true")
+        parser.add_argument(
+            "--disable-weights-backuper", action="store_false", dest="enable_weights_backuper"
+        )
         parser.add_argument("--entropy-coef", type=float, default=0.0)
         parser.add_argument("--rollout-temperature", type=float, default=0.8)
         return parser

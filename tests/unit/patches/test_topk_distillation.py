@@ -180,9 +180,27 @@ def other_loss(args: Any, batch: dict[str, Any], logits: Any, reduce: Any) -> An
     return logits.sum(), {}
 
 
+def test_the_iteration_of_a_teacher_is_its_own(host: Callable[[str], Any], settings: Settings) -> None:
+    apply(NAME, settings=settings)
+    args = parse(host, "--loss-type", LOSS_TYPE)
+    args.ckpt_step = 7
+    actor = actor_of(host, args)
+    load, seen = actor.load_other_checkpoint, []
+
+    def watched(tag: str, path: str) -> None:
+        seen.append(args.ckpt_step)
+        load(tag, path)
+
+    actor.load_other_checkpoint = watched
+    actor.train_actor(0, rollout())
+    assert seen and set(seen) == {None}
+    assert args.ckpt_step == 7
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--disable-weights-backuper"], "--disable-weights-backuper does not go with"),
         (["--allgather-cp"], "--allgather-cp does not go with"),
         (["--use-routing-replay"], "--use-routing-replay does not go with"),
         (["--entropy-coef", "0.1"], "--entropy-coef does not go with"),
