@@ -24,7 +24,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "CP 2": {"context_parallel_size": 2},
 }
 TRAIN = "megatron_rl_patches.demo.training:train"
-ROLLOUTS, WINDOW = 30, 6
+ROLLOUTS, WINDOW = 30, 10
 
 
 def _distil(sizes: dict[str, int], target: str, folder: str) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def run(layout: str, target: str) -> dict[str, Any]:
 
 
 def falls(values: list[float]) -> bool:
-    """Does the mean over a window fall from each window to the next?"""
-    means = torch.tensor(values).view(-1, WINDOW).mean(1)
+    """Does the moving average fall from each rollout to the next?"""
+    means = torch.tensor(values).unfold(0, WINDOW, 1).mean(1)
     return bool((means.diff() < 0).all())
 
 
