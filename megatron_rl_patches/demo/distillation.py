@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 
 from ..inference import forward_topk
 from ..losses import TopKDistribution, mix_teachers, reverse_kl, route_teachers
 from . import digits
 from .objectives import distillation_loss
-from .policy import answer, build, from_last_stage, generator_beside
+from .policy import answer, build, from_last_stage, generator_beside, mean_over_ranks
 from .teachers import Teachers, microbatch
-from .training import train
+from .training import shuffled, train
 
 #: How the teachers are brought together: each sample's own one, or its own one in a mixture with the other.
 TARGETS = ("routed", "mixture")
@@ -56,11 +55,9 @@ def rollouts(count: int, seed: int, teachers: Teachers, target: str) -> Iterator
         old = forward_topk(model, [microbatch(tokens_bs)], _K, output_device=tokens_bs.device, progress=False)
         targets = _targets(teachers.distributions(tokens_bs, old), tokens_bs, target)
         divergence = _divergence(tokens_bs, old, targets)
-        score = {
-            order: _mean_over_ranks(digits.score(answer(model, prompts_bp, None)[0]).mean())
-            for order in digits.ORDERS
-            for prompts_bp in [digits.prompts(_EXAMPLES, generator, order)]
-        }
+        examples = [digits.prompts(_EXAMPLES, generator, order) for order in digits.ORDERS]
+        scores = [digits.score(answer(model, prompts_bp, None)[0]).mean() for prompts_bp in examples]
+        score = dict(zip(digits.ORDERS, mean_over_ranks(*scores), strict=True))
         batches = _microbatches(tokens_bs, targets, generator)
         size = _PROMPTS // (_STEPS * _MICROBATCHES_PER_STEP)
         train(model, optimizer, batches, [_MICROBATCHES_PER_STEP] * _STEPS, size, distillation_loss)
@@ -70,10 +67,10 @@ def rollouts(count: int, seed: int, teachers: Teachers, target: str) -> Iterator
 def scores_of_teachers(teachers: Teachers, seed: int) -> dict[str, float]:
     """What each teacher gets right of its own order."""
     generator = generator_beside(teachers.model, seed)
-    return {
-        order: _mean_over_ranks(teachers.score(order, digits.prompts(8 * _EXAMPLES, generator, order)))
-        for order in digits.ORDERS
-    }
+    scores = [
+        teachers.score(order, digits.prompts(8 * _EXAMPLES, generator, order)) for order in digits.ORDERS
+    ]
+    return dict(zip(digits.ORDERS, mean_over_ranks(*scores), strict=True))
 
 
 def _targets(
@@ -102,20 +99,12 @@ def _divergence(
         for number, order in enumerate(digits.ORDERS):
             total[number] = of_answer_b[digits.asks_for(tokens_bs, order)].mean()
     from_last_stage(total)
-    return {order: _mean_over_ranks(value) for order, value in zip(digits.ORDERS, total, strict=True)}
+    return dict(zip(digits.ORDERS, mean_over_ranks(*total), strict=True))
 
 
 def _microbatches(
     tokens_bs: torch.Tensor, targets: list[TopKDistribution] | None, generator: torch.Generator
 ) -> Iterator[dict[str, Any]]:
-    """The rollout in random order: every answer is trained on once."""
-    shuffled = torch.randperm(len(tokens_bs), generator=generator, device=generator.device)
-    for chosen in shuffled.chunk(_STEPS * _MICROBATCHES_PER_STEP):
+    for chosen in shuffled(len(tokens_bs), _STEPS * _MICROBATCHES_PER_STEP, generator):
         of_chosen = None if targets is None else [targets[index] for index in chosen.tolist()]
         yield {"tokens": tokens_bs[chosen], "teachers": of_chosen}
-
-
-def _mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.clone()
-    torch.distributed.all_reduce(value)
-    return value.item() / torch.distributed.get_world_size()

@@ -148,6 +148,12 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def mean_over_ranks(*values: torch.Tensor) -> list[float]:
+    total = torch.stack(values)
+    torch.distributed.all_reduce(total)
+    return (total / torch.distributed.get_world_size()).tolist()
+
+
 def positions(tokens_bs: torch.Tensor) -> torch.Tensor:
     """``position_ids`` of the tokens."""
     return torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)

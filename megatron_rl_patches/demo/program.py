@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed
 
 from . import digits
 from .objectives import policy_loss
-from .policy import answer, build, generator_beside
-from .training import Batch, train
+from .policy import answer, build, generator_beside, mean_over_ranks
+from .training import Batch, shuffled, train
 
 #: Prompts with answers, ``[b, PROMPT + DIGITS]``, in; the teacher's log-probabilities, ``[b, DIGITS]``, out.
 Teacher = Callable[[torch.Tensor], torch.Tensor]
@@ -59,7 +58,7 @@ def rollouts(count: int, seed: int, teacher: Teacher) -> Iterator[Rollout]:
         microbatches = _microbatches(batch, generator)
         train(model, optimizer, microbatches, [_MICROBATCHES_PER_STEP] * _STEPS, _MICROBATCH, policy_loss)
         solved_b = scores_bd.all(dim=1).float()
-        reward, solved, divergence = _mean_over_ranks(scores_bd.mean(), solved_b.mean(), distance_bd.mean())
+        reward, solved, divergence = mean_over_ranks(scores_bd.mean(), solved_b.mean(), distance_bd.mean())
         yield Rollout(reward, solved, divergence, _STEPS)
 
 
@@ -70,13 +69,5 @@ def _advantages(scores_bd: torch.Tensor) -> torch.Tensor:
 
 
 def _microbatches(batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
-    """The rollout in random order: every answer is trained on once."""
-    shuffled = torch.randperm(len(batch["tokens"]), generator=generator, device=generator.device)
-    for chosen in shuffled.chunk(_STEPS * _MICROBATCHES_PER_STEP):
+    for chosen in shuffled(len(batch["tokens"]), _STEPS * _MICROBATCHES_PER_STEP, generator):
         yield {name: values[chosen] for name, values in batch.items()}
-
-
-def _mean_over_ranks(*values: torch.Tensor) -> list[float]:
-    total = torch.stack(values)
-    torch.distributed.all_reduce(total)
-    return (total / torch.distributed.get_world_size()).tolist()

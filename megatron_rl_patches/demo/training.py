@@ -27,6 +27,11 @@ LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, 
 Objective = Callable[[Batch], LossFunc]
 
 
+def shuffled(count: int, pieces: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
+    """A rollout in random order, in pieces: every answer is trained on once."""
+    return torch.randperm(count, generator=generator, device=generator.device).chunk(pieces)
+
+
 def train(
     model: Sequence[DistributedDataParallel],
     optimizer: Any,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..losses import TopKDistribution, mix_teachers, vocab_parallel_log_probs_at, vocab_parallel_topk
-from ..losses.host_distillation import KEYS, OLD, TEACHER, layout_of
+from ..losses.host_distillation import KEYS, OLD, TEACHER, layout_of, temperature_of
 from ..losses.packed import rows_of
 
 _ACTOR = "actor"
@@ -96,8 +96,8 @@ class Trainer:
 
     def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
         layout, tp_group = layout_of(args, self.batch, logits)
-        temperature = getattr(args, "rollout_temperature", 1.0)
-        return layout, {"tp_group": tp_group, "rows": layout.response_rows, "temperature": temperature}
+        options = {"tp_group": tp_group, "rows": layout.response_rows, "temperature": temperature_of(args)}
+        return layout, options
 
     @staticmethod
     def _result(found: TopKDistribution, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:

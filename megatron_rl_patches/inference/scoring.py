@@ -86,11 +86,7 @@ def forward_log_probs(
     def score(
         batch: Microbatch, logits_tv: torch.Tensor, group: torch.distributed.ProcessGroup | None
     ) -> tuple[torch.Tensor, ...]:
-        options: dict[str, Any] = {
-            "tp_group": group,
-            "rows": batch.layout.response_rows,
-            "temperature": temperature,
-        }
+        options = _options(batch, group, temperature)
         if with_entropy:
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
@@ -161,11 +157,7 @@ def forward_topk(
     def score(
         batch: Microbatch, logits_tv: torch.Tensor, group: torch.distributed.ProcessGroup | None
     ) -> tuple[torch.Tensor, ...]:
-        options: dict[str, Any] = {
-            "tp_group": group,
-            "rows": batch.layout.response_rows,
-            "temperature": temperature,
-        }
+        options = _options(batch, group, temperature)
         if k is not None:
             found = vocab_parallel_topk(logits_tv, k, **options)
             return found.indices, found.log_probs, found.tail_log_prob
@@ -194,6 +186,12 @@ def _ids_of(batch: Microbatch, at: Sequence[torch.Tensor | TopKDistribution] | N
     ids = [sample.indices if isinstance(sample, TopKDistribution) else sample for sample in of_samples]
     device = batch.layout.response_rows.device
     return torch.cat(batch.layout.local_parts([sample.to(device) for sample in ids]))
+
+
+def _options(
+    batch: Microbatch, group: torch.distributed.ProcessGroup | None, temperature: float
+) -> dict[str, Any]:
+    return {"tp_group": group, "rows": batch.layout.response_rows, "temperature": temperature}
 
 
 def _check_temperature(temperature: float) -> None:

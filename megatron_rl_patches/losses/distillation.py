@@ -19,7 +19,7 @@ from .metrics import sums_and_counts
 from .normalization import Normalization, check, token_weights
 from .policy import check_lengths
 from .teachers import check_same_indices, normalised
-from .topk_distribution import TopKDistribution
+from .topk_distribution import NO_ENTRY, TopKDistribution
 
 if TYPE_CHECKING:
     from .sequence_layout import SequenceLayout
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 Divergence = Literal[
     "reverse_kl", "forward_kl", "jensen_shannon", "generalised_kl", "importance_weighted_reverse_kl"
 ]
-
-
-_NO_ENTRY = -100
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Tokens(NamedTuple):
     @property
     def indices(self) -> Tensor:
         """Where the student is looked at; nowhere in tokens that do not count."""
-        return self.teachers[0].indices.masked_fill(~self.mask[:, None], _NO_ENTRY)
+        return self.teachers[0].indices.masked_fill(~self.mask[:, None], NO_ENTRY)
 
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> Tokens:

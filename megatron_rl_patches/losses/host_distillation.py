@@ -78,7 +78,7 @@ def topk_opd_loss(
         tokens.indices,
         tp_group=tp_group,
         rows=layout.response_rows,
-        temperature=_temperature(args),
+        temperature=temperature_of(args),
         with_tail=True,
     )
     values_n3 = per_token(log_probs_nk, tail_n, tokens, options)
@@ -118,7 +118,8 @@ def _parallel_state() -> tuple[int, int, torch.distributed.ProcessGroup | None]:
     )
 
 
-def _temperature(args: Any) -> float:
+def temperature_of(args: Any) -> float:
+    """Of the rollout, by which the host divides logits."""
     return float(getattr(args, "rollout_temperature", 1.0))
 
 

@@ -25,9 +25,7 @@ from ..errors import InvalidInputError
 from ._inputs import checked_indices, checked_shard, position_in
 from ._ownership import lend, refuse_overwritten
 from ._topk_function import LogProbsAt, Options, topk
-from .topk_distribution import TopKDistribution
-
-_NO_ENTRY = -100
+from .topk_distribution import NO_ENTRY, TopKDistribution
 
 
 @torch.no_grad()
@@ -129,7 +127,7 @@ def vocab_parallel_log_probs_at(
     """
     tp_rank, tp_size = position_in(tp_group)
     shard = checked_shard(logits, rows, None, temperature, block_bytes)
-    indices = checked_indices(indices, shard, logits.shape[1] * tp_size, _NO_ENTRY)
+    indices = checked_indices(indices, shard, logits.shape[1] * tp_size, NO_ENTRY)
     refuse_overwritten(logits)
     needs_grad = torch.is_grad_enabled() and logits.requires_grad
     loan = lend(logits) if inplace_backward and needs_grad else None

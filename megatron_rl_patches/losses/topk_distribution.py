@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 
+#: In the place of an id: no entry.
+NO_ENTRY = -100
 _FLOATS = (torch.float32, torch.float64)
 
 

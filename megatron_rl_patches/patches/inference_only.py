@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import gc
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..engine.arguments import bind
 from ..engine.spec import Patch
 
 if TYPE_CHECKING:
@@ -79,20 +79,10 @@ def _swaps_weights(facts: Facts) -> str | None:
 # --- adapters
 
 
-def _bind(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    return inspect.signature(wrapped).bind(*args, **kwargs)
-
-
-def _full(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    bound = _bind(wrapped, args, kwargs)
-    bound.apply_defaults()
-    return bound
-
-
 def _initialize(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, settings: Settings
 ) -> Any:
-    bound = _full(wrapped, args, kwargs).arguments
+    bound = bind(wrapped, args, kwargs, defaults=True).arguments
     host_args, role = bound["args"], bound["role"]
     if role not in settings.inference_roles:
         return wrapped(*args, **kwargs)
@@ -123,7 +113,7 @@ def _scheduler(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..inference.untrainable import refuse_to_train
 
-    refuse_to_train(_bind(wrapped, args, kwargs).arguments["model"], "train")
+    refuse_to_train(bind(wrapped, args, kwargs).arguments["model"], "train")
     return wrapped(*args, **kwargs)
 
 
@@ -167,7 +157,7 @@ for _host in ("slime", "miles"):  # OpenClaw-RL vendors slime under its own name
 )
 def slime_setup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Evaluation only (``--num-rollout 0``): slime leaves out the optimizer, but not the gradient buffers."""
-    bound = _full(wrapped, args, kwargs).arguments
+    bound = bind(wrapped, args, kwargs, defaults=True).arguments
     host_args, role = bound["args"], bound["role"]
     from ..inference import roles
 
@@ -194,7 +184,7 @@ def megatron_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwarg
         return wrapped(*args, **kwargs)
     from megatron.training.global_vars import get_args
 
-    return roles.get_model(wrapped, _bind(wrapped, args, kwargs), get_args())
+    return roles.get_model(wrapped, bind(wrapped, args, kwargs), get_args())
 
 
 @patch.wrap(
@@ -215,7 +205,7 @@ def megatron_load_checkpoint(
 
     from ..inference.role_loading import load_checkpoint
 
-    return load_checkpoint(wrapped, _full(wrapped, args, kwargs), get_args())
+    return load_checkpoint(wrapped, bind(wrapped, args, kwargs, defaults=True), get_args())
 
 
 @patch.wrap(
@@ -227,7 +217,7 @@ def megatron_load_checkpoint(
 def get_megatron_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..inference.roles import optimizer
 
-    model = _bind(wrapped, args, kwargs).arguments["model_chunks"]
+    model = bind(wrapped, args, kwargs).arguments["model_chunks"]
     return optimizer(lambda: wrapped(*args, **kwargs), model)
 
 
@@ -243,7 +233,7 @@ def bridge_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
 
     if not roles.is_building():
         return wrapped(*args, **kwargs)
-    return roles.get_model(wrapped, _bind(wrapped, args, kwargs))
+    return roles.get_model(wrapped, bind(wrapped, args, kwargs))
 
 
 @patch.wrap(
@@ -274,7 +264,7 @@ def nemo_rl_reference(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs
     not_needed=_says_whether_to_wrap,
 )
 def nemo_rl_setup(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if _full(wrapped, args, kwargs).arguments["load_optimizer"]:
+    if bind(wrapped, args, kwargs, defaults=True).arguments["load_optimizer"]:
         return wrapped(*args, **kwargs)
     from ..inference.roles import building
 

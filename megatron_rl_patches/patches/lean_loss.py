@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..engine.arguments import bind, call
 from ..engine.spec import Patch
 
 if TYPE_CHECKING:
@@ -87,17 +87,6 @@ def _is_ours(function: Any) -> bool:
 # --- adapters
 
 
-def _bind(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound
-
-
-def _call(wrapped: Any, bound: inspect.BoundArguments, **changes: Any) -> Any:
-    changed = inspect.BoundArguments(bound.signature, OrderedDict(bound.arguments, **changes))
-    return wrapped(*changed.args, **changed.kwargs)
-
-
 @contextmanager
 def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Options are replaced in place, not in a copy: custom losses may keep something on ``args``."""
@@ -111,7 +100,7 @@ def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 def _loss_function(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Checkpoints the whole function instead of the loss in it: the rest is a few numbers."""
-    host_args = _bind(wrapped, args, kwargs).arguments["args"]
+    host_args = bind(wrapped, args, kwargs, defaults=True).arguments["args"]
     if not host_args.recompute_loss_function:
         return wrapped(*args, **kwargs)
     from ..losses import checkpointed
@@ -129,7 +118,7 @@ def _get_log_probs_and_entropy(
     """Has the options that :func:`_calculate` needs: the temperature, and whether the entropy matters."""
     from ..losses import hosts
 
-    bound = _bind(wrapped, args, kwargs)
+    bound = bind(wrapped, args, kwargs, defaults=True)
     host_args = bound.arguments["args"]
     # A custom loss may well use the entropy whatever this coefficient is.
     is_metric = (
@@ -158,15 +147,15 @@ def _all_samples(wrapped: Any, bound: inspect.BoundArguments, scope: Scoring) ->
 
     uses_slices = "get_responses" in inspect.unwrap(wrapped).__code__.co_names
     if not uses_slices or not only_slices(_global(wrapped, "get_responses")):
-        return _call(wrapped, bound)
+        return call(wrapped, bound)
     logits = bound.arguments["logits"]
-    return at_once(lambda numbers: _call(wrapped, bound, logits=numbers), logits, scope)
+    return at_once(lambda numbers: call(wrapped, bound, logits=numbers), logits, scope)
 
 
 def _calculate(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..losses import hosts
 
-    bound = _bind(wrapped, args, kwargs).arguments
+    bound = bind(wrapped, args, kwargs, defaults=True).arguments
     parameters = inspect.signature(wrapped).parameters
     unknown = [n for n in bound if n not in _KNOWN and bound[n] is not parameters[n].default]
     scope = hosts.current_scoring()
@@ -201,14 +190,14 @@ def _redistribute(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
 
     from ..losses.hosts import current_scoring
 
-    bound = _bind(wrapped, args, kwargs)
+    bound = bind(wrapped, args, kwargs, defaults=True)
     scope, res = current_scoring(), bound.arguments["res"]
     if scope.samples is not None and not scope.samples.are_computed:
         return
     entropy = {} if scope.entropy_grad or "entropy" not in res else {"entropy": res.pop("entropy")}
-    _call(wrapped, bound)
+    call(wrapped, bound)
     with torch.no_grad():
-        _call(wrapped, bound, res=entropy)
+        call(wrapped, bound, res=entropy)
     res.update(entropy)
 
 
@@ -274,7 +263,7 @@ def compute_log_probs(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs
     """Megatron's fused cross entropy overwrites float32 logits; top-k losses call this once per candidate."""
     from ..losses.hosts import score
 
-    bound = _bind(wrapped, args, kwargs).arguments
+    bound = bind(wrapped, args, kwargs, defaults=True).arguments
     log_probs, _ = score(bound["logits"], bound["tokens"], bound["process_group"])
     return log_probs.unsqueeze(1)
 
@@ -295,7 +284,7 @@ def verl_log_probs(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
 
     from ..losses import hosts
 
-    bound = _bind(wrapped, args, kwargs).arguments
+    bound = bind(wrapped, args, kwargs, defaults=True).arguments
     scope = hosts.current_scoring()
     log_probs, scope.entropy = hosts.score(
         bound["logits"],
@@ -312,7 +301,7 @@ def _verl_entropy(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     from ..losses.hosts import entropy
 
-    logits = _bind(wrapped, args, kwargs).arguments["vocab_parallel_logits"]
+    logits = bind(wrapped, args, kwargs, defaults=True).arguments["vocab_parallel_logits"]
     return entropy(logits, parallel_state.get_tensor_model_parallel_group()), logits.dtype
 
 
@@ -353,13 +342,13 @@ def verl_logits_processor(wrapped: Any, instance: Any, args: tuple[Any, ...], kw
     """Entropy and log-probabilities in one pass, from logits that need not be cloned in between."""
     from ..losses.hosts import scoring
 
-    bound = _bind(wrapped, args, kwargs)
+    bound = bind(wrapped, args, kwargs, defaults=True)
     given = bound.arguments
     lean = _is_ours(_global(wrapped, _VERL_LOG_PROBS))
     if not lean or not given["calculate_entropy"] or given["distillation_only"]:
         return wrapped(*args, **kwargs)
     with scoring(with_entropy=True) as scope:
-        result = _call(wrapped, bound, calculate_entropy=False)
+        result = call(wrapped, bound, calculate_entropy=False)
     assert scope.entropy is not None
     in_float32 = getattr(instance.engine_config, "entropy_from_logits_with_chunking", False)
     return {**result, "entropy": scope.entropy if in_float32 else scope.entropy.to(given["logits"].dtype)}

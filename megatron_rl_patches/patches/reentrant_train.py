@@ -8,11 +8,10 @@ value worker calls the methods of ``DistributedDataParallel`` and needs no site 
 from __future__ import annotations
 
 import ast
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..engine.arguments import bind
 from ..engine.spec import Patch, Site
 
 if TYPE_CHECKING:
@@ -120,17 +119,8 @@ def _named(node: ast.AST, name: str) -> bool:
 # --- adapters
 
 
-@functools.lru_cache(maxsize=32)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
-
-
 def _arguments(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    # Of a method no signature is kept, since its key would keep the instance.
-    signature = _signature(wrapped) if inspect.isfunction(wrapped) else inspect.signature(wrapped)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments
+    return bind(wrapped, args, kwargs, defaults=True).arguments
 
 
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:

@@ -7,9 +7,9 @@ was saved is never restored: the opposite fault.
 from __future__ import annotations
 
 import ast
-import inspect
 from typing import TYPE_CHECKING, Any
 
+from ..engine.arguments import bind
 from ..engine.spec import Patch
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _load_checkpoint(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
     from ..reentry.resumed_scheduler import note_loaded
 
     result = wrapped(*args, **kwargs)
-    note_loaded(inspect.signature(wrapped).bind(*args, **kwargs).arguments.get("opt_param_scheduler"))
+    note_loaded(bind(wrapped, args, kwargs).arguments.get("opt_param_scheduler"))
     return result
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..engine.arguments import bind, call
 from ..engine.spec import Patch
 from ..errors import InvalidInputError
 
@@ -28,10 +28,6 @@ patch = Patch(
     upstream=("THUDM/slime#2033",),
     explicit=True,
 )
-
-
-def _bind(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    return inspect.signature(wrapped).bind(*args, **kwargs)
 
 
 # --- arguments, in the driver; the workers get them with `args`
@@ -56,7 +52,7 @@ def validate(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, settings: Settings
 ) -> Any:
     """From here on the loss is a custom one to the host; a file of its own may override our settings."""
-    host_args = _bind(wrapped, args, kwargs).arguments["args"]
+    host_args = bind(wrapped, args, kwargs).arguments["args"]
     if host_args.loss_type != LOSS_TYPE:
         return wrapped(*args, **kwargs)
     host_args.loss_type, host_args.custom_loss_function_path = "custom_loss", LOSS_PATH
@@ -140,7 +136,7 @@ def train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
     trainer = current_trainer()
     if trainer is None:
         return wrapped(*args, **kwargs)
-    given = _bind(wrapped, args, kwargs).arguments
+    given = bind(wrapped, args, kwargs).arguments
     iterators = given["data_iterator"]
     forward_only = inspect.unwrap(wrapped).__globals__["forward_only"]
 
@@ -163,10 +159,8 @@ def get_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
         return wrapped(*args, **kwargs)
     from ..losses.host_distillation import KEYS
 
-    bound = _bind(wrapped, args, kwargs)
+    bound = bind(wrapped, args, kwargs)
     given = bound.arguments
     have = [key for key in KEYS if key in given["data_iterator"].rollout_data]
-    more = OrderedDict(given, keys=[*given["keys"], *have])
-    changed = inspect.BoundArguments(bound.signature, more)
-    trainer.batch = wrapped(*changed.args, **changed.kwargs)
+    trainer.batch = call(wrapped, bound, keys=[*given["keys"], *have])
     return trainer.batch

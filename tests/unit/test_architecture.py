@@ -33,6 +33,7 @@ ARROWS: dict[str, set[str]] = {
 # The engine's own chain: spec <- facts <- judge <- installer; what is named may be imported.
 ENGINE: dict[str, set[str]] = {
     "spec": {"facts"},  # for type checking only
+    "arguments": set(),
     "sources": set(),
     "facts": set(),
     "judge": {"facts", "sources", "spec"},
