@@ -191,3 +191,27 @@ def test_saving_leaves_the_hooks_as_found(on: bool, raises: bool) -> None:
     for chunk in (model[0], model[2]):
         assert set(hooked(chunk)) == {on}
     assert not any(hooked(model[1]))
+
+
+def test_a_submodule_added_behind_the_last_one() -> None:
+    chunk = MockDDP()
+    chunk.module.children.append(MockModule())
+    disable(chunk)
+    assert not chunk.remove_forward_pre_hook_handles
+    assert not any(module.forward_pre_hooks for module in chunk.module.modules())
+
+
+def test_a_key_error_of_the_gather_is_the_callers(mocker: MockerFixture) -> None:
+    chunk = MockDDP()
+    mocker.patch.object(chunk, "start_param_sync", side_effect=KeyError("rank"))
+    with pytest.raises(KeyError, match="rank"):
+        disable(chunk)
+
+
+def test_of_mxfp8_gathers_only_those_in_flight_are_completed() -> None:
+    chunk = MockDDP(reuse_grad_buf_for_mxfp8_param_ag=True)
+    for group in chunk.bucket_groups:
+        group.is_stale = True
+    chunk.bucket_groups[-1].start_param_sync()
+    forward_pre_hooks.synchronize(chunk)
+    assert [group.is_stale for group in chunk.bucket_groups] == [True, True, True, False]
