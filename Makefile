@@ -7,10 +7,10 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-hosts lint format bench docs clean
+.PHONY: help venv demo test test-releases test-hosts mutation lint format bench docs clean
 
 help:
-	@echo "make venv | demo | test | test-hosts | lint | format | bench | docs | clean"
+	@echo "make venv | demo | test | test-releases | test-hosts | mutation | lint | format | bench | docs | clean"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -20,11 +20,25 @@ demo: $(INSTALLED)-demo
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(MAKE) test-releases
+
+# Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels.
+RELEASES ?= 0.12.3 0.14.0 0.19.2
+RELEASE_TESTS := release reentry inference_builder inference_checkpoint scoring loss_func
+test-releases: venv
+	set -e; for release in $(RELEASES); do \
+	    $(BIN)/python -m pytest --megatron-core $$release $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); \
+	done
 
 # Checkouts of real hosts: make test-hosts SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
 export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR
 test-hosts: venv
 	$(BIN)/python -m pytest -m hosts tests/hosts $(PYTEST_ARGS)
+
+# How much of engine and re-entry may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
+mutation: $(INSTALLED)-mutation venv
+	$(BIN)/mutmut run --max-children 2
+	$(BIN)/mutmut results
 
 lint: venv
 	$(BIN)/ruff check .
@@ -43,7 +57,7 @@ docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp per set of extras; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.metadata
 import os
-import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from . import _machine
 from ._loss_candidates import (
     CANDIDATES,
     CHECKOUTS,
@@ -127,9 +126,7 @@ _BOUNDS = (
 
 
 def render(results: Sequence[Result]) -> str:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
     on_gpu = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores, one thread per rank"
     found = list(targets(results))
     return "\n".join(
         [
@@ -137,8 +134,7 @@ def render(results: Sequence[Result]) -> str:
             "",
             "`python -m benchmarks.bench_loss`: forward and backward of the log-probabilities of given",
             "tokens, alone (lp), with the entropy as a metric (ent), and with its gradient (grad).",
-            f"{device}, {versions}, CPython {platform.python_version()}, {platform.system()} "
-            f"{platform.machine()}, {datetime.date.today().isoformat()}.",
+            f"{_machine.told()}; one thread per rank.",
             _versions_of_peers(),
             "",
             "- Memory: peak of live bytes beyond the logits, the gradient included, × the bytes of the",
@@ -268,5 +264,6 @@ def plot(results: Sequence[Result], path: Path) -> None:
     both[0].invert_yaxis()
     figure.legend(*both[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"Log-probabilities and entropy: {result.setup.name}")
+    _machine.stamp(figure)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -9,9 +9,6 @@ inference. On one GPU where there is one (then also what the CUDA allocator says
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +16,8 @@ from pathlib import Path
 from megatron_rl_patches.inference.estimate import OptimizerSettings, ParallelSizes, StageEstimate
 from tests.real import memory_cases
 from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
+
+from . import _machine
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = DOCS / "benchmarks" / "inference_memory.md", DOCS / "images" / "inference_memory.png"
@@ -84,7 +83,6 @@ def _difference(measured: int, estimated: int) -> float:
 
 def render(results: Sequence[Result]) -> str:
     on_gpu = any(account.allocated_training for _, account, _ in results)
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("megatron-core", "torch"))
     return "\n".join(
         [
             "# Memory of an inference-only model",
@@ -92,8 +90,7 @@ def render(results: Sequence[Result]) -> str:
             "`python -m benchmarks.bench_inference_memory`: bytes of all live tensor storages of a rank,",
             "less those before the model was built, beside what `estimate_memory` says. Training: real",
             "`DistributedDataParallel` and Adam, after a real step. Inference-only: `build_inference_model`.",
-            f"{'One GPU' if on_gpu else 'CPU (gloo)'}, {versions}, CPython {platform.python_version()}, "
-            f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+            f"{_machine.told()}.",
             f"Claim: estimate and reality agree within {TOLERANCE:.0%}.",
             "",
             *_table(
@@ -188,6 +185,7 @@ def plot(results: Sequence[Result]) -> None:
     axes.invert_yaxis()
     axes.set(xlabel="MB on rank 0", title="Training, and the same model inference-only")
     axes.legend(fontsize="small", loc="lower right")
+    _machine.stamp(figure)
     figure.savefig(PLOT, dpi=150)
     pyplot.close(figure)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +20,8 @@ from typing import Any
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+
+from . import _machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "overhead.md"
 BATCH = 200
@@ -134,8 +134,7 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "",
             f"`python -m benchmarks.bench_overhead`: {rounds} batches of {BATCH} calls each, bare and",
             "patched in turns; median of the differences, per call. Real megatron-core, one rank, CPU.",
-            f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}, "
-            f"{os.cpu_count()} cores.",
+            f"{_machine.told()}.",
             "",
             "| call | bare (µs) | patched (µs) | added (µs) | claim (µs) |",
             "|---|---|---|---|---|",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -21,6 +20,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from . import _machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks" / "startup.md"
@@ -109,8 +110,8 @@ def render(results: Sequence[Result], pairs: int) -> str:
             "# Added interpreter start",
             "",
             f"`python -m benchmarks.bench_startup`: {pairs} pairs of starts of a virtual environment",
-            "without and with the package, back to back; median of the differences. CPython",
-            f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores.",
+            "without and with the package, back to back; median of the differences.",
+            f"{_machine.told()}.",
             f"Claim: below {LIMIT_MS:g} ms each.",
             "",
             "| | start without (ms) | added (ms) | 95% interval of the median |",

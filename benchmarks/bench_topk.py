@@ -8,10 +8,6 @@ What is not checked out is left out, and said to be. Writes docs/benchmarks/topk
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
-import os
-import platform
 import statistics
 import sys
 import time
@@ -30,6 +26,7 @@ from tests.real.sent_bytes import sent_bytes
 from tests.unit.losses.dense_topk import dense_log_probs_at
 from tests.unit.losses.live_bytes import live_bytes
 
+from . import _machine
 from ._loss_measure import _why as why
 from ._loss_report import _table as table
 from ._topk_candidates import AT_IDS, SELECTIONS, AtIds, Candidate, Selection
@@ -211,16 +208,13 @@ class _Bench:
 
 
 def render(results: Sequence[Result]) -> str:
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "megatron-core"))
     return "\n".join(
         [
             "# Top-k distillation",
             "",
             "`python -m benchmarks.bench_topk`: log-probabilities at K given ids of each row and of the",
             "tail, forward and backward, and the selection of the K most probable ids.",
-            f"CPU, {os.cpu_count()} cores, one thread per rank, {versions}, CPython "
-            f"{platform.python_version()}, {platform.system()} {platform.machine()}, "
-            f"{datetime.date.today().isoformat()}.",
+            f"{_machine.told()}; one thread per rank.",
             "",
             "- Memory: peak of live bytes beyond the logits, results and gradient included, × a rank's",
             "  logits.",
@@ -290,6 +284,7 @@ def plot(result: Result, path: Path) -> None:
         axes.grid(axis="x", alpha=0.3)
     both[0].invert_yaxis()
     figure.suptitle(f"Log-probabilities at given ids, and the tail: {result.setup.name}")
+    _machine.stamp(figure)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 

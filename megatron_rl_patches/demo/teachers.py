@@ -34,9 +34,10 @@ class Teachers:
     """Score answers, each by the teacher for the order that its prompt asks for."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """Train the teachers, save them in ``folder``, which all ranks share, and load them again."""
+        """Load the teachers of ``folder``, which all ranks share; those that it lacks are trained first."""
         for number, order in enumerate(digits.ORDERS):
-            _train_and_save(order, seed + number, folder / order)
+            if not (folder / order).exists():
+                _train_and_save(order, seed + number, folder / order)
         self.model = build_inference_model(provide, config(), dtype="fp32")
         self.pool = TeacherPool(self.model)
         for order in digits.ORDERS:

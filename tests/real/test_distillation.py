@@ -5,7 +5,6 @@ The demo's own modules, but for attention under context parallelism, which Megat
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,17 +58,22 @@ def _attention_for_context_parallelism(policy: Any) -> Iterator[None]:
         yield
 
 
-def run(layout: str, target: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = spawn_ranks(
-            _distil,
-            2,
-            LAYOUTS[layout],
-            target,
-            folder,
-            env={"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": TRAIN},
-            timeout=280,
-        )
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of the teachers, which the first layout trains and saves, and the others load."""
+    return str(tmp_path_factory.mktemp("teachers"))
+
+
+def run(layout: str, target: str, folder: str) -> dict[str, Any]:
+    ranks = spawn_ranks(
+        _distil,
+        2,
+        LAYOUTS[layout],
+        target,
+        folder,
+        env={"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": TRAIN},
+        timeout=280,
+    )
     assert ranks[0] == ranks[1]
     return ranks[0]
 
@@ -82,8 +86,8 @@ def falls(values: list[float]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str) -> None:
-    found = run(layout, "routed")
+def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str, folder: str) -> None:
+    found = run(layout, "routed", folder)
     for order, teacher in found["teachers"].items():
         assert teacher > 0.95
         assert found["score"][order][0] < 0.25
@@ -93,8 +97,8 @@ def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str) -> N
 
 
 @pytest.mark.slow
-def test_a_mixture_of_teachers_is_learned() -> None:
-    found = run("DP 2", "mixture")
+def test_a_mixture_of_teachers_is_learned(folder: str) -> None:
+    found = run("DP 2", "mixture", folder)
     for order in found["teachers"]:
         assert falls(found["divergence"][order])
         assert found["divergence"][order][-1] < 0.3 * found["divergence"][order][0]

@@ -1,0 +1,25 @@
+"""Where, with what and when figures were measured: in words, on every page and plot."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+
+def told() -> str:
+    """One line: device, versions and date."""
+    cores = f"{os.cpu_count()} CPU cores"
+    device = f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    python = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
+    return f"{device}, {versions}, {python}, {datetime.date.today().isoformat()}"
+
+
+def stamp(figure: Any) -> None:
+    """Write it at the foot of a matplotlib figure."""
+    figure.text(0.995, 0.003, told(), ha="right", va="bottom", fontsize=6, color="0.4")
