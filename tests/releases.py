@@ -19,8 +19,11 @@ PLATFORMS = {
     "0.18.2": ("3.12", "manylinux_2_28_x86_64"),
     "0.19.2": ("3.12", "manylinux_2_28_x86_64"),
 }
-# They import it; no kernel runs.
-NEED_TRITON = ("0.18.2", "0.19.2")
+# What a release needs beside what the installed one does: numpy 1 for checkpoints of several ranks, and
+# triton, which is imported although no kernel runs.
+NUMPY, TRITON = "numpy<2", "triton"
+NEEDS = dict.fromkeys(("0.12.3", "0.13.1", "0.14.0", "0.15.3"), NUMPY)
+NEEDS |= dict.fromkeys(("0.18.2", "0.19.2"), TRITON)
 
 
 def wheel(release: str, folder: Path) -> Path:
@@ -43,15 +46,15 @@ def put_first(release: str, folder: Path) -> None:
         with zipfile.ZipFile(wheel(release, folder)) as archive:
             archive.extractall(unpacked)
     paths = [str(unpacked)]
-    if release in NEED_TRITON:
-        paths.append(str(_triton(folder)))
+    if requirement := NEEDS.get(release):
+        paths.append(str(_installed(requirement, folder)))
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _triton(folder: Path) -> Path:
-    installed = folder / "triton"
-    if not installed.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        subprocess.run([*pip, "--target", str(installed), "triton"], check=True, timeout=300)
-    return installed
+def _installed(requirement: str, folder: Path) -> Path:
+    target = folder / requirement
+    if not target.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "--target", str(target), requirement], check=True, timeout=300)
+    return target

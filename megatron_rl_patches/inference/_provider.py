@@ -81,13 +81,13 @@ def call_provider(provider: Callable[..., Module], arguments: Mapping[str, Any])
             f"the model provider {provider!r} takes no vp_stage, so it cannot tell virtual pipeline stages "
             "apart: give it that parameter, and pass it on to the model"
         )
-    with _virtual_rank(arguments.get("vp_stage")):
+    with virtual_rank(arguments.get("vp_stage")):
         return provider(**{name: value for name, value in arguments.items() if name in takes})
 
 
 @contextmanager
-def _virtual_rank(stage: int | None) -> Iterator[None]:
-    """Before ``vp_stage``, models knew their virtual stage by a global."""
+def virtual_rank(stage: int | None) -> Iterator[None]:
+    """Before ``vp_stage``, models knew their virtual stage by a global, when built and when saved."""
     if stage is None or _STAGES_BY_ARGUMENT:
         yield
         return

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..errors import CheckpointError
 from ._checkpoint_layout import in_short, load_pickle, unknown_classes_inert
 from ._mismatch import Mismatch
+from ._provider import virtual_rank
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -86,7 +87,8 @@ class TorchDistCheckpoint:
         request: dict[str, Any] = {}
         for index, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{index}"
-            request[key] = chunk.sharded_state_dict(metadata=self._content_metadata(chunk))
+            with virtual_rank(None if len(chunks) == 1 else index):
+                request[key] = chunk.sharded_state_dict(metadata=self._content_metadata(chunk))
         _, request = extract_matching_values(request, self._is_absent_extra_state)
         return request
 

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from megatron_rl_patches.inference import build_inference_model
 from tests.real import tiny_gpt
@@ -78,7 +83,9 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
     sharding = "dp_reshardable" if reshardable else "fully_sharded_model_space"
     metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
     state = _common(iteration)
-    for key, chunk in _keyed(chunks):
+    for stage, (key, chunk) in enumerate(_keyed(chunks)):
+        if len(chunks) > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
         state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
     # From 0.14 on.
     versioned = "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
@@ -91,11 +98,23 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         get_default_save_sharded_strategy("torch_dist"),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    dist_checkpointing.save(
-        state, str(folder), strategy, **({"content_metadata": metadata} if versioned else {})
-    )
+    with _for_newer_torch():
+        dist_checkpointing.save(
+            state, str(folder), strategy, **({"content_metadata": metadata} if versioned else {})
+        )
     _track(root, iteration)
     return folder
+
+
+@contextmanager
+def _for_newer_torch() -> Iterator[None]:
+    """Releases up to 0.13 write through a private function that takes one argument more since torch 2.7."""
+    if "serialization_format" in inspect.getsource(filesystem_async):
+        yield
+        return
+    write = partial(filesystem_async._write_item, serialization_format=SerializationFormat.TORCH_SAVE)
+    with mock.patch.object(filesystem_async, "_write_item", write):
+        yield
 
 
 def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:

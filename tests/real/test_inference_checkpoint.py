@@ -52,15 +52,6 @@ def _options(layout: str, **flags: Any) -> Any:
     return Options(parallelism=Parallelism(**LAYOUTS[layout]), **flags)
 
 
-def _without_vpp() -> bool:
-    """Before vp_stage, chunks of one rank are told apart by global state, which the tiny GPT does not set."""
-    import inspect
-
-    from megatron.core.models.gpt import GPTModel
-
-    return "vp_stage" not in inspect.signature(GPTModel.__init__).parameters
-
-
 def _on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     dist.barrier()
     value = function(*args, **kwargs) if dist.get_rank() == 0 else None
@@ -71,20 +62,16 @@ def _on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------- what loads
 
 
-def _load_into_every_layout(saved: str, bf16: bool, root: str) -> dict[str, Any] | None:
+def _load_into_every_layout(saved: str, bf16: bool, root: str) -> dict[str, Any]:
     with _megatron(gated_linear_unit=True):
         from megatron_rl_patches.inference.checkpoint import load_inference_checkpoint
         from tests.real import checkpoints
 
-        if "VPP" in saved and _without_vpp():
-            return None
         model, optimizer = checkpoints.trained(_options(saved, bf16=bf16))
         folder = checkpoints.save_torch_dist(model, optimizer, Path(root), ITERATION)
         reference = checkpoints.whole_weights(model)
         results: dict[str, Any] = {"overwritten": _on_rank_0(checkpoints.overwrite, folder, "optimizer.")}
         for layout in LAYOUTS:
-            if "VPP" in layout and _without_vpp():
-                continue
             chunks = checkpoints.scoring(_options(layout, bf16=bf16))
             before = checkpoints.whole_weights(chunks)
             addresses = [parameter.data_ptr() for chunk in chunks for parameter in chunk.parameters()]
@@ -106,8 +93,6 @@ def _load_into_every_layout(saved: str, bf16: bool, root: str) -> dict[str, Any]
 @pytest.mark.parametrize(("saved", "bf16"), [("TP 1", False), ("TP 2", True), ("PP 2, VPP 2", False)])
 def test_any_layout_loads_bit_for_bit_without_the_optimizer(saved: str, bf16: bool, tmp_path: Path) -> None:
     for rank, results in enumerate(spawn_ranks(_load_into_every_layout, 2, saved, bf16, str(tmp_path))):
-        if results is None:
-            pytest.skip("no vp_stage in this megatron-core")
         overwritten = results.pop("overwritten")
         if rank == 0:
             assert overwritten > 0, "there was optimizer state, and loading did without it"
@@ -397,8 +382,6 @@ def _load_legacy(root_name: str) -> dict[str, Any]:
 
         results: dict[str, Any] = {}
         for layout in ("TP 1", "TP 2", "PP 2", "PP 2, VPP 2"):
-            if "VPP" in layout and _without_vpp():
-                continue
             model, optimizer = checkpoints.trained(_options(layout, bf16=True))
             folder = checkpoints.save_torch(model, optimizer, root / layout, ITERATION)
             saved = checkpoints.whole_weights(model)

@@ -8,6 +8,7 @@ Call both inside ``cpu_backend()`` on a rank with ``torch.distributed`` initiali
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
     """Initialise Megatron's process groups over the whole world; return model chunks and optimizer."""
     sizes = options.parallelism
     parallel_state.destroy_model_parallel()
+    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
     parallel_state.initialize_model_parallel(
         sizes.tp, sizes.pp, sizes.vpp, context_parallel_size=sizes.cp, create_gloo_process_groups=False
     )
@@ -180,6 +182,10 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> 
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     stages = sizes.vpp or 1
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    numbered = {} if stage is None else {"vp_stage": stage}
+    if "vp_stage" not in inspect.signature(GPTModel).parameters:
+        # Up to 0.12 stages are numbered by a global.
+        parallel_state.set_virtual_pipeline_model_parallel_rank(numbered.pop("vp_stage", None))
     return GPTModel(
         config,
         TransformerBlockSubmodules(
@@ -189,8 +195,7 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> 
         max_sequence_length=SEQUENCE,
         pre_process=pp_rank == 0 and stage in (None, 0),
         post_process=pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
-        # Releases that number stages by a global instead take no such argument.
-        **({} if stage is None else {"vp_stage": stage}),
+        **numbered,
     )
 
 
