@@ -27,9 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if release := config.getoption("--megatron-core"):
         releases.put_first(release, config.cache.mkdir("megatron-core"))
-        # Some warn when they are imported.
-        config.addinivalue_line("filterwarnings", "ignore:Transformer Engine and Apex:UserWarning")
-        config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method`:DeprecationWarning")
+        # They warn of what they like.
+        config.addinivalue_line("filterwarnings", "ignore")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

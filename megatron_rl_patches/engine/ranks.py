@@ -35,7 +35,11 @@ def verify_ranks(group: Any = None) -> None:
     differences = []
     for target in sorted({target for states in everyone for target in states or {}}):
         states = {rank: (told or {}).get(target, "not selected") for rank, told in by_rank.items()}
-        usual = Counter(states.values()).most_common(1)[0][0]
+        (usual, most), *others = Counter(states.values()).most_common()
+        if others and others[0][1] == most:  # of two ranks, say: no one knows which is wrong
+            each = "; ".join(f"rank {rank}: {state}" for rank, state in states.items())
+            differences.append(f"{target}: {each}")
+            continue
         differences += [
             f"{target}: rank {rank}: {state}; most ranks: {usual}"
             for rank, state in states.items()

@@ -28,18 +28,16 @@ def recover(model: Model, error: BaseException) -> None:
     """Make the chunks re-enterable after ``error`` escaped from a training step.
 
     Waits for the collectives that are in flight (up to the process group's timeout, should a peer never have
-    dispatched its part), clears their handles and resets the bucket groups. Parameters are not touched; the
-    chunks are marked for :func:`synchronize_interrupted`. What goes wrong here is logged, never raised: the
-    caller's exception is the news.
+    dispatched its part), clears their handles, drops gradients that were on their way into the gradient
+    buffer and resets the bucket groups. Parameters are not touched; the chunks are marked for
+    :func:`synchronize_interrupted`. What goes wrong here is logged, never raised: the caller's exception is
+    the news.
     """
+    # First: a second Ctrl-C may end the waiting.
+    _interrupted.update(model)
     _close_abandoned_no_sync(error)
     for chunk in model:
-        for group in bucket_groups(chunk):
-            try:
-                _reset(group)
-            except Exception as failure:
-                _log.warning("recovering a bucket group failed: %s: %s", type(failure).__name__, failure)
-        _interrupted.add(chunk)
+        _reset_groups(chunk)
 
 
 def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
@@ -60,15 +58,26 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
     for chunk in model:
         config = getattr(chunk, "ddp_config", None)
         interrupted = chunk in _interrupted
+        if interrupted:  # then so may have been the recovery
+            _reset_groups(chunk)
         # Not by use_distributed_optimizer: from 0.17 on the layer-wise optimizer overlaps without it.
         if getattr(chunk, "use_forward_hook", False):
             for group, its_buckets in _by_process_group(chunk):
                 if _any_rank(interrupted, group, its_buckets):
+                    _interrupted.add(chunk)  # until it is done
                     _stage(chunk, optimizer)
                     _gather(its_buckets)
         elif interrupted and getattr(config, "use_distributed_optimizer", False):
             synchronize(chunk)
     _interrupted.difference_update(model)
+
+
+def _reset_groups(chunk: Chunk) -> None:
+    for group in bucket_groups(chunk):
+        try:
+            _reset(group)
+        except Exception as failure:
+            _log.warning("recovering a bucket group failed: %s: %s", type(failure).__name__, failure)
 
 
 def _reset(group: Any) -> None:
@@ -80,6 +89,10 @@ def _reset(group: Any) -> None:
             group.grad_reduce_handle.wait()
     finally:
         group.param_gather_handle = group.grad_reduce_handle = None
+        for parameter in group.params:
+            # Raised between autograd and the hook that adds it to the buffer. The next backward would add to
+            # it, and of parameters that another rank updates the optimizer clears none.
+            parameter.grad = None
         _reset_counts(group)
 
 

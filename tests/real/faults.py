@@ -1,16 +1,21 @@
-"""Exceptions at every stage of a training step of :mod:`tests.real.tiny_gpt`."""
+"""Exceptions at every stage of a training step of :mod:`tests.real.tiny_gpt`, and runs that meet one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerLayer
 
 from tests.real import tiny_gpt
+from tests.real.outcomes import Checksums, Outcome
 
 #: Stages before the optimizer's update: a retry of the step gives what an undisturbed run gives.
 BEFORE_UPDATE = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step")
@@ -20,28 +25,44 @@ IN_STEP = ("in step",)
 AFTER_UPDATE = ("after step",)
 STAGES = BEFORE_UPDATE + IN_STEP + AFTER_UPDATE
 
+STEPS, MICROBATCHES = 4, 2
+#: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
+PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
+
 
 class Injected(Exception):
     """The fault."""
 
 
-class _RaiseInBackward(torch.autograd.Function):
+def raise_injected(stage: str) -> None:
+    raise Injected(stage)
+
+
+def interrupt(stage: str) -> None:
+    """As Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+    raise AssertionError(f"{stage}: no KeyboardInterrupt after SIGINT")
+
+
+class _StrikeInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, strike: Callable[[str], None]) -> torch.Tensor:
+        ctx.strike = strike
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        raise Injected("half way back")
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.strike("half way back")
+        return grads[0], None
 
 
 @contextmanager
-def _raising_half_way_back(chunk: torch.nn.Module) -> Iterator[None]:
+def _striking_half_way_back(chunk: torch.nn.Module, strike: Callable[[str], None]) -> Iterator[None]:
     """Later layers have their gradients, some bucket groups have dispatched; earlier layers have not."""
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
 
     def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_RaiseInBackward.apply(output[0]), *output[1:])
+        return (_StrikeInBackward.apply(output[0], strike), *output[1:])
 
     handle = layers[len(layers) // 2 - 1].register_forward_hook(hook)
     try:
@@ -51,8 +72,10 @@ def _raising_half_way_back(chunk: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def fault(stage: str, step: int, optimizer: Any) -> Iterator[None]:
-    """Raise :class:`Injected` once, at ``stage`` of the ``step``-th step trained inside."""
+def fault(
+    stage: str, step: int, optimizer: Any, strike: Callable[[str], None] = raise_injected
+) -> Iterator[None]:
+    """Call ``strike``, which raises, once: at ``stage`` of the ``step``-th step trained inside."""
     kind, _, number = stage.partition(" ")
     steps = microbatches = 0
     call_step, call_forward = tiny_gpt.train_step, tiny_gpt.forward_step
@@ -64,10 +87,10 @@ def fault(stage: str, step: int, optimizer: Any) -> Iterator[None]:
         nonlocal steps, microbatches
         steps, microbatches = steps + 1, 0
         if due() and stage == "before forward":
-            raise Injected(stage)
+            strike(stage)
         loss = call_step(*args)
         if due() and stage == "after step":
-            raise Injected(stage)
+            strike(stage)
         return loss
 
     def forward_step(*args: Any) -> tuple[Any, Any]:
@@ -75,20 +98,20 @@ def fault(stage: str, step: int, optimizer: Any) -> Iterator[None]:
         microbatches += 1
         now = due() and number == str(microbatches - 1)
         if now and kind == "backward":
-            with _raising_half_way_back(args[-1]):
+            with _striking_half_way_back(args[-1], strike):
                 return call_forward(*args)
         outcome = call_forward(*args)
         if now:
-            raise Injected(stage)
+            strike(stage)
         return outcome
 
-    def raising(method: Any, after: bool) -> Any:
+    def striking(method: Any, after: bool) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if due() and not after:
-                raise Injected(stage)
+                strike(stage)
             result = method(*args, **kwargs)
             if due():
-                raise Injected(stage)
+                strike(stage)
             return result
 
         return call
@@ -97,10 +120,100 @@ def fault(stage: str, step: int, optimizer: Any) -> Iterator[None]:
         stack.enter_context(mock.patch.object(tiny_gpt, "train_step", train_step))
         stack.enter_context(mock.patch.object(tiny_gpt, "forward_step", forward_step))
         if stage == "before step":
-            stack.enter_context(mock.patch.object(optimizer, "step", raising(optimizer.step, after=False)))
+            stack.enter_context(mock.patch.object(optimizer, "step", striking(optimizer.step, after=False)))
         if stage == "in step":
             # Shards and main parameters are new, and nobody has gathered them.
             for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                 inner = part.optimizer
-                stack.enter_context(mock.patch.object(inner, "step", raising(inner.step, after=True)))
+                stack.enter_context(mock.patch.object(inner, "step", striking(inner.step, after=True)))
         yield
+
+
+@contextmanager
+def same_process_groups() -> Iterator[None]:
+    """For building models of one layout again and again: a set of gloo groups is fifty threads."""
+    with (
+        mock.patch.object(parallel_state, "destroy_model_parallel"),
+        mock.patch.object(parallel_state, "initialize_model_parallel"),
+    ):
+        yield
+
+
+@contextmanager
+def counting_updates(optimizer: Any) -> Iterator[list[None]]:
+    """One entry per update of the weights that has been made."""
+    updates: list[None] = []
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+    call_step = inner.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        value = call_step(*args, **kwargs)
+        updates.append(None)
+        return value
+
+    with mock.patch.object(inner, "step", step):
+        yield updates
+
+
+def steps_done(stage: str, failing_step: int) -> int:
+    """By a call that a fault ended."""
+    return failing_step + (stage in AFTER_UPDATE + IN_STEP)
+
+
+class Trainee:
+    """A model that is trained call by call, each where the steps done so far have left off."""
+
+    def __init__(self, options: tiny_gpt.Options) -> None:
+        self._options = options
+        self.model, self.optimizer = tiny_gpt.build(options)
+        self._data = tiny_gpt.data_iterators(options)
+        self.done = 0
+        self.losses: list[float] = []
+
+    def train(self, steps: int) -> None:
+        for iterator in self._data:
+            iterator._microbatch = self.done * MICROBATCHES
+        self.losses += tiny_gpt.train(
+            self.model, self.optimizer, self._data, [MICROBATCHES] * steps, self._options
+        )
+        self.done += steps
+
+    def fail(self, stage: str, step: int, strike: Callable[[str], None] = raise_injected) -> BaseException:
+        """Train into a fault; return the exception, which is the one that was raised, unchanged."""
+        try:
+            with fault(stage, step, self.optimizer, strike):
+                self.train(2)
+        except (Injected, KeyboardInterrupt) as error:
+            assert error.__cause__ is None and error.__context__ is None
+            assert "recovery" not in "".join(traceback.format_exception(error))
+            self.done += steps_done(stage, step)
+            return error
+        raise AssertionError(f"{stage} of step {step}: the fault was not raised")
+
+    def checksums(self) -> Checksums:
+        return Checksums.of(self.model, self.optimizer)
+
+
+def run(
+    options: Any,
+    stage: str | None,
+    place: tuple[int, int],
+    strike: Callable[[str], None] = raise_injected,
+) -> Outcome:
+    """Train :data:`STEPS` steps; on the way, unless ``stage`` is ``None``, into a fault and on again."""
+    trainee = Trainee(options)
+    done, failing_step = place
+    if done:
+        trainee.train(done)
+    if stage is not None:
+        trainee.fail(stage, failing_step, strike)
+    at_first_step: list[Checksums] = []
+    call_step = tiny_gpt.train_step
+
+    def train_step(*args: Any) -> float:
+        at_first_step.append(trainee.checksums())
+        return call_step(*args)
+
+    with mock.patch.object(tiny_gpt, "train_step", train_step):
+        trainee.train(STEPS - trainee.done)
+    return Outcome(trainee.losses, at_first_step[0], trainee.checksums())

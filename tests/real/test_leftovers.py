@@ -188,6 +188,21 @@ def collection_stays_off(guarded: bool) -> bool:
         gc.enable()
 
 
+def gradient_is_on_its_way(guarded: bool) -> bool:
+    """Memory ends as it is added to the buffer. The next backward would add to it, on top of its own."""
+    from megatron_rl_patches.reentry import reentrant_train
+    from tests.real import tiny_gpt
+
+    options = tiny_gpt.Options()
+    model, optimizer = tiny_gpt.build(options)
+    first_parameter = next(model[0].parameters())
+    full = mock.Mock(**{"add_.side_effect": MemoryError})
+    guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+    with pytest.raises(MemoryError), guard, mock.patch.object(first_parameter, "main_grad", full):
+        tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2], options)
+    return first_parameter.grad is not None
+
+
 # Scenario -> what it gives without the guard, and with it.
 ONE_RANK: dict[Callable[[bool], Any], tuple[Any, Any]] = {
     e1_param_sync_func_is_lost: (True, False),
@@ -203,6 +218,7 @@ ONE_RANK: dict[Callable[[bool], Any], tuple[Any, Any]] = {
     e12_reductions_stay_all_reduces: (True, False),
     e13_step_stays_wrapped: (True, False),
     collection_stays_off: (False, True),
+    gradient_is_on_its_way: (True, False),
 }
 
 
@@ -210,11 +226,11 @@ def e2_parameters_are_stale(guarded: bool) -> str:
     """Checksum of the parameters that the next call would start from."""
     from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
-    from tests.real.test_interruption import _checksums
+    from tests.real.outcomes import Checksums
 
     model, optimizer, _ = _interrupt(guarded, tiny_gpt.Options(), "after step", failing_step=0)
     with reentrant_train(model, optimizer=optimizer) if guarded else nullcontext():
-        return _checksums(model, optimizer)[0]
+        return Checksums.of(model, optimizer).params
 
 
 def e7_abandoned_no_sync_ends_a_later_accumulation(guarded: bool) -> bool:

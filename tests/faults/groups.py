@@ -1,0 +1,58 @@
+"""Process groups that give up soon, and can be made anew after they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+# Long enough for what goes well on a busy machine, short enough to wait for.
+TIMEOUT = timedelta(seconds=3)
+_AT_MOST = timedelta(seconds=60)
+
+
+@contextmanager
+def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
+    """New groups, the default one included, whose collectives time out; also a store for appointments."""
+    from megatron.core import parallel_state
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = appointments(folder, name)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    initialize = partial(
+        parallel_state.initialize_model_parallel,
+        distributed_timeout_minutes=TIMEOUT.total_seconds() / 60,
+    )
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
+        yield store
+
+
+@contextmanager
+def worlds_of_one(folder: Path, name: str) -> Iterator[None]:
+    """Each rank on its own, as if somebody else had started it."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / f"{name} {rank}"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_AT_MOST)
+    yield
+
+
+def appointments(folder: Path, name: str) -> dist.Store:
+    """For :func:`meet`, by no process group."""
+    store = dist.FileStore(str(folder / name), 2)
+    store.set_timeout(_AT_MOST)
+    return store
+
+
+def meet(store: dist.Store, place: str, rank: int) -> None:
+    """Wait for the other of two ranks."""
+    store.set(f"{place}, {rank}", "here")
+    store.wait([f"{place}, {1 - rank}"])

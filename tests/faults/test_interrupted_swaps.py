@@ -1,0 +1,108 @@
+"""Ctrl-C anywhere in the swaps of a ``TeacherPool``: a whole teacher, or none that is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import TeacherPool
+from tests.faults.calls import Call, Watched
+
+OWN, A, B, ADDED = 0.5, 1.0, 2.0, 3.0
+TEACHERS = {"a": A, "b": B, "added": ADDED}
+
+
+def _watched() -> Watched:
+    return Watched("inference/teachers.py", "inference/_weights.py", methods=frozenset({"copy_"}))
+
+
+def _pool() -> TeacherPool:
+    model = torch.nn.Linear(2, 3).requires_grad_(False)
+    pool = TeacherPool(model)
+    for name, value in (("a", A), ("b", B)):
+        pool.add(name, _state(model, value))
+    _fill(model, OWN)
+    return pool
+
+
+def _state(model: torch.nn.Module, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(weight, value) for name, weight in model.state_dict().items()}
+
+
+def _fill(model: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for weight in model.state_dict().values():
+            weight.fill_(value)
+
+
+def _values(pool: TeacherPool) -> set[float]:
+    return {float(value) for weight in pool.model.state_dict().values() for value in weight.flatten()}
+
+
+def take_turns(pool: TeacherPool) -> None:
+    with pool.use("a"):
+        with pool.use("b"):
+            pass
+        with pool.use("a"):
+            pass
+
+
+def add_from_state(pool: TeacherPool) -> None:
+    pool.add("added", _state(pool.model, ADDED))
+
+
+def add_within_use(pool: TeacherPool) -> None:
+    with pool.use("b"):
+        pool.add("added", lambda model: _fill(model, ADDED))
+        with pool.use("added"):
+            pass
+
+
+def add_what_the_model_holds(pool: TeacherPool) -> None:
+    _fill(pool.model, ADDED)
+    pool.add("added")
+    with pool.use("a"):
+        pass
+
+
+def _recorded(scenario: Callable[[TeacherPool], None]) -> list[Call]:
+    pool, watched = _pool(), _watched()
+    with watched.recorded() as calls:
+        scenario(pool)
+    return calls
+
+
+@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
+def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
+    calls = _recorded(scenario)
+    assert len(calls) > 40
+    for place in calls:
+        pool = _pool()
+        with pytest.raises(KeyboardInterrupt), _watched().interrupted_at(place):
+            scenario(pool)
+        _check(pool, place)
+
+
+def _check(pool: TeacherPool, place: Any) -> None:
+    held = _values(pool)
+    if pool.resident is not None:
+        assert held == {TEACHERS[pool.resident]}, f"{place}: {pool.resident} is claimed"
+    if not any(held == {value} for value in (OWN, *TEACHERS.values())):
+        assert pool.resident is None, place
+        with pytest.raises(InvalidInputError, match="interrupted swap"):
+            pool.add("torn")
+    # Teachers in the pool are whole, and swaps go on.
+    for name in pool.names:
+        with pool.use(name):
+            assert _values(pool) == {TEACHERS[name]}, f"{place}: {name} is not what was added"
+            assert pool.resident == name, place
+    if "added" not in pool:
+        add_from_state(pool)
+    with pool.use("added"):
+        assert _values(pool) == {ADDED}, place
+    pool.remove("added")
+    assert pool.names == ["a", "b"], place
