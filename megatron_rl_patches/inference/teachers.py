@@ -24,9 +24,9 @@ class TeacherPool:
     Device memory is the model's, however many teachers there are; each teacher takes its bytes in host memory
     (pinned if the model is on a GPU). Parameters keep their storages: CUDA graphs stay valid. ::
 
-        pool = TeacherPool(build_inference_model(...))
-        pool.add("math", "/checkpoints/math")
-        pool.add("code", "/checkpoints/code")
+        pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
+        pool.add("math", "checkpoints/math")
+        pool.add("code", "checkpoints/code")
         with pool.use("code") as model:
             scores = forward_log_probs(model, microbatches)
 

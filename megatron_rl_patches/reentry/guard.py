@@ -193,7 +193,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     ::
 
         @reentrant_train
-        def train(model, optimizer, data, ...):     # one parameter named ``model``, maybe ``optimizer``
+        def train(model, optimizer, data):  # one parameter named ``model``, maybe ``optimizer``
             ...
 
         with reentrant_train(model, optimizer=optimizer):

@@ -1,0 +1,80 @@
+"""The pages of the documentation and their code blocks."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_FENCE = re.compile(r"^( *)```(\w*)[^`]*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; ``line`` is that of its first line of code, counted from 1."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def head(self) -> str:
+        """The first line that says something: by this the tables of exceptions name a block."""
+        lines = [line.strip() for line in self.code.splitlines()]
+        return next((line for line in lines if line), "")
+
+
+def paths() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def blocks() -> tuple[Block, ...]:
+    return tuple(block for path in paths() for block in _blocks(name_of(path), path.read_text("utf-8")))
+
+
+def of(*languages: str) -> list[Block]:
+    return [block for block in blocks() if block.language in languages]
+
+
+def inline_code() -> Iterator[tuple[str, str]]:
+    """Page, and what is between backticks in its prose."""
+    for path in paths():
+        for _, code in re.findall(r"(`+)([^\n]+?)\1", path.read_text("utf-8")):
+            yield name_of(path), code.strip()
+
+
+def dotted_names() -> list[str]:
+    """``megatron_rl_patches.…`` wherever it stands, file names apart."""
+    text = "\n".join(path.read_text("utf-8") for path in paths())
+    names = set(re.findall(r"\bmegatron_rl_patches(?:\.[A-Za-z_]+)+(?![\w/])", text))
+    files = (".py", ".pth", ".git", ".start", ".md", ".patches")
+    return sorted(name for name in names if not name.endswith(files))
+
+
+def _blocks(page: str, text: str) -> Iterator[Block]:
+    language = indent = None
+    start, code = 0, []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = _FENCE.match(line)
+        if language is None and fence:
+            indent, language, start, code = fence[1], fence[2], number + 1, []
+        elif language is not None and line.strip() == "```" and line.startswith(indent or ""):
+            yield Block(page, start, language, textwrap.dedent("\n".join(code)) + "\n")
+            language = None
+        elif language is not None:
+            code.append(line)
+    assert language is None, f"{page}: the block at line {start} is not closed"

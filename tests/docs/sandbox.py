@@ -1,0 +1,94 @@
+"""Runs the shell blocks of the pages: real commands where that is cheap, checked stand-ins for the others.
+
+Stand-ins for ``ray``, ``pip``, ``make``, ... come first on ``PATH``; each keeps what it was called with.
+Those that launch something run it here, in one process, with the variables that its workers would have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STAND_IN_HOST = ROOT / "tests" / "packaging" / "stand_in"
+RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
+OURS = re.compile(r"MEGATRON_RL_PATCHES\w*")
+
+_RECORD = """#!{python}
+import json, os, subprocess, sys
+from pathlib import Path
+
+name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
+ours = {{key: value for key, value in os.environ.items() if key.startswith("MEGATRON_RL_PATCHES")}}
+with open({log!r}, "a") as log:
+    log.write(json.dumps({{"command": name, "arguments": arguments, "variables": ours}}) + "\\n")
+
+def launched(arguments, **variables):
+    code = subprocess.run(arguments, env={{**os.environ, **variables}}).returncode
+    sys.exit(code)
+
+if name == "ray" and arguments[:2] == ["job", "submit"]:
+    split = arguments.index("--")
+    given = next(a for a in arguments[:split] if a.startswith("--runtime-env-json="))
+    launched(arguments[split + 1 :], **json.loads(given.partition("=")[2])["env_vars"])
+if name == "torchrun":
+    script = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
+    launched([sys.executable, *arguments[script:]], RANK="0", WORLD_SIZE="1")
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    command: str
+    arguments: list[str]
+    variables: dict[str, str]
+
+
+class Sandbox:
+    """A folder with the programs that the pages start, and what was called in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "calls.jsonl"
+        commands = folder / "bin"
+        commands.mkdir()
+        for name in RECORDED:
+            command = commands / name
+            command.write_text(_RECORD.format(python=sys.executable, log=str(self._log)))
+            command.chmod(0o755)
+        self._path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+    def add_program(self, name: str) -> None:
+        """A trainer of a host: reports the patches that are in place once Megatron is imported."""
+        program = self.folder / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        trainer = Path(__file__).with_name("trainer.py").read_text()
+        program.write_text(f"import sys; sys.path.insert(0, {str(STAND_IN_HOST)!r})\n{trainer}")
+
+    def run(self, code: str, *, checkout: str = "", timeout: float = 200) -> subprocess.CompletedProcess[str]:
+        """The lines in a shell; ``checkout`` is a folder whose packages they can import."""
+        inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
+        path = os.pathsep.join(filter(None, (self._place(checkout), str(ROOT), os.environ.get("PYTHONPATH"))))
+        return subprocess.run(
+            [shutil.which("bash") or "bash", "-eo", "pipefail", "-c", code],
+            cwd=self.folder,
+            env={**inherited, "PATH": self._path, "PYTHONPATH": path, "COLUMNS": "200"},
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+        )
+
+    def _place(self, folder: str) -> str:
+        return str(self.folder / folder) if folder else ""
+
+    def calls(self) -> list[Call]:
+        """Since the last time that this was asked."""
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        self._log.unlink(missing_ok=True)
+        return [Call(**json.loads(line)) for line in lines]

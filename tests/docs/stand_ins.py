@@ -1,0 +1,242 @@
+"""What the pages take for granted: names that their blocks use, and what must hold after them.
+
+Loaded on a rank, inside ``cpu_backend()``, in a folder that has the checkpoints of two teachers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+
+import megatron_rl_patches
+from megatron_rl_patches import inference, reentry
+from megatron_rl_patches import losses as losses_of_ours
+from megatron_rl_patches.inference import build_inference_model
+from megatron_rl_patches.losses import (
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+)
+from tests.real import tiny_gpt
+
+TEACHERS = ("math", "code")
+LENGTHS, RESPONSES = [6, 9], [3, 5]
+VARIABLE = {"env_vars": {"MEGATRON_RL_PATCHES": "1"}}
+OPTIONS = tiny_gpt.Options()
+tiny_gpt.VOCABULARY = 128  # the pages ask for a top-k of 64
+
+Names = dict[str, Any]
+
+
+class Calls:
+    """Takes any call of any method, and remembers it by the method's name."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, list[tuple[tuple[Any, ...], Names]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Calls:
+            self.made.setdefault(name, []).append((args, kwargs))
+            return self
+
+        return call
+
+
+def initialize() -> None:
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+
+
+def provider(config: Any, **of_megatron: Any) -> torch.nn.Module:
+    return tiny_gpt._chunk(config, OPTIONS.parallelism, None)
+
+
+def teacher_model(seed: int) -> list[Any]:
+    """As ``build_inference_model`` returns it, with weights."""
+    model = build_inference_model(provider, tiny_gpt._transformer_config(OPTIONS), dtype="bf16")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for chunk in model:
+            for parameter in chunk.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def save_teachers(folder: Path) -> None:
+    """Checkpoints of two teachers, as Megatron-LM lays them out with ``--ckpt-format torch_dist``."""
+    for seed, name in enumerate(TEACHERS):
+        (chunk,) = teacher_model(seed)
+        root = folder / "checkpoints" / name
+        (root / "iter_0000003").mkdir(parents=True)
+        state = {"iteration": 3, "model": chunk.module.sharded_state_dict()}
+        dist_checkpointing.save(state, str(root / "iter_0000003"))
+        (root / "latest_checkpointed_iteration.txt").write_text("3")
+
+
+def logits_of(rows: int) -> torch.Tensor:
+    """``[rows, vocabulary]``; not a leaf, as those of a model."""
+    leaf = torch.randn(rows, tiny_gpt.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    return leaf.requires_grad_() * 1.0
+
+
+def samples() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(tiny_gpt.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def microbatches() -> list[Names]:
+    return [
+        {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
+        for tokens, response in zip(samples(), RESPONSES, strict=True)
+    ]
+
+
+def layout() -> SequenceLayout:
+    return SequenceLayout.build(LENGTHS, RESPONSES)
+
+
+def loss_masks() -> list[torch.Tensor]:
+    return [torch.ones(length) for length in RESPONSES]
+
+
+def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any) -> torch.Tensor:
+    """In place of a chunk on packed samples, for whose attention Megatron needs a GPU."""
+    return logits_of(input_ids.shape[1])[None]
+
+
+def readme() -> Names:
+    (chunk,) = teacher_model(2)
+    return {
+        "ray": Calls(),
+        "model_provider": provider,
+        "config": tiny_gpt._transformer_config(OPTIONS),
+        "microbatches": microbatches(),
+        "logits": logits_of(8),
+        "targets": torch.tensor([1, 4, 2]),
+        "response_rows": torch.tensor([2, 5, 6]),
+        "tp_group": None,
+        "student": [chunk],
+        "indices": [0, 1],
+        "loss_masks": loss_masks(),
+        "layout": layout(),
+    }
+
+
+def after_readme(names: Names) -> None:
+    assert names["ray"].made["init"] == [((), {"runtime_env": VARIABLE})]
+    assert [len(sample) for sample in names["scores"].log_probs] == RESPONSES
+    assert names["log_probs"].shape == names["entropy"].shape == (3,)
+    assert names["log_probs"].requires_grad and not names["entropy"].requires_grad
+    after_distillation(names)
+    names["train"](tiny_gpt.build(OPTIONS)[0], None, [])
+
+
+def distillation() -> Names:
+    from megatron_rl_patches.inference import TeacherPool
+
+    pool = TeacherPool(teacher_model(3))
+    pool.add("math", "checkpoints/math")
+    return readme() | {"pool": pool}
+
+
+def after_distillation(names: Names) -> None:
+    loss, tokens, metrics = names["loss_func"](logits_of(sum(LENGTHS))[None])
+    loss.backward()
+    assert loss.isfinite() and int(tokens) == sum(RESPONSES) and metrics
+
+
+def losses() -> Names:
+    tokens = samples()
+    batch = {
+        "tokens": tokens,
+        "input_ids": torch.cat(tokens)[None],
+        "total_lengths": LENGTHS,
+        "response_lengths": RESPONSES,
+        "advantages": torch.tensor([1.0, -1.0]),
+        "loss_masks": loss_masks(),
+        "log_probs": [torch.full((length,), -3.0) for length in RESPONSES],
+    }
+    return {"tp_group": None, "_batch": batch}
+
+
+def after_losses(names: Names) -> None:
+    logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
+    loss, tokens, _ = loss_func(logits)
+    loss.backward()
+    assert loss.isfinite() and int(tokens) == sum(RESPONSES)
+
+
+def activation() -> Names:
+    return {"ray": Calls(), "Trainer": Calls()}
+
+
+def after_activation(names: Names) -> None:
+    assert names["ray"].made["init"] == names["Trainer"].made["options"] == [((), {"runtime_env": VARIABLE})]
+    assert "remote" in names["Trainer"].made
+
+
+def own_loop() -> Names:
+    options = tiny_gpt.Options(overlap_param_gather=False)  # until the page applies the patch
+    model, optimizer = tiny_gpt.build(options)
+    steps = {"data_iterator": tiny_gpt.data_iterators(options), "num_microbatches": [2], "options": options}
+    my_rl = SimpleNamespace(train=tiny_gpt.train)
+    return {"model": model, "optimizer": optimizer, "steps": steps, "my_rl": my_rl, "rollouts": range(3)}
+
+
+def after_own_loop(names: Names) -> None:
+    assert len(names["losses"]) == 3 and all(loss == loss for (loss,) in names["losses"])
+
+
+def reentry_page() -> Names:
+    def train_on(model: Any, optimizer: Any, batches: Any) -> Any:
+        return tiny_gpt.train(model, optimizer, batches, [2], OPTIONS)
+
+    return {"train_on": train_on}
+
+
+def after_reentry_page(names: Names) -> None:
+    """A rollout that breaks off, then one that does not, and a save that finds the hooks as they were."""
+    model, optimizer = tiny_gpt.build(OPTIONS)
+    with pytest.raises(TypeError):
+        names["rollout"](model, optimizer, [None])
+    assert names["rollout"](model, optimizer, tiny_gpt.data_iterators(OPTIONS))
+    assert names["save"](model, lambda model: model[0].enable_forward_pre_hook()) is None
+    assert not model[0].remove_forward_pre_hook_handles
+
+
+def docstrings() -> Names:
+    """For the examples in docstrings of public names."""
+    model, optimizer = tiny_gpt.build(OPTIONS)
+    packages = (megatron_rl_patches, inference, losses_of_ours, reentry)
+    return readme() | {
+        **{name: getattr(package, name) for package in packages for name in package.__all__},
+        "model": model,
+        "optimizer": optimizer,
+        "teacher": teacher_model(4),
+        "options": PolicyOptions(),
+        "batch": PolicyBatch(torch.tensor([1.0, -1.0]), loss_masks()),
+        "tokens": samples(),
+        "output": None,
+        "partial": partial,
+        "loss_func": lambda batch, logits: logits.sum(),
+        "k": 4,
+        "teacher_logits": logits_of(8).detach(),
+    }
+
+
+# Page -> the names that its blocks find there, and what must hold after them.
+SETUPS = {
+    "README.md": (readme, after_readme),
+    "docs/activation.md": (activation, after_activation),
+    "docs/distillation.md": (distillation, after_distillation),
+    "docs/inference.md": (readme, lambda names: None),
+    "docs/losses.md": (losses, after_losses),
+    "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
+    "docs/reentry.md": (reentry_page, after_reentry_page),
+}

@@ -1,0 +1,136 @@
+"""Follows ``docs/adding-a-patch.md``, and the short form in the README, in a copy of the repository."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs import pages
+from tests.docs.pages import ROOT
+
+PAGE = "docs/adding-a-patch.md"
+README = next(
+    block for block in pages.of("python") if block.page == "README.md" and "quiet-eval" in block.code
+)
+FILES = {
+    block.head.removeprefix("# "): block.code
+    for block in pages.of("python")
+    if block.page == PAGE and block.head.endswith(".py")
+}
+ENTRY_POINT = next(block.code for block in pages.of("toml") if block.page == PAGE)
+CORE = "megatron_rl_patches/quiet.py"
+PATCH = "megatron_rl_patches/patches/quiet_eval.py"
+TEST = "tests/unit/patches/test_quiet_eval.py"
+OURS = "my_package/quiet_eval.py"
+
+HOST = """
+def evaluate(model):
+    print("evaluated")
+    return 1.0
+"""
+
+
+def _run(*command: str | Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=path,
+        env={**inherited, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)]), **variables},
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def _replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert text.count(old) == 1, f"{old!r} in {file}"
+    file.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy with the files of the page, and the edits that it tells of."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_rl_patches", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for name in ("_megatron_rl_patches_startup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in (CORE, PATCH, TEST):
+        (tmp_path / name).write_text(FILES[name])
+    arrows = tmp_path / "tests/unit/test_architecture.py"
+    _replace(arrows, '    "errors": set(),\n', '    "errors": set(),\n    "quiet": set(),\n')
+    _replace(arrows, '    "patches": {', '    "patches": {"quiet", ')
+    return tmp_path
+
+
+def _add_root(repository: Path) -> None:
+    _replace(
+        repository / "_megatron_rl_patches_startup.py",
+        '_ROOTS = ("megatron", ',
+        '_ROOTS = ("megatron", "host", ',
+    )
+
+
+def _tests(repository: Path, chosen: str = "quiet or evaluate or root or arrows") -> str:
+    done = _run(
+        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, TEST),
+        *("tests/unit/test_every_patch.py", "tests/unit/test_architecture.py"),
+        path=repository,
+    )
+    return done.stdout + done.stderr
+
+
+def test_every_file_of_the_page_is_used() -> None:
+    assert set(FILES) == {CORE, PATCH, TEST, OURS}
+
+
+@pytest.mark.slow
+def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
+    told = _tests(repository, "root")
+    assert "1 failed" in told and "test_the_startup_trigger_knows_every_root" in told, told
+    _add_root(repository)
+    told = _tests(repository)
+    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+    assert "quiet-eval" in _run("-m", "megatron_rl_patches", "list", path=repository).stdout
+
+
+@pytest.mark.slow
+def test_the_short_form_of_the_readme_does_the_same(repository: Path) -> None:
+    (repository / PATCH).write_text(README.code)
+    _add_root(repository)
+    told = _tests(repository)
+    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+
+
+def test_a_package_of_ones_own(tmp_path: Path) -> None:
+    tomllib = pytest.importorskip("tomllib")
+    entry_points = tomllib.loads(ENTRY_POINT)["project"]["entry-points"]
+    lines = [
+        line
+        for group, entries in entry_points.items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    for name, text in {
+        "my_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n",
+        "my_package-1.0.dist-info/entry_points.txt": "\n".join(lines),
+        "my_package/__init__.py": "",
+        OURS: FILES[OURS],
+        "host/__init__.py": "",
+        "host/training/__init__.py": "",
+        "host/training/loop.py": HOST,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = "from host.training.loop import evaluate; print(evaluate(None))"
+    variables = {"MEGATRON_RL_PATCHES": "quiet-eval", "MEGATRON_RL_PATCHES_ROOTS": "host"}
+    assert _run("-c", code, path=tmp_path).stdout == "evaluated\n1.0\n"
+    assert _run("-c", code, path=tmp_path, **variables).stdout == "1.0\n"
+    applied = f"import megatron_rl_patches; megatron_rl_patches.apply('quiet-eval'); {code}"
+    assert _run("-c", applied, path=tmp_path).stdout == "1.0\n"

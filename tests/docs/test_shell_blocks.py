@@ -1,0 +1,206 @@
+"""Every shell line of the README and the documentation, in a sandbox.
+
+Lines that start a cluster are run with stand-ins for its launchers: each must reach a training process in
+which the patches are then in place, with variables of ours that exist and parse.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from megatron_rl_patches import available
+from megatron_rl_patches.cli.commands import app
+from megatron_rl_patches.settings import VARIABLE, Settings, parse_selection
+from tests.docs import pages
+from tests.docs.pages import ROOT, Block
+from tests.docs.sandbox import Call, Sandbox
+from tests.unit.patches import slime_like
+from tests.unit.test_cli_estimate import GEMMA_3_27B
+
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+
+PROGRAMS = ("train.py", "train_async.py", "train_rl.py", "scripts/run_qwen3_dense.py")
+# Commands that are not run, and what is checked instead: see _check_call and _check_demo.
+DEMO = re.compile(r"\bmegatron-rl-patches demo\b(.*)")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
+    folder = tmp_path_factory.mktemp("sandbox")
+    box = Sandbox(folder)
+    for name in PROGRAMS:
+        box.add_program(name)
+    # Apart from the others: where a host can be imported, its sites are judged.
+    box.add_program("of_verl/verl/trainer/main_ppo.py")
+    for package in ("verl", "verl/trainer"):
+        (folder / "of_verl" / package / "__init__.py").touch()
+    (folder / "gemma-3-27b").mkdir()
+    for place in ("config.json", "gemma-3-27b/config.json"):
+        (folder / place).write_text(json.dumps(GEMMA_3_27B))
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    (folder / ".venv" / "bin" / "activate").touch()
+    _make_checkouts(folder)
+    return box
+
+
+def _make_checkouts(folder: Path) -> None:
+    """A repository of a host with a tag and a remote branch, and a folder that is a checkout."""
+    stand_in = ROOT / "tests" / "hosts" / "stand_in" / "slime"
+    for place in ("slime", "path/to/new/checkout"):
+        (folder / place).mkdir(parents=True)
+        package = folder / place / "slime"
+        shutil.copytree(stand_in, package)
+        (package / "utils" / "arguments.py").write_text(slime_like.ARGUMENTS)
+        (package / "backends" / "megatron_utils" / "data.py").write_text(slime_like.DATA)
+        (package / "backends" / "megatron_utils" / "actor.py").write_text(slime_like.ACTOR)
+    git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (
+        ["init", "-q", "-b", "main"],
+        ["add", "."],
+        ["commit", "-q", "-m", "x"],
+        ["tag", "v0.3.0"],
+        ["update-ref", "refs/remotes/origin/main", "HEAD"],
+    ):
+        subprocess.run([*git, *command], check=True)
+
+
+# --- bash
+
+
+@pytest.mark.parametrize("block", pages.of("bash"), ids=lambda block: block.place)
+def test_bash(block: Block, sandbox: Sandbox) -> None:
+    _check_demo(block.code)
+    only_exports = all(line.startswith("export ") for line in block.code.splitlines())
+    code = f"{block.code}python train.py" if only_exports else block.code
+    done = _run(sandbox, code, "of_verl" if "verl" in block.page else "")
+    assert done.returncode == 0, done.stdout + done.stderr
+    reached = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"patched"')]
+    for call in sandbox.calls():
+        _check_call(call)
+    switched_on = VARIABLE in block.code and "doctor" not in block.code
+    assert reached or not switched_on, "no training process was reached"
+    for process in reached:
+        assert process["patched"] == switched_on, process
+        if switched_on:
+            _check_variables(process["variables"])
+
+
+def _run(sandbox: Sandbox, code: str, checkout: str = "") -> subprocess.CompletedProcess[str]:
+    """The same estimate, which takes seconds, is shown on two pages: it is made once."""
+    code = DEMO.sub("true", code).strip()
+    if not code.startswith("megatron-rl-patches estimate"):
+        return sandbox.run(code, checkout=checkout)
+    if code not in _estimates:
+        _estimates[code] = sandbox.run(code)
+    return _estimates[code]
+
+
+_estimates: dict[str, subprocess.CompletedProcess[str]] = {}
+
+
+def _check_variables(variables: dict[str, str]) -> None:
+    selection = parse_selection(variables[VARIABLE], available())
+    assert selection and not selection.unknown
+    Settings.from_environment(variables)
+
+
+def _check_demo(code: str) -> None:
+    """It takes a minute, and tests/real/test_demo.py runs it: here its options are parsed."""
+    for arguments in DEMO.findall(code):
+        command = typer.main.get_command(app).commands["demo"]  # type: ignore[attr-defined]
+        command.make_context("demo", shlex.split(arguments.partition("#")[0]))
+
+
+def _check_call(call: Call) -> None:
+    """What a stand-in was called with would work."""
+    check = {"pip": _check_pip, "uv": _check_pip, "make": _check_make, "torchrun": _check_torchrun}.get(
+        call.command
+    )
+    if check:
+        check(call.arguments)
+    elif call.command == "pytest":
+        paths = [a for a in call.arguments if "/" in a]
+        assert all((ROOT / path).exists() for path in paths), call
+    elif call.command == "ray":
+        assert call.arguments[0] == "start" or call.arguments[:2] == ["job", "submit"], call
+    else:
+        assert (ROOT / f".{call.command}-config.yaml").exists(), call
+
+
+def _check_pip(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [a for a in arguments if not a.startswith("-") and a not in ("pip", "install")]
+    assert "install" in arguments and names
+    for name in names:
+        own = re.fullmatch(r"megatron-rl-patches(?:\[(\w+)\])?", name)
+        if own:
+            assert own[1] is None or own[1] in project["optional-dependencies"]
+        else:  # what is installed in place of the dependencies is among them
+            assert name in project["dependencies"]
+
+
+def _check_make(arguments: list[str]) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = [a for a in arguments if "=" not in a]
+    assert asked and set(asked) <= set(targets)
+    variables = {a.partition("=")[0] for a in arguments if "=" in a}
+    assert all(f"$({name})" in (ROOT / "Makefile").read_text() for name in variables)
+    for argument in arguments:
+        if argument.startswith("DEMO_ARGS="):
+            _check_demo(f"megatron-rl-patches demo {argument.partition('=')[2]}")
+
+
+def _check_torchrun(arguments: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    get_args_parser().parse_args(arguments)
+
+
+# --- console: commands, and the beginning of what they print
+
+
+@pytest.mark.parametrize("block", pages.of("console"), ids=lambda block: block.place)
+def test_console(block: Block, sandbox: Sandbox) -> None:
+    for command, printed in _sessions(block.code):
+        _check_demo(command)
+        done = _run(sandbox, command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        if printed:
+            found = " ".join(done.stdout.split())
+            assert re.search(_pattern(printed), found), (
+                f"{printed}\n--- is not what is printed:\n{done.stdout}"
+            )
+    for call in sandbox.calls():
+        _check_call(call)
+
+
+def _sessions(code: str) -> list[tuple[str, str]]:
+    return [
+        (session.partition("\n")[0], session.partition("\n")[2].strip())
+        for session in re.split(r"^\$ ", code, flags=re.MULTILINE)
+        if session.strip()
+    ]
+
+
+def _pattern(printed: str) -> str:
+    """``...`` is anything; versions and paths are those of another machine; lines are broken elsewhere."""
+    pattern = re.escape(" ".join(printed.split()))
+    pattern = pattern.replace(r"\.\.\.", ".*").replace(r"\ ", " ")
+    pattern = re.sub(r"/venv/\S*?(?=:? |$)", r"\\S+?", pattern)
+    return re.sub(r"\d+\\\.\d+\\\.\d+(\\\+\w+)?", r"\\S+", pattern)
+
+
+def test_the_python_of_the_sandbox_is_this_one(sandbox: Sandbox) -> None:
+    done = sandbox.run("python -c 'import sys; print(sys.prefix)'")
+    assert done.stdout.strip() == sys.prefix

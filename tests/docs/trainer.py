@@ -1,0 +1,35 @@
+"""In place of a host's training script: what the patches are in a process that was launched as a page says.
+
+``sandbox.py`` copies it, with the path of the stand-in for megatron-core in front.
+"""
+
+import json
+import os
+import sys
+
+HYDRA = "+ray_kwargs.ray_init.runtime_env.env_vars."
+
+
+def workers_variables():
+    """Those that the arguments of a host hand to its training processes."""
+    found = {}
+    for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if option == "--train-env-vars":
+            found.update(json.loads(value))
+        elif option == "--extra-env-vars":
+            found.update(item.split("=", 1) for item in value.split())
+        elif option.startswith(HYDRA):
+            name, value = option[len(HYDRA) :].split("=", 1)
+            assert not value.isdecimal(), "Hydra makes a number of it, which Ray refuses"
+            found[name] = value
+    return found
+
+
+variables = workers_variables()
+if variables and "RELAUNCHED" not in os.environ:
+    os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **variables, "RELAUNCHED": "1"})
+
+import probe  # noqa: E402
+
+ours = {name: value for name, value in os.environ.items() if name.startswith("MEGATRON_RL_PATCHES")}
+print(json.dumps({"patched": probe.patched(), "variables": ours}))
