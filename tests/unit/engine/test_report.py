@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +88,7 @@ class TestRank:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(os, "environ", {} if variable is None else {"RANK": variable})
+        monkeypatch.setenv("RANK", variable) if variable else monkeypatch.delenv("RANK", raising=False)
         announce.warn([site("one", f"host{variable}", "missing")])
         assert bool(caplog.messages) is speaks
 
