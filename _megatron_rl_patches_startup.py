@@ -82,18 +82,25 @@ class _Loader:
 
     def __init__(self, loader, path, trigger):
         self._loader, self._path, self._trigger = loader, path, trigger
+        self._there = None
 
     def create_module(self, spec):
+        from sys import modules
+
+        is_reload = spec.name in modules
         self._trigger.fire()
         # wrapt's finder is there only now; with its loader a hook on this very module fires too.
         found = self._trigger.ask_others(spec.name, self._path)
         self._loader = getattr(found, "loader", None) or self._loader
         if spec.loader is self:
             spec.loader = self._loader
-        return self._loader.create_module(spec)
+        # The activation imported this very module: a second copy would be one that nobody patches.
+        self._there = None if is_reload else modules.get(spec.name)
+        return self._there or self._loader.create_module(spec)
 
     def exec_module(self, module):
-        self._loader.exec_module(module)
+        if self._there is None:
+            self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)

@@ -21,21 +21,23 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Put in place what ``MEGATRON_RL_PATCHES`` selects. Registers import hooks only.
 
     Raises:
-        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise a bad value costs one warning.
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise all bad values cost one warning.
     """
+    told = []
     try:
         settings = Settings.from_environment(environ)
     except PatchError as error:
         if startup.is_strict(environ):  # type: ignore[no-untyped-call]
             raise
-        _log.warning("megatron_rl_patches: %s; going on without that", error)
+        told.append(f"{error}; going on with the defaults")
         settings = Settings()
     selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
     if selection.unknown:
-        told = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
+        told.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
         if settings.strict:
-            raise PatchError(told)
-        _log.warning("megatron_rl_patches: %s", told)
+            raise PatchError(told[-1])
+    if told:
+        _log.warning("megatron_rl_patches: %s", "; ".join(told))
     if selection:
         chosen = registry.select(selection.names or (), selection.exclude, selection.also)
         installer.add(chosen, settings, must=settings.strict)

@@ -26,17 +26,24 @@ def once(statuses: Sequence[SiteStatus]) -> None:
 
 
 def warn(faults: Sequence[SiteStatus]) -> None:
-    """One warning for each skipped site, however often it is judged."""
-    for fault in set(faults) - _warned:
+    """One warning for each skipped site, however often it is judged; a common one for a common reason."""
+    targets: dict[tuple[str, str, str], list[str]] = {}
+    for fault in dict.fromkeys(fault for fault in faults if fault not in _warned):
         _warned.add(fault)
-        _say(logging.WARNING, f"megatron_rl_patches: skipped {fault}")
+        targets.setdefault((fault.patch, fault.state, fault.reason), []).append(fault.target)
+    for (patch, state, reason), skipped in targets.items():
+        _say(
+            logging.WARNING, f"megatron_rl_patches: skipped {patch}: {', '.join(skipped)}: {state}: {reason}"
+        )
 
 
 def at_exit(statuses: Sequence[SiteStatus]) -> None:
     """A patched function was never called, or a host was used of which a patched module never was."""
-    if any(status.state not in ("waiting", "reverted") for status in statuses):
-        once(statuses)
-    idle = [s.target for s in statuses if s.state == "waiting" and s.host in sys.modules]
+    used = [status for status in statuses if status.host in sys.modules]
+    if any(status.state not in ("waiting", "reverted") and not status.is_fault for status in used):
+        once(used)
+    warn([status for status in used if status.is_fault])
+    idle = [status.target for status in used if status.state == "waiting"]
     if idle:
         _say(
             logging.WARNING,
@@ -59,5 +66,7 @@ def _rank() -> int:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
-    value = os.environ.get("RANK", "0")
-    return int(value) if value.isdecimal() else 0
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PatchError
@@ -18,6 +20,8 @@ from .placement import Placement
 from .report import SiteStatus
 from .sources import Environment
 from .spec import Adapter, Patch, Site
+
+_log = logging.getLogger("megatron_rl_patches")
 
 
 class Record:
@@ -57,7 +61,8 @@ class Installer:
         self._records: dict[tuple[str, str], Record] = {}
         #: Name of a patch -> settings that it was last applied with; read by adapters at every call.
         self.settings: dict[str, Settings] = {}
-        self._imports = ImportHooks(loaded=self._loaded, settle=self._settle_and_warn)
+        self._imports = ImportHooks(loaded=self._loaded, settle=self._import_ended)
+        self._has_failed = False
 
     def add(
         self, patches: Collection[Patch], settings: Settings, must: bool, replace_settings: bool = True
@@ -67,7 +72,9 @@ class Installer:
         Patches that are selected already go on with their former settings unless ``replace_settings``.
 
         Raises:
-            PatchError: ``must`` is set and an imported host's code does not fit; nothing of this call stays.
+            PatchError: ``must`` is set and an imported host's code does not fit.
+
+        Whatever is raised, nothing of this call stays.
         """
         with self._lock:
             before, settings_before = dict(self._records), dict(self.settings)
@@ -78,6 +85,18 @@ class Installer:
             records = [
                 self._select(patch, site, must) for patch in patches for site in patch.sites_for(settings)
             ]
+        added = [record for record in records if before.get(record.key) is not record]
+        try:
+            self._start(records)
+        except Exception as error:
+            with self._lock:
+                self.remove(added)
+                self._records, self.settings = before, settings_before
+                self._has_failed |= not isinstance(error, PatchError)  # whoever called tells of it
+            raise
+        return added
+
+    def _start(self, records: Collection[Record]) -> None:
         # Outside the lock: a hook may fire at once, or another thread may be importing the module.
         open_sites = [record.site for record in records if not record.is_settled]
         for module in sorted({site.module for site in open_sites if not site.only_tells}):
@@ -87,13 +106,8 @@ class Installer:
         environment = Environment()
         absent = (self._status_of(record, environment) for record in records if record.verdict is None)
         faults += [status for status in absent if status.is_fault]
-        added = [record for record in records if before.get(record.key) is not record]
         if refused := [fault for fault in faults if self._record_of(fault).must]:
-            with self._lock:
-                self.remove(added)
-                self._records, self.settings = before, settings_before
             raise refusal(refused)
-        return added
 
     def _select(self, patch: Patch, site: Site, must: bool) -> Record:
         record = self._records.get((patch.name, site.target))
@@ -125,11 +139,35 @@ class Installer:
 
     def _loaded(self, module_name: str) -> None:
         """A watched module has just been imported; raising makes that import fail."""
-        faults = self._settle(module_name)
-        announce.warn(faults)
-        if any(self._record_of(fault).must for fault in faults):
-            self._imports.watch_again(module_name)
-            raise refusal(faults)
+        must = any(record.must for record in self._records.values() if record.site.module == module_name)
+        with self._sparing_the_host(must):
+            faults = self._settle(module_name)
+            announce.warn(faults)
+            if any(self._record_of(fault).must for fault in faults):
+                self._imports.watch_again(module_name)
+                raise refusal(faults)
+
+    def _import_ended(self) -> None:
+        with self._sparing_the_host():
+            self._settle_and_warn()
+
+    @contextmanager
+    def _sparing_the_host(self, must: bool = False) -> Iterator[None]:
+        """Around what hosts run into: a fault of our own, as of a damaged install, costs them one line.
+
+        Not through :mod:`.announce`, which may be what is damaged.
+        """
+        try:
+            yield
+        except PatchError:
+            raise
+        except Exception as error:
+            told = f"megatron_rl_patches: something of its own is wrong: {type(error).__name__}: {error}"
+            if must:
+                raise PatchError(told) from error
+            if not self._has_failed:
+                self._has_failed = True
+                _log.warning("%s; going on without", " ".join(told.split()))
 
     def _settle_and_warn(self) -> None:
         announce.warn(self._settle())
@@ -197,7 +235,8 @@ class Installer:
             wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             if not announce.done:
-                announce.once(self.status())
+                with self._sparing_the_host():
+                    announce.once(self.status())
             if record.site.with_settings:
                 return adapter(wrapped, instance, args, kwargs, settings=self.settings[record.patch.name])
             return adapter(wrapped, instance, args, kwargs)
@@ -242,7 +281,8 @@ class Installer:
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
-        announce.at_exit(self.status())
+        with self._sparing_the_host():
+            announce.at_exit(self.status())
 
 
 def _is_there(site: Site, just_loaded: str) -> bool:

@@ -153,6 +153,9 @@ def forward_topk(
     most = vocab_size or vocabulary_of(model)
     if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
         raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
+    samples = sum(len(batch.get("lengths", ())) for batch in microbatches)
+    if at is not None and len(at) != samples:
+        raise InvalidInputError(f"`at` has ids for {len(at)} samples, and the microbatches have {samples}.")
 
     def score(
         batch: Microbatch, logits_tv: torch.Tensor, group: torch.distributed.ProcessGroup | None
@@ -180,8 +183,6 @@ def _ids_of(batch: Microbatch, at: Sequence[torch.Tensor | TopKDistribution] | N
     """Of the rows of the batch on this rank."""
     if at is None:
         raise InvalidInputError("neither k nor `at` is given: which tokens of the vocabulary to score?")
-    if max(batch.indices) >= len(at):
-        raise InvalidInputError(f"`at` has ids for {len(at)} samples, and there are more microbatches.")
     of_samples = [at[index] for index in batch.indices]
     ids = [sample.indices if isinstance(sample, TopKDistribution) else sample for sample in of_samples]
     device = batch.layout.response_rows.device

@@ -132,14 +132,20 @@ class LogProbsAndEntropy(torch.autograd.Function):
             kept = first.term(grad_log_prob, None, temperature)
             full = last.term(None, grad_entropy, temperature)
         at_target = torch.zeros_like(rows.log_prob)
+        flows = torch.zeros_like(rows.counts)
         if grad_log_prob is not None:
+            flows |= grad_log_prob != 0
             at_target -= grad_log_prob * rows.log_prob.expm1()  # 1 - p, of a p that may be next to 1
         if grad_entropy is not None:
             assert last.mean is not None
+            flows |= grad_entropy != 0
             z = ((rows.target_logit - last.top) / temperature).clamp(min=floor(shard.dtype))
             at_target -= grad_entropy * (z.exp() / last.total) * (z - last.mean)
 
-        target = Target(rows.column[:, None], (at_target / temperature)[:, None], rows.counts[:, None])
+        # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+        counts = rows.counts & flows
+        at_target = torch.where(counts, at_target / temperature, 0.0)
+        target = Target(rows.column[:, None], at_target[:, None], counts[:, None])
         in_place = ctx.options.loan is not None
         gradient = _local.gradient(shard, kept, full, target, in_place, ctx.options.fused)
         if in_place:
@@ -180,7 +186,9 @@ def _combine(part: Tensor, rank: int, temperature: float) -> tuple[_Softmax, Ten
     if moment:
         z = z.clamp(min=floor(z.dtype))
         mean = (share * (moment[0] + z * (1.0 + rest))).sum(0) / (1.0 + others)
-    return _Softmax(highest, share[rank], 1.0 + others, mean), others.log1p()
+    # A rank without the NaN or +inf of a row has a share of zero there, and would leave its columns out.
+    share_here = torch.where(others.isnan(), others, share[rank])
+    return _Softmax(highest, share_here, 1.0 + others, mean), others.log1p()
 
 
 def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

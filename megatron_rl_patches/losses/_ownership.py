@@ -31,7 +31,10 @@ def lend(logits: Tensor) -> Loan:
             "inplace_backward would overwrite a leaf that requires grad: give the output of an operation, "
             "or inplace_backward=False"
         )
-    if storage.nbytes() != logits.numel() * logits.element_size():
+    repeats = any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    )
+    if repeats or storage.nbytes() != logits.numel() * logits.element_size():
         raise InvalidInputError(
             "inplace_backward needs logits with a storage of their own, and these are a part of something "
             "larger: give the whole (rows= selects), or inplace_backward=False"

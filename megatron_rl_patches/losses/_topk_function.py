@@ -66,21 +66,25 @@ class LogProbsAt(torch.autograd.Function):
         ids = Ids(indices, options.rank * logits.shape[1])
         log_probs, tail_here = _topk_local.statistics(shard, ids)  # logits as yet
         tail = _sum_over_ranks(log_probs, tail_here, options)
+        highest_logit = tail.new_empty(shard.n)
         log_total = tail.new_empty(shard.n, dtype=torch.float64)
-        log_tail = torch.empty_like(log_total)
+        log_tail, tail_share = torch.empty_like(log_total), torch.empty_like(log_total)
         for block in _blocks(shard, indices.shape[1]):
-            highest = torch.maximum(log_probs[block].amax(1), tail[:, 0, block].amax(0))[:, None].double()
-            z = (log_probs[block].double() - highest) / shard.temperature
+            at_ids = log_probs[block].masked_fill(indices[block] < 0, float("-inf"))
+            highest = torch.maximum(at_ids.amax(1), tail[:, 0, block].amax(0))[:, None].double()
+            z = (at_ids.double() - highest) / shard.temperature
             inside = z.masked_fill(_repeated_or_none(indices[block]), float("-inf"))
             outside = _log_masses(tail[:, :, block].unbind(1), highest, shard.temperature)
             total, log_tail[block] = _total_and_tail(inside, outside)
-            log_total[block] = (total + highest / shard.temperature).squeeze(1)
+            highest_logit[block], log_total[block] = highest.squeeze(1), total.squeeze(1)
+            tail_share[block] = _share(tail[:, :, block], options.rank, shard.temperature)
             log_probs[block] = (z - total).masked_fill(indices[block] < 0, float("-inf"))
 
         numbers, ctx.slice = (None, shard.rows) if isinstance(shard.rows, slice) else (shard.rows, None)
         ctx.shard_options = shard.temperature, shard.block_bytes
         ctx.options, ctx.start = options, ids.start
-        ctx.save_for_backward(logits, indices, numbers, tail_here[0], log_total, log_tail)
+        statistics = tail_here[0], tail_share, highest_logit, log_total, log_tail
+        ctx.save_for_backward(logits, indices, numbers, *statistics)
         return log_probs, log_tail.to(shard.dtype)
 
     @staticmethod
@@ -104,14 +108,15 @@ class LogProbsAt(torch.autograd.Function):
         grad_log_probs: Tensor | None,
         grad_log_tail: Tensor | None,
     ) -> Tensor:
-        indices, numbers, tail_top, log_total, log_tail = saved
+        indices, numbers, tail_top, tail_share, highest, log_total, log_tail = saved
         shard = Shard(logits, ctx.slice if numbers is None else numbers, None, *ctx.shard_options)
         zero = tail_top.new_zeros(())
         g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
         h = zero if grad_log_tail is None else grad_log_tail
         h = torch.where(log_tail == float("-inf"), zero, h)  # of nothing
         in_place = ctx.options.loan is not None
-        gradients = Gradients(tail_top, log_total, log_tail, g, h)
+        flows = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
+        gradients = Gradients(tail_top, tail_share, highest, log_total, log_tail, g, h, flows)
         gradient = _topk_local.gradient(shard, Ids(indices, ctx.start), gradients, in_place)
         if in_place:
             _ownership.note_overwritten(logits)
@@ -127,6 +132,13 @@ def _log_masses(top_and_rest: Sequence[Tensor], highest: Tensor, temperature: fl
     """``log(sum(exp((x - highest) / temperature)))`` of each rank's others, float64 ``[rows, tp]``."""
     top, rest = (values.T.double() for values in top_and_rest)
     return (top - highest) / temperature + rest.log1p()
+
+
+def _share(tails: Tensor, rank: int, temperature: float) -> Tensor:
+    """Of a rank's largest logit in all tails ``[tp, 2, rows]``: its probability there, ``[rows]``."""
+    highest = tails[:, 0].amax(0)[:, None].double()
+    log_masses = _log_masses(tails.unbind(1), highest, temperature)
+    return ((tails[rank, 0].double() - highest[:, 0]) / temperature - log_masses.logsumexp(1)).exp()
 
 
 def _total_and_tail(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,8 @@ def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     lowest = values[:, -1:]
     numbers = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     tied = torch.where(x == lowest, numbers, x.shape[1]).topk(k, largest=False).values.long()
-    place = torch.arange(k, device=x.device) - (values > lowest).sum(1, keepdim=True)
+    # Not those that are greater: NaN comes first, and is not.
+    place = torch.arange(k, device=x.device) - (values != lowest).sum(1, keepdim=True)
     columns = torch.where(values == lowest, tied.gather(1, place.clamp(min=0)), columns)
     columns, order = columns.sort(1)
     values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
@@ -110,28 +111,32 @@ class Gradients(NamedTuple):
     """
 
     tail_top: Tensor  # [n], of this rank, -inf where its tail is empty
-    log_total: Tensor  # [n] float64, log of the sum of exp(x / temperature)
+    tail_share: Tensor  # [n] float64, probability of that logit within the tail of all ranks
+    highest: Tensor  # [n], the largest logit of all: differences to it keep the digits that large ones lack
+    log_total: Tensor  # [n] float64, log of the sum of exp((x - highest) / temperature)
     log_tail: Tensor  # [n] float64, log of the tail's probability
     g: Tensor  # [n, K]
     h: Tensor  # [n]
+    flows: Tensor  # [n] bool, whether any of these is not zero: if none is, NaN in the row shall not show
 
     def outside(self, block: slice, g_total: Tensor, temperature: float) -> Term:
         """The part of the ids' complement, ``[rows, 1]``; ``p / tail`` is the tail's own softmax."""
-        log_total, log_tail, h = self.log_total[block], self.log_tail[block], self.h[block].double()
-        top = self.tail_top[block]
-        empty = top == _MINUS_INF
-        share = (top.double() / temperature - (log_total + log_tail)).exp()
-        a = share * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
-        a = torch.where(empty, 0.0, a).to(top.dtype)
-        return Term(torch.where(empty, 0.0, top)[:, None], (~empty).to(top.dtype)[:, None], a[:, None], None)
+        log_tail, h, top = self.log_tail[block], self.h[block].double(), self.tail_top[block]
+        # Nothing to write, but in a row with NaN that is what all of it shall be.
+        none = ((top == _MINUS_INF) & ~log_tail.isnan()) | ~self.flows[block]
+        a = self.tail_share[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
+        a = torch.where(none, 0.0, a).to(top.dtype)
+        return Term(torch.where(none, 0.0, top)[:, None], (~none).to(top.dtype)[:, None], a[:, None], None)
 
     def at_ids(
         self, block: slice, logits: Tensor, g_here: Tensor, g_total: Tensor, temperature: float
     ) -> Tensor:
-        log_p = logits.double() / temperature - self.log_total[block, None]
+        highest, log_total = self.highest[block, None].double(), self.log_total[block, None]
+        log_p = (logits.double() - highest) / temperature - log_total
         elsewhere = (g_total + self.h[block])[:, None] - g_here
         # 1 - p, of a p that may be next to 1
-        return (-g_here * log_p.expm1() - log_p.exp() * elsewhere) / temperature
+        found = (-g_here * log_p.expm1() - log_p.exp() * elsewhere) / temperature
+        return torch.where(self.flows[block, None], found, 0.0)
 
 
 def gradient(shard: Shard, ids: Ids, gradients: Gradients, in_place: bool) -> Tensor:

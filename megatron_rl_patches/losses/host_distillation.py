@@ -143,7 +143,9 @@ def _distribution(
 ) -> tuple[TopKDistribution, Tensor]:
     """Of this rank's tokens end to end, and of which of them it is one, ``[n]``.
 
-    OpenClaw-RL fills up what its teacher did not score with k probabilities of one: those are none.
+    OpenClaw-RL fills up what its teacher did not score with probabilities of one at the ids 0 to k - 1, and
+    stores no tail: those are none. Of k = 1 a teacher that is certain of id 0 looks the same, and is taken
+    for one.
     """
     if not batch.get(f"{who}_log_probs") or not batch.get(KEYS[0]):
         raise InvalidInputError(
@@ -153,11 +155,14 @@ def _distribution(
     indices = _local(batch, KEYS[0], lengths, device).long()
     log_probs = _local(batch, f"{who}_log_probs", lengths, device).float()
     log_sum = log_probs.logsumexp(1)
+    is_known = log_sum.exp() <= _MOST_THEY_ADD_UP_TO
     if batch.get(f"{who}_tail"):
         tail = _local(batch, f"{who}_tail", lengths, device).float()
     else:
         tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
-    return TopKDistribution(indices, log_probs, tail), log_sum.exp() <= _MOST_THEY_ADD_UP_TO
+        if indices.shape[1] == 1:
+            is_known &= (indices[:, 0] != 0) | (log_sum != 0)
+    return TopKDistribution(indices, log_probs, tail), is_known
 
 
 def _local(batch: Mapping[str, Any], key: str, lengths: Sequence[int], device: torch.device) -> Tensor:

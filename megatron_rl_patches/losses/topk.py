@@ -50,6 +50,7 @@ def vocab_parallel_topk(
 
     Returns:
         Of ``n`` tokens, in float32 (float64 for float64 logits), the same bits on all ranks of ``tp_group``.
+        Of a row with NaN or +inf the ids are some, each once, and all log-probabilities NaN.
 
     Raises:
         InvalidInputError: arguments that do not fit, on every rank alike and before the collective.
@@ -118,7 +119,8 @@ def vocab_parallel_log_probs_at(
 
     Returns:
         ``[n, K]``, or this and ``[n]``, in float32 (float64 for float64 logits), the same bits on all ranks
-        of ``tp_group``. A tail without any token is -inf and has no gradient.
+        of ``tp_group``. A tail without any token is -inf and has no gradient. NaN and +inf spoil their row as
+        in :func:`vocab_parallel_log_probs`, this tail included.
 
     Raises:
         InvalidInputError: arguments that do not fit, on every rank alike and before the one collective (an

@@ -65,6 +65,9 @@ def vocab_parallel_log_probs(
         ``[n]`` in float32 (float64 for float64 logits), bitwise equal on all ranks of ``tp_group``. The
         gradient has the dtype of the logits, and cannot be differentiated again.
 
+        NaN and +inf spoil their own row, values and gradient, and no other. A row into which nothing flows in
+        backward, as where a loss mask leaves it out, has a gradient of zero whatever its logits are.
+
     Raises:
         InvalidInputError: arguments that do not fit, on every rank alike and before the one collective (an
             all-gather of a few numbers per row over ``tp_group``). On a GPU the *values* of ``targets`` and

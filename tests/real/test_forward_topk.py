@@ -58,7 +58,12 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
             assert there is None
             return None
         if "pp" not in sizes:
-            for at, message in ((None, "neither k nor"), (old[:3], "ids for 3 samples")):
+            longer = [*old, old[0]]
+            for at, message in (
+                (None, "neither k nor"),
+                (old[:3], "ids for 3 samples"),
+                (longer, f"ids for {len(longer)} samples"),
+            ):
                 with pytest.raises(InvalidInputError, match=message):
                     forward_topk(student, microbatches(), at=at)
         assert by_ids is not None and there is not None

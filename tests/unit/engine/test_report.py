@@ -64,9 +64,12 @@ class TestAtExit:
         announce.at_exit([site("one", "slime", "waiting"), site("one", "slime", "reverted")])
         assert caplog.messages == []
 
-    def test_summary_with_this_version(self, caplog: pytest.LogCaptureFixture) -> None:
-        announce.at_exit([site("one", "slime", "applied")])
-        assert caplog.messages == [f"megatron_rl_patches {__version__}: one (slime: 1 applied)"]
+    def test_summary_with_this_version(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "somehost", ModuleType("somehost"))
+        announce.at_exit([site("one", "somehost", "applied"), site("one", "unused", "applied")])
+        assert caplog.messages == [f"megatron_rl_patches {__version__}: one (somehost: 1 applied)"]
 
     def test_hosts_of_which_the_patched_modules_never_came(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +83,10 @@ class TestAtExit:
 
 
 class TestRank:
+    @pytest.fixture(autouse=True)
+    def nothing_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(announce, "_warned", set())
+
     @pytest.mark.parametrize(("variable", "speaks"), [("0", True), ("1", False), ("x", True), (None, True)])
     def test_by_variable(
         self,

@@ -1,0 +1,173 @@
+"""Files of the install are damaged or gone, or wrapt is not what it should be: one line, and no process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl_patches.settings import VARIABLE
+
+from .environments import FIRES, IMPORTS_THE_HOST, ROOT, UNRELATED, Environment, set_aside
+
+ON = {VARIABLE: "reentrant-train"}  # of which the stand-in has all
+NOT_ACTIVATED = "megatron_rl_patches: not activated, going on without: "
+STARTUP = "_megatron_rl_patches_startup.py"
+PACKAGE = "megatron_rl_patches"
+
+
+def _lines(text: str, share: float) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[: int(len(lines) * share)])
+
+
+#: What becomes of a file's text.
+DAMAGES: dict[str, Callable[[str], bytes | None]] = {
+    "gone": lambda text: None,
+    "empty": lambda text: b"",
+    "half of its bytes": lambda text: text.encode()[: len(text) // 2],
+    "a third of its lines": lambda text: _lines(text, 1 / 3).encode(),
+    "most of its lines": lambda text: _lines(text, 0.8).encode(),
+    "no Python": lambda text: b"def\n",
+    "null bytes": lambda text: b"\0" * len(text),
+    "no text": lambda text: b"\xff\xfe\x80",
+    "raises": lambda text: b"raise OSError('two\\nlines')\n",
+}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment.make(tmp_path_factory.mktemp("broken") / "venv")
+
+
+@pytest.fixture(scope="module")
+def loaded(environment: Environment) -> list[Path]:
+    """The files that a process loads when it imports the host."""
+    tell = f"import sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}')))"
+    outcome = environment.run(f"{IMPORTS_THE_HOST}; {tell}", ON)
+    assert "2 applied" in outcome.complaint
+    return sorted(map(Path, outcome.stdout.split()))
+
+
+@contextmanager
+def damaged(file: Path, damage: str) -> Iterator[None]:
+    content = DAMAGES[damage](file.read_text())
+    with set_aside(file):
+        if content is not None:
+            file.write_bytes(content)
+        yield
+
+
+def test_every_file_gone_in_turn(environment: Environment, loaded: list[Path]) -> None:
+    for file in loaded:
+        with damaged(file, "gone"):
+            complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+        if file.name == "__init__.py" or file.parent.name == "patches":
+            continue  # what is left is a namespace, or the patches there are
+        assert complaint.startswith(NOT_ACTIVATED) and file.stem in complaint
+
+
+def test_a_damage_that_shows_only_when_the_host_is_imported(
+    environment: Environment, loaded: list[Path]
+) -> None:
+    """Files that end early, between two functions: what is missing is missed in the middle of an import."""
+    for name, last in [
+        ("announce", "_say"),
+        ("announce", "at_exit"),
+        ("facts", "_parse"),
+        ("layer", "_Switch"),
+        ("sources", "_find_spec"),
+    ]:
+        [file] = [file for file in loaded if file.stem == name and file.parent.name == "engine"]
+        text = file.read_text()
+        with set_aside(file):
+            file.write_text(text[: re.search(rf"^(@.*\n)?(def|class) {last}\b", text, re.MULTILINE).start()])
+            complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+        assert last in complaint, (name, last)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_some_files_damaged(environment: Environment, loaded: list[Path], data: st.DataObject) -> None:
+    files = data.draw(st.lists(st.sampled_from(loaded), unique=True, min_size=1, max_size=4))
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(damaged(file, data.draw(st.sampled_from(sorted(DAMAGES)))))
+        code = data.draw(st.sampled_from([UNRELATED, FIRES, IMPORTS_THE_HOST]))
+        complaint = environment.run(code, ON).complaint
+        assert not complaint or complaint.startswith(PACKAGE)
+
+
+def test_the_startup_file_is_what_the_documentation_shows() -> None:
+    line = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
+    assert line.count("\n") == 1 and line.isascii()
+    assert line in (ROOT / "README.md").read_text()
+
+
+def test_files_that_are_not_needed_yet(environment: Environment, loaded: list[Path]) -> None:
+    files = set((environment.site_packages / PACKAGE).rglob("*.py")) - set(loaded)
+    assert len(files) > 50
+    with set_aside(*files):
+        assert "2 applied" in environment.run(IMPORTS_THE_HOST, ON).complaint
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_startup_module_damaged_or_left_behind_alone(environment: Environment, damage: str) -> None:
+    with damaged(environment.site_packages / STARTUP, damage):
+        complaints = {environment.run(code, ON).complaint for code in (UNRELATED, FIRES, IMPORTS_THE_HOST)}
+        assert environment.run(IMPORTS_THE_HOST, {}).complaint == ""
+    if damage == "most of its lines":  # all but what it would complain with
+        return
+    [complaint] = complaints
+    assert complaint.startswith(NOT_ACTIVATED)
+
+
+def test_startup_file_and_module_left_behind(environment: Environment) -> None:
+    with set_aside(environment.site_packages / PACKAGE):
+        assert environment.run(UNRELATED, ON).complaint == ""
+        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+    assert complaint.startswith(f"{NOT_ACTIVATED}ModuleNotFoundError: No module named '{PACKAGE}'")
+
+
+@pytest.mark.parametrize("of_startup_module", [False, True], ids=["package", "startup module"])
+def test_damaged_bytecode(environment: Environment, of_startup_module: bool) -> None:
+    environment.run(IMPORTS_THE_HOST, ON)
+    cache = environment.site_packages / ("" if of_startup_module else PACKAGE) / "__pycache__"
+    name = STARTUP.removesuffix(".py") if of_startup_module else "activation"
+    [file] = cache.glob(f"{name}.*.pyc")
+    with set_aside(file):
+        file.write_bytes(file.with_name(f"{file.name}.aside").read_bytes()[:30])
+        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+    assert complaint.startswith(NOT_ACTIVATED) and "EOFError" in complaint
+
+
+WRAPTS = {
+    "missing": None,
+    "empty": "",
+    "raises": "raise RuntimeError('built for\\nanother Python')",
+    "too old": "class FunctionWrapper: pass\ndef decorator(function): return function\n",
+    "no classes": "def FunctionWrapper(*args): pass\nregister_post_import_hook = FunctionWrapper\n",
+    "other hooks": (
+        "class FunctionWrapper: pass\nclass ObjectProxy: pass\nBaseObjectProxy = ObjectProxy\n"
+        "def register_post_import_hook(): pass\n"
+    ),
+    "not a module": "import sys; sys.modules[__name__] = None",
+}
+
+
+@pytest.mark.parametrize("kind", WRAPTS)
+def test_wrapt_is_not_what_it_should_be(environment: Environment, kind: str) -> None:
+    folder, text = environment.site_packages / "wrapt", WRAPTS[kind]
+    with set_aside(folder):
+        if text is not None:
+            folder.mkdir()
+            (folder / "__init__.py").write_text(text)
+        assert environment.run(UNRELATED, ON).complaint == ""
+        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+    assert complaint.startswith(NOT_ACTIVATED)
+    assert "wrapt" in complaint or kind in ("raises", "no classes", "other hooks")

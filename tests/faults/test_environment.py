@@ -1,0 +1,157 @@
+"""Whatever our variables say, a process that has nothing to do with the hosts runs on, with one line at most.
+
+Processes are tried in an environment where the startup file is live; the parsing behind it, where a thousand
+values cost no more than one process, in this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+import _megatron_rl_patches_startup as startup
+from megatron_rl_patches import PatchError, Settings, activation, doctor
+from megatron_rl_patches import settings as settings_module
+from megatron_rl_patches.engine import announce, registry
+from megatron_rl_patches.settings import OPD_DIVERGENCES, STRICT_VARIABLE, VARIABLE
+
+from .environments import FIRES, ROOT, UNRELATED, Environment
+
+VARIABLES = sorted({value for name, value in vars(settings_module).items() if name.endswith("VARIABLE")})
+INTERPRETER_OPTIONS = ("-I", "-E", "-s", "-B", "-OO", "-Werror", "-Xutf8=0", "-Xdev")
+
+Variables = dict[str, str]
+
+_LONGEST = 100_000  # Linux takes 128 KiB for one variable
+_WORDS = (
+    *("1", "0", "all", "none", "maybe", "-1", "1e999", "nan", "9" * 5000, "٣"),
+    *("mine.model:train", "os.path:join", ":", "=", "a=/b", "-"),
+    *OPD_DIVERGENCES,
+)
+_MODULES = sorted(sys.stdlib_module_names)
+
+
+def _values(*words: str) -> st.SearchStrategy[str]:
+    """Nearly right, wholly wrong, bytes of no encoding, and far too long."""
+    word = st.sampled_from([*words, *(f"-{word}" for word in words[:5])]) | st.text(max_size=5)
+    listed = st.lists(word, max_size=5).map(",".join)
+    raw = st.binary(max_size=20).map(os.fsdecode)
+    some = st.one_of(st.sampled_from(words), listed, raw, st.text())
+    value = st.one_of(some, st.builds(lambda text: text * (_LONGEST // (4 * len(text) + 4)), some))
+    return value.map(lambda text: text.replace("\0", "")).filter(_can_be_passed)
+
+
+def _can_be_passed(value: str) -> bool:
+    try:
+        return len(os.fsencode(value)) < _LONGEST
+    except UnicodeEncodeError:  # half a pair of surrogates: no environment holds it
+        return False
+
+
+def _environments(*words: str) -> st.SearchStrategy[Variables]:
+    value = _values(*registry.patches(), *_WORDS, *words)
+    others = {name: value for name in VARIABLES if name != VARIABLE}
+    return st.fixed_dictionaries({VARIABLE: value}, optional=others)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return Environment.make(tmp_path_factory.mktemp("environment") / "venv")
+
+
+def test_no_variable_is_forgotten_here() -> None:
+    """They are found by their names, in everything that is installed and in the documentation."""
+    files = [ROOT / "README.md", Path(startup.__file__)]
+    files += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "megatron_rl_patches").rglob("*.py")]
+    found = {name for file in files for name in re.findall(rf"{VARIABLE}(?:_[A-Z]+)*", file.read_text())}
+    assert found == set(VARIABLES) == set(settings_module.__doc__.split()) & found
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(variables=_environments(), options=st.lists(st.sampled_from(INTERPRETER_OPTIONS), max_size=3))
+def test_an_unrelated_process_never_hears_of_us(
+    environment: Environment, variables: Variables, options: list[str]
+) -> None:
+    """Strict or not, and to the last line: nothing is said before a host is imported."""
+    assert environment.run(UNRELATED, variables, *options).complaint == ""
+
+
+@pytest.mark.slow
+@settings(max_examples=50)
+@given(variables=_environments(*_MODULES), options=st.lists(st.sampled_from(INTERPRETER_OPTIONS), max_size=3))
+@example({VARIABLE: "nothing", STRICT_VARIABLE: "maybe"}, [])
+def test_a_process_that_fires_the_trigger_runs_on(
+    environment: Environment, variables: Variables, options: list[str]
+) -> None:
+    if startup.is_strict(variables):
+        variables = {**variables, STRICT_VARIABLE: "0"}
+    complaint = environment.run(FIRES, variables, *options).complaint
+    assert not complaint or complaint.startswith("megatron_rl_patches: ")
+
+
+@pytest.mark.parametrize("root", ["ast", "logging", "threading", "encodings", "bystander"])
+def test_a_root_that_the_activation_imports_itself_is_imported_once(
+    environment: Environment, root: str
+) -> None:
+    """Two copies of a module would be two trees of loggers, or a patch on the copy that nobody uses."""
+    code = (
+        f"import {root}, sys; print([name for name, module in sys.modules.items() if "
+        f"isinstance(vars(module).get({root!r}), type(sys)) and module.{root} is not sys.modules[{root!r}]])"
+    )
+    outcome = environment.run(code, {VARIABLE: "1", f"{VARIABLE}_ROOTS": root})
+    assert (outcome.complaint, outcome.stdout) == ("", "[]\n")
+
+
+@settings(max_examples=40)
+@given(rank=_values("0", "1", "9" * 5000, "²", "-0"))
+def test_any_rank_is_a_rank(rank: str) -> None:
+    with mock.patch.dict(os.environ, RANK=rank):
+        assert isinstance(announce._rank(), int)
+
+
+@pytest.fixture(scope="module")
+def added() -> Iterator[mock.Mock]:
+    """Nothing is put in place: what is tried is all before that."""
+    with mock.patch.object(activation, "installer") as installer:
+        yield installer.add
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(variables=_environments(*_MODULES))
+@example({VARIABLE: "nothing", STRICT_VARIABLE: "maybe"})
+def test_reading_them_costs_one_line_at_most(
+    added: mock.Mock, caplog: pytest.LogCaptureFixture, variables: Variables
+) -> None:
+    added.reset_mock()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING), mock.patch.dict(os.environ, variables):
+        assert startup._roots().issuperset(startup._ROOTS)
+        if startup.is_strict(variables):
+            try:
+                activation.activate_from_environment(variables)
+            except PatchError as error:
+                assert len(str(error).splitlines()) == 1
+        else:
+            activation.activate_from_environment(variables)
+    assert len(caplog.messages) <= 1
+    assert all(len(message.splitlines()) == 1 for message in caplog.messages)
+
+
+@settings(max_examples=100)
+@given(variables=_environments())
+def test_the_doctor_sees_what_the_activation_sees(variables: Variables) -> None:
+    try:
+        chosen = Settings.from_environment(variables)
+    except PatchError as error:
+        assert str(error) in doctor.choice_of(variables).problems
+    else:
+        assert doctor.choice_of(variables).settings == chosen

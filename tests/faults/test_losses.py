@@ -1,0 +1,332 @@
+"""The losses over logits of any shape, dtype, stride and value: what float64 over the whole vocabulary says.
+
+NaN and infinities propagate as there: they spoil their own row, forward and backward, and no other. Where the
+definition is silent, this is what holds:
+
+* into a row that nothing flows into in backward, nothing flows out, whatever its logits are (autograd says
+  NaN there, as 0 * NaN is; so would rows that the loss mask leaves out);
+* where a row's gradient is NaN, it may be so too in columns that the keep-mask leaves out;
+* of a row with NaN or +inf the tail is NaN, also where no id is left for it, and the top-k ids are some valid
+  ids, each once.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import (
+    DistillationBatch,
+    DistillationOptions,
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    TopKDistribution,
+    divergences,
+    host_distillation,
+    make_distillation_loss_func,
+    make_loss_func,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.losses.distillation import Divergence
+from megatron_rl_patches.losses.loss_func import LossFunc
+from tests.unit.losses.dense import IGNORE, dense_log_probs_and_entropy
+
+from .strange_logits import (
+    Logits,
+    agree,
+    dense_log_probs_at,
+    is_spoilt,
+    owns_its_storage,
+    selections,
+    strange_logits,
+)
+
+TEMPERATURES = st.sampled_from([1.0, 0.25, 3.0])
+BLOCKS = st.sampled_from([None, 1, 4096])
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def of_values(dtype: torch.dtype) -> float:
+    """Log-probabilities and entropies are of float32 at least."""
+    return ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32]
+
+
+def largest_of_rows(gradient: Tensor) -> Tensor:
+    """What is below a tenth counts as that: weights are around one, and their sums are rounded."""
+    finite = torch.where(gradient.isfinite(), gradient, 0.0)
+    return finite.abs().amax(1, keepdim=True).clamp(min=0.1)
+
+
+def backward(values: list[Tensor], weights: list[Tensor], logits: Tensor) -> Tensor:
+    """The gradient that flows into the logits."""
+    return torch.autograd.grad(values, logits, [w.to(v.dtype) for w, v in zip(weights, values, strict=True)])[
+        0
+    ]
+
+
+@settings(max_examples=400)
+@given(data=st.data())
+def test_log_probs_and_entropy(data: st.DataObject) -> None:
+    logits = data.draw(strange_logits())
+    check_log_probs(
+        data, logits, inplace=data.draw(st.booleans()), rows=data.draw(selections(len(logits.values)))
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+@settings(max_examples=60)
+@given(data=st.data())
+def test_compiled_log_probs_and_entropy(data: st.DataObject) -> None:
+    """Of one variant; the others differ in what they read and write, and are in the unit tests."""
+    logits = data.draw(strange_logits(dtypes=(torch.float32,), strides=("contiguous",)))
+    check_log_probs(data, logits, fused=True, kinds=("with entropy",))
+
+
+def check_log_probs(
+    data: st.DataObject,
+    logits: Logits,
+    *,
+    rows: Tensor | slice | None = None,
+    inplace: bool = False,
+    fused: bool = False,
+    kinds: tuple[str, ...] = ("alone", "with entropy", "with entropy as a metric"),
+) -> None:
+    kind = data.draw(st.sampled_from(kinds))
+    seen, dtype = logits.seen, logits.values.dtype
+    n = len(torch.arange(len(seen)) if rows is None else torch.arange(len(seen))[rows])
+    numbers = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
+    generator = data.draw(numbers)
+    targets = torch.randint(seen.shape[1], (n,), generator=generator)
+    targets[torch.rand(n, generator=generator) < 0.1] = IGNORE
+    keep_mask = None
+    if not fused and data.draw(st.booleans()):
+        keep_mask = torch.rand(n, seen.shape[1], generator=generator) < 0.5
+    temperature = data.draw(TEMPERATURES)
+    weights = [torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for _ in range(2)]
+
+    leaf = seen.double().requires_grad_()
+    expected = dense_log_probs_and_entropy(leaf, targets, rows, temperature, keep_mask)
+    differentiated = 2 if kind == "with entropy" else 1
+    gradient = backward(list(expected[:differentiated]), weights[:differentiated], leaf)
+
+    _, view = logits.leaf_and_view()
+    options: dict[str, Any] = {
+        "rows": rows,
+        "temperature": temperature,
+        "keep_mask": keep_mask,
+        "inplace_backward": inplace,
+        "fused": fused,
+        "block_bytes": data.draw(BLOCKS),
+    }
+    if inplace and not owns_its_storage(view):
+        with pytest.raises(InvalidInputError, match="a storage of their own"):
+            vocab_parallel_log_probs(view, targets, **options)
+        return
+    if kind == "alone":
+        found = (vocab_parallel_log_probs(view, targets, **options),)
+    else:
+        options["entropy_grad"] = differentiated == 2
+        found = vocab_parallel_log_probs_and_entropy(view, targets, **options)
+    for values, wanted in zip(found, expected, strict=False):
+        assert agree(values, wanted, of_values(dtype))
+    mine = backward(list(found[:differentiated]), weights[:differentiated], view)
+    assert mine.dtype == dtype
+    if keep_mask is not None:
+        left_out = gradient.isnan().any(1, keepdim=True) & ~gradient.isnan()
+        mine = torch.where(left_out & mine.isnan(), 0.0, mine)
+    assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
+    logits = data.draw(strange_logits())
+    seen, dtype = logits.seen, logits.values.dtype
+    rows, temperature = data.draw(selections(len(seen))), data.draw(TEMPERATURES)
+    n = len(torch.arange(len(seen)) if rows is None else torch.arange(len(seen))[rows])
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    k = data.draw(st.integers(1, 5))
+    indices = torch.randint(seen.shape[1], (n, k), generator=generator)
+    indices[torch.rand(n, k, generator=generator) < 0.2] = IGNORE
+
+    leaf = seen.double().requires_grad_()
+    expected = dense_log_probs_at(leaf, indices, rows, temperature)
+    _, view = logits.leaf_and_view()
+    found = vocab_parallel_log_probs_at(
+        view, indices, rows=rows, temperature=temperature, with_tail=True, block_bytes=data.draw(BLOCKS)
+    )
+    for values, wanted in zip(found, expected, strict=True):
+        assert agree(values, wanted, of_values(dtype))
+    # What is -inf is no id, or has no derivative in the definition.
+    weights = [
+        torch.where(values.detach() == -torch.inf, 0.0, torch.rand(values.shape, generator=generator) + 0.1)
+        for values in expected
+    ]
+    counted = [
+        torch.where(weight == 0, 0.0, values) for weight, values in zip(weights, expected, strict=True)
+    ]
+    gradient = backward(counted, weights, leaf)
+    flows = torch.zeros(len(seen), dtype=torch.bool)
+    flows[slice(None) if rows is None else rows] = (weights[0] > 0).any(1) | (weights[1] > 0)
+    gradient = torch.where(flows[:, None], gradient, 0.0)
+    mine = backward(list(found), weights, view)
+    assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_topk(data: st.DataObject) -> None:
+    logits = data.draw(strange_logits())
+    seen, dtype = logits.seen, logits.values.dtype
+    rows, temperature = data.draw(selections(len(seen))), data.draw(TEMPERATURES)
+    k = data.draw(st.integers(1, min(7, seen.shape[1])))
+    found = vocab_parallel_topk(logits.leaf_and_view()[1], k, rows=rows, temperature=temperature)
+    selected = seen.double() if rows is None else seen.double()[rows]
+    order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    spoilt = is_spoilt(selected)
+    assert torch.equal(found.indices[~spoilt], order[~spoilt])
+    assert all(len(set(row)) == k for row in found.indices.tolist())
+    assert ((found.indices >= 0) & (found.indices < seen.shape[1])).all()
+    expected = dense_log_probs_at(selected, found.indices, temperature=temperature)
+    assert agree(found.log_probs, expected[0], of_values(dtype))
+    assert agree(found.tail_log_prob, expected[1], of_values(dtype))
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_nothing_flows_out_of_rows_that_nothing_flows_into(data: st.DataObject) -> None:
+    logits = data.draw(strange_logits(strides=("contiguous",)))
+    n, width = logits.values.shape
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    counts = torch.rand(n, generator=generator) < 0.5
+    targets = torch.randint(width, (n,), generator=generator)
+    keep_mask = torch.rand(n, width, generator=generator) < 0.5 if data.draw(st.booleans()) else None
+    weight = counts.double()
+    for inplace in (False, True):
+        _, view = logits.leaf_and_view()
+        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+            view, targets, keep_mask=keep_mask, inplace_backward=inplace
+        )
+        assert not backward([log_probs, entropies], [weight, weight], view)[~counts].any()
+        _, view = logits.leaf_and_view()
+        at_ids, tail = vocab_parallel_log_probs_at(
+            view, targets[:, None], with_tail=True, inplace_backward=inplace
+        )
+        assert not backward([at_ids, tail], [weight[:, None], weight], view)[~counts].any()
+
+
+TOTALS, RESPONSES, VOCABULARY, K = [5, 7, 4], [3, 5, 2], 11, 3
+MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 0])]
+LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def policy_loss_func(inplace: bool) -> LossFunc:
+    tokens = [torch.arange(total) for total in TOTALS]
+    values = [random(length) for length in RESPONSES]
+    batch = PolicyBatch(values, MASKS, values, values)
+    options = PolicyOptions(entropy_coef=0.1, kl_coef=0.1)
+    return make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
+
+
+def distillation_loss_func(divergence: Any, inplace: bool) -> LossFunc:
+    teacher = [vocab_parallel_topk(random(length, VOCABULARY, seed=length), K) for length in RESPONSES]
+    old = [
+        TopKDistribution(
+            known.indices,
+            *vocab_parallel_log_probs_at(random(len(known), VOCABULARY), known.indices, with_tail=True),
+        )
+        for known in teacher
+    ]
+    batch = DistillationBatch([teacher], MASKS, old)
+    return make_distillation_loss_func(
+        LAYOUT, batch, DistillationOptions(divergence), inplace_backward=inplace
+    )
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
+@pytest.mark.parametrize("loss", ["policy", *get_args(Divergence)])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace: bool, value: float) -> None:
+    counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)
+    counts[LAYOUT.response_rows] = torch.cat(MASKS) != 0
+    clean = random(LAYOUT.num_rows, VOCABULARY)
+    found = []
+    for logits in (clean, torch.where(counts[:, None], clean, value)):
+        leaf = logits[None].clone().requires_grad_()
+        func = policy_loss_func(inplace) if loss == "policy" else distillation_loss_func(loss, inplace)
+        total, _, metrics = func(leaf * 1)
+        total.backward()
+        assert leaf.grad is not None
+        found.append((total.detach(), leaf.grad[0], torch.stack([metrics[name] for name in sorted(metrics)])))
+    for ours, of_clean in zip(found[1], found[0], strict=True):
+        assert torch.equal(ours, of_clean)
+    assert not found[1][1][~counts].any() and found[1][1][counts].any()
+
+
+@settings(max_examples=200)
+@given(data=st.data(), name=st.sampled_from(get_args(Divergence)))
+def test_divergences(data: st.DataObject, name: str) -> None:
+    """Against the formula over the buckets, where -inf counts as -10,000; NaN spoils its own token."""
+    n, k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+
+    def buckets() -> Tensor:
+        logits = torch.randn(n, k + 1, generator=generator, dtype=torch.float64)
+        for token in range(n):
+            logits[token] *= data.draw(st.sampled_from([0.0, 1.0, 30.0, 1e3]))
+            if data.draw(st.integers(0, 3)) == 0:
+                logits[token, data.draw(st.integers(0, k))] = data.draw(
+                    st.sampled_from([-torch.inf, torch.nan])
+                )
+        return logits.log_softmax(1).float()
+
+    student, teacher, old = buckets(), buckets(), buckets()
+    ids = torch.arange(k).expand(n, k)
+    known = [TopKDistribution(ids, log_q[:, :k], log_q[:, k]) for log_q in (teacher, old)]
+    options: dict[str, Any] = {"old": known[1]} if name.startswith("importance") else {}
+    leaf = student.clone().requires_grad_()
+    found = getattr(divergences, name)(leaf[:, :k], leaf[:, k], known[0], **options)
+    [gradient] = torch.autograd.grad(found.sum(), leaf)
+
+    p, q, o = (torch.where(x == -torch.inf, -1e4, x.double()) for x in (student, teacher, old))
+    m = torch.log(0.5 * p.exp() + 0.5 * q.exp()).maximum(torch.maximum(p, q) - math.log(2))
+    expected = {
+        "reverse_kl": p.exp() * (p - q) - p.exp() + q.exp(),
+        "forward_kl": q.exp() * (q - p) - q.exp() + p.exp(),
+        "jensen_shannon": 0.5 * p.exp() * (p - m) + 0.5 * q.exp() * (q - m),
+        "generalised_kl": (p.exp() * (p - q) - p.exp() + q.exp())[:, :k],
+        "importance_weighted_reverse_kl": p.exp() * (o - q),
+    }[name].sum(1)
+    assert agree(found, expected, 2e-5)
+    spoilt = expected.isnan()
+    assert gradient[~spoilt].isfinite().all()
+
+
+def test_of_one_id_a_filler_of_the_host_is_no_teacher() -> None:
+    """With k = 1 its one probability of one, at id 0, adds up to no more than it should."""
+    indices = torch.tensor([[0], [3], [0], [0]])
+    log_probs = torch.tensor([[0.0], [0.0], [-0.5], [-1e-7]])
+    batch = {"teacher_topk_indices": [indices], "teacher_topk_log_probs": [log_probs]}
+    _, is_known = host_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    assert is_known.tolist() == [False, True, True, True]
+    batch["teacher_topk_tail"] = [torch.full((4,), -torch.inf)]
+    _, is_known = host_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    assert is_known.all()
