@@ -162,12 +162,12 @@ class Installer:
         except PatchError:
             raise
         except Exception as error:
-            told = f"megatron_rl_patches: something of its own is wrong: {type(error).__name__}: {error}"
+            told = " ".join(f"{type(error).__name__}: {error}".split())
             if must:
-                raise PatchError(told) from error
+                raise PatchError(f"megatron_rl_patches: something of its own is wrong: {told}") from error
             if not self._has_failed:
                 self._has_failed = True
-                _log.warning("%s; going on without", " ".join(told.split()))
+                _log.warning("megatron_rl_patches: something of its own is wrong: %s; going on without", told)
 
     def _settle_and_warn(self) -> None:
         announce.warn(self._settle())
