@@ -23,19 +23,25 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package that nobody has imported, configured as a root; `meta_path` is restored afterwards."""
+    """A package that nobody has imported, configured as a root; no trigger is armed before or afterwards."""
     name = f"trigger_host_{next(_numbers)}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / name / "model.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, startup._Trigger)])
+    _disarm()
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
     monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", f"somewhere.else:train, {name}.model:train")
     monkeypatch.delenv("MEGATRON_RL_PATCHES_STRICT", raising=False)
     yield name
+    _disarm()
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         del sys.modules[module]
+
+
+def _disarm() -> None:
+    # In place: the finder that wrapt adds once, maybe in this test, has to stay.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, startup._Trigger)]
 
 
 @pytest.fixture
