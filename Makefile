@@ -31,7 +31,7 @@ test-releases: venv
 	done
 
 # Checkouts of real hosts: make test-hosts SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
-export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR
+export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR HOST_REPOSITORIES
 test-hosts: venv
 	$(BIN)/python -m pytest -m hosts tests/hosts $(PYTEST_ARGS)
 

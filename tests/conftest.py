@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 from hypothesis import settings
 
-from tests import releases
+from tests import recording, releases
 
 # Tests share cores with ranks that other tests spawn: how long an example takes says nothing.
 settings.register_profile("repository", deadline=None, derandomize=True)
@@ -16,19 +16,13 @@ multiprocessing.set_forkserver_preload(["tests.real.tiny_gpt", "megatron.core.di
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--megatron-core",
-        metavar="VERSION",
-        choices=list(releases.PLATFORMS),
-        help="run with this release in place of the one that is installed",
-    )
+    recording.add_option(parser)
+    releases.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if release := config.getoption("--megatron-core"):
-        releases.put_first(release, config.cache.mkdir("megatron-core"))
-        # They warn of what they like.
-        config.addinivalue_line("filterwarnings", "ignore")
+    releases.configure(config)
+    recording.configure(config)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

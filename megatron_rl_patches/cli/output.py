@@ -48,8 +48,10 @@ def show_judged(judged: Sequence[Judged]) -> None:
     for table in host_tables(judged):
         typer.echo(table.host)
         show_table(table.header, table.rows)
-        for sources, patch, target, state, reason in table.reasons:
-            typer.echo(f"{patch}: {target} is {state} in {', '.join(sources)}: {reason}")
+        for found, sources in table.verdicts:
+            if found.state != "fits":
+                told = f"{found.patch}: {found.target} is {found.state} in {', '.join(sources)}"
+                typer.echo(f"{told}: {found.reason}")
         typer.echo()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -127,7 +128,10 @@ def bottom_layer(function: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _parse(text: str) -> ast.Module:
-    return ast.parse(text)
+    with warnings.catch_warnings():
+        # Of an invalid escape, say: the host's import tells of it, and it is no error where warnings are.
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -80,19 +80,19 @@ class Trainer:
         finally:
             args.ckpt_step = ckpt_step
 
-    def _topk(self, logits: Tensor, *, args: Any, **unused: Any) -> tuple[Tensor, dict[str, Any]]:
+    def _topk(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
         found = vocab_parallel_topk(rows_of(logits, layout), args.opd_top_k, **options)
-        return self._result(found, layout.local_lengths)
+        return self._result(found, layout.local_lengths, non_loss_data)
 
-    def _at_ids(self, logits: Tensor, *, args: Any, **unused: Any) -> tuple[Tensor, dict[str, Any]]:
+    def _at_ids(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
         indices = torch.cat([ids.to(logits.device) for ids in self.batch[KEYS[0]]])
         with torch.no_grad():
             log_probs = vocab_parallel_log_probs_at(
                 rows_of(logits, layout), indices, with_tail=True, **options
             )
-        return self._result(TopKDistribution(indices, *log_probs), layout.local_lengths)
+        return self._result(TopKDistribution(indices, *log_probs), layout.local_lengths, non_loss_data)
 
     def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
         layout, tp_group = layout_of(args, self.batch, logits)
@@ -100,9 +100,13 @@ class Trainer:
         return layout, options
 
     @staticmethod
-    def _result(found: TopKDistribution, lengths: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """As hosts want it: no loss, and a list by sample. In host memory until its microbatch trains."""
-        return torch.zeros((), device=found.log_probs.device), {"topk": found.to("cpu").split(lengths)}
+    def _result(found: TopKDistribution, lengths: Sequence[int], non_loss_data: bool) -> Any:
+        """As hosts want it: a list by sample, in host memory until its microbatch trains; no loss.
+
+        Up to slime v0.2.2 ``forward_only`` has Megatron collect what is no loss at all; later a pair.
+        """
+        collected = {"topk": found.to("cpu").split(lengths)}
+        return collected if non_loss_data else (torch.zeros((), device=found.log_probs.device), collected)
 
     @staticmethod
     def _store(rollout_data: dict[str, Any], who: str, of_samples: Sequence[TopKDistribution]) -> None:

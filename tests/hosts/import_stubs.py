@@ -6,6 +6,7 @@ capitalized name, so that hosts can derive from it, and a function that does not
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -74,11 +75,18 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-def install(packages: Iterable[str] = PACKAGES) -> None:
-    """Make ``import`` of those packages that are not installed succeed in this process, from now on."""
+def install(packages: Iterable[str] = PACKAGES, modules: Iterable[str] = ()) -> None:
+    """Make ``import`` of those packages that are not installed succeed in this process, from now on.
+
+    Args:
+        modules: modules of stubs that hosts reach as attributes, without importing them.
+    """
     missing = [
         name for name in packages if name not in sys.modules and importlib.util.find_spec(name) is None
     ]
     sys.meta_path.append(_Finder(missing))
+    for name in modules:
+        if name.partition(".")[0] in missing:
+            importlib.import_module(name)
     if not hasattr(typing, "override"):  # Python < 3.12, which recent Megatron-LM does not support
         typing.override = lambda method: method  # type: ignore[attr-defined]

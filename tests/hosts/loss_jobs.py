@@ -148,7 +148,8 @@ class LossJob:
         """What the host returns, and the gradient of a loss with weights that differ from token to token."""
         logits = self.logits()
         returned = self.scores(logits, **options)
-        scores = returned if self.host == "miles" else returned[1]
+        # miles, and slime up to v0.2.2, have nothing beside them.
+        scores = returned[1] if isinstance(returned, tuple) else returned
         log_probs, entropy = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
         weights = torch.cat(self.local(self.weights))
         loss = (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()

@@ -24,6 +24,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.hosts.jobs import MICROBATCHES, Job, MegatronJob
+from tests.hosts.loss_jobs import SCORES
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -103,7 +104,38 @@ class _RolloutJob(Job):
         self.args.overlap_param_gather = self.options.overlap_param_gather
         global_vars.set_args(self.args)
 
+    def log_probs(self) -> list[torch.Tensor]:
+        """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
+        returned = _call(
+            self.module.forward_only,
+            f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
+            args=self.args,
+            model=self.model,
+            data_iterator=[self._rollout(steps=1)],
+            num_microbatches=[MICROBATCHES],
+            rollout_id=0,
+            store_prefix="old_",
+        )
+        values: list[torch.Tensor] = returned["old_log_probs"]
+        return values
+
     def _train(self, steps: int) -> Any:
+        samples_per_step = [self.args.global_batch_size] * steps
+        return _call(
+            self.module.train,
+            rollout_id=0,
+            model=self.model,
+            optimizer=self.optimizer,
+            opt_param_scheduler=self.scheduler,
+            data_iterator=[self._rollout(steps)],
+            num_microbatches=[MICROBATCHES] * steps,
+            global_batch_sizes=samples_per_step,
+            num_rollouts=samples_per_step,
+            witness_info=None,
+            attempt=0,
+        )
+
+    def _rollout(self, steps: int) -> Any:
         microbatches = steps * MICROBATCHES
         self.batches.seek(self.steps * MICROBATCHES)
         tokens = [next(self.batches)["tokens"][0] for _ in range(microbatches)]
@@ -115,20 +147,7 @@ class _RolloutJob(Job):
             "loss_masks": [torch.ones(response, dtype=torch.int)] * microbatches,
             "rollout_mask_sums": [torch.tensor(float(response))] * microbatches,
         }
-        samples_per_step = [self.args.global_batch_size] * steps
-        return _call(
-            self.module.train,
-            rollout_id=0,
-            model=self.model,
-            optimizer=self.optimizer,
-            opt_param_scheduler=self.scheduler,
-            data_iterator=[self._data_iterator(rollout, [[number] for number in range(microbatches)])],
-            num_microbatches=[MICROBATCHES] * steps,
-            global_batch_sizes=samples_per_step,
-            num_rollouts=samples_per_step,
-            witness_info=None,
-            attempt=0,
-        )
+        return self._data_iterator(rollout, [[number] for number in range(microbatches)])
 
     def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
         raise NotImplementedError

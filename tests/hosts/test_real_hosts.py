@@ -1,14 +1,12 @@
 """``reentrant-train`` on unmodified checkouts of the hosts, on a CPU.
 
-Point ``SLIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR``, ``VERL_DIR`` at checkouts; see ``docs/hosts.md``.
-Without them every test here is skipped.
+Point ``SLIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkouts; see ``docs/hosts.md``. Without them
+every test here is skipped.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
-import os
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -18,34 +16,23 @@ import pytest
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.hosts import import_stubs
+from tests.hosts.checkouts import Checkouts
 from tests.hosts.test_stand_in_hosts import FINE, KEY_ERROR, NO_SYNC, PATCH, TIMER, outcome
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
-#: Host -> the checkouts that it takes. slime and miles train through Megatron-LM's ``megatron.training``.
-CHECKOUTS = {
-    "slime": ("SLIME_DIR", "MEGATRON_LM_DIR"),
-    "miles": ("MILES_DIR", "MEGATRON_LM_DIR"),
-    "megatron.training": ("MEGATRON_LM_DIR",),
-    "verl": ("VERL_DIR",),
-}
+FORWARD_ONLY = ("slime", "miles")
+MICROBATCHES = 2  # per step
 
 
-def checkouts(host: str) -> list[str]:
-    missing = [name for name in CHECKOUTS[host] if not os.environ.get(name)]
-    if missing:
-        pytest.skip(f"{' and '.join(missing)} not set")
-    return [os.environ[name] for name in CHECKOUTS[host]]
-
-
-def _prepare(paths: list[str]) -> None:
+def prepare(paths: list[str]) -> None:
     # Ahead of an installed megatron-core: a checkout's megatron.training goes with its megatron.core.
     sys.path[:0] = paths
     import_stubs.install()
 
 
 def _unpatched(host: str, paths: list[str]) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts.real_jobs import JOBS
 
@@ -60,7 +47,7 @@ def _unpatched(host: str, paths: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("host", ["slime", "miles", "megatron.training"])
-def test_unpatched_hosts_fail_as_reported(host: str) -> None:
+def test_unpatched_hosts_fail_as_reported(host: str, checkouts: Checkouts) -> None:
     [seen] = spawn_ranks(_unpatched, 1, host, checkouts(host), timeout=300)
     assert seen["first train"] == FINE
     assert seen["second train"].startswith(NO_SYNC)
@@ -73,7 +60,7 @@ def test_unpatched_hosts_fail_as_reported(host: str) -> None:
 
 
 def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts.real_jobs import JOBS
         from tests.real.tiny_gpt import counting_overlap
@@ -89,6 +76,8 @@ def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
         hooks = []
         with counting_overlap() as overlap:
             for _ in range(3):
+                if host in FORWARD_ONLY:
+                    job.log_probs()
                 job.train(2)
                 job.save()
                 hooks.append(job.hooks_on)
@@ -101,6 +90,9 @@ def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
             "collecting": gc.isenabled(),
             "states": {site.target: site.state for site in status() if site.host in (host, "megatron.core")},
         }
+        if host in FORWARD_ONLY:
+            pairs = list(zip(job.log_probs(), uninterrupted.log_probs(), strict=True))
+            seen["same log-probabilities"] = [same.equal(other) for same, other in pairs]
         job.config.no_sync_func = nullcontext
         seen["foreign"] = outcome(job.train)
         revert(PATCH)
@@ -110,15 +102,18 @@ def _rollouts(host: str, paths: list[str]) -> dict[str, Any]:
         return seen
 
 
+@pytest.mark.runs("rollouts")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("host", ["slime", "miles", "megatron.training"])
-def test_rollouts_with_saves_between(host: str, ranks: int) -> None:
+def test_rollouts_with_saves_between(host: str, ranks: int, checkouts: Checkouts) -> None:
     results = spawn_ranks(_rollouts, ranks, host, checkouts(host), timeout=300)
     for seen in results:
         assert set(seen["states"].values()) <= {"applied", "not needed"}
         assert [state for target, state in seen["states"].items() if target.endswith(".train")] == ["applied"]
         assert seen["trained"]
         assert seen["same weights"]
+        if host in FORWARD_ONLY:
+            assert seen["same log-probabilities"] == [True] * MICROBATCHES
         assert seen["gathers, reductions"] == (True, True)
         assert seen["hooks"] == [False] * 3
         assert seen["collecting"]
@@ -126,28 +121,3 @@ def test_rollouts_with_saves_between(host: str, ranks: int) -> None:
         assert seen["restored"]
     assert len({tuple(seen["saved"]) for seen in results}) == 1
     assert len(set(results[0]["saved"])) == 3
-
-
-def _verl(paths: list[str]) -> dict[str, Any]:
-    _prepare(paths)
-    with cpu_backend():
-        from tests.real import tiny_gpt
-
-        verl = importlib.import_module("verl.utils.megatron_utils")
-        options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2), overlap_param_gather=False)
-        seen: dict[str, Any] = {}
-        seen["unpatched"] = outcome(verl.register_megatron_training_hooks, *tiny_gpt.build(options))
-        apply(PATCH)
-        model, optimizer = tiny_gpt.build(options)
-        seen["patched"] = outcome(verl.register_megatron_training_hooks, model, optimizer)
-        seen["again"] = outcome(verl.register_megatron_training_hooks, model, optimizer)
-        config = tiny_gpt.get_model_config(model[0])
-        seen["installed"] = config.no_sync_func == [chunk.no_sync for chunk in model]
-        return seen
-
-
-def test_verl_with_chunks_that_share_a_config() -> None:
-    for seen in spawn_ranks(_verl, 2, checkouts("verl"), timeout=300):
-        assert seen["unpatched"].startswith(NO_SYNC)
-        assert seen["patched"] == seen["again"] == FINE
-        assert seen["installed"]

@@ -10,14 +10,15 @@ import pytest
 
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.hosts.checkouts import Checkouts
 from tests.hosts.test_inference_roles import TEACHER, _globals
-from tests.hosts.test_real_hosts import _prepare, checkouts
+from tests.hosts.test_real_hosts import prepare
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 
 def _policy_and_teacher(host: str, paths: list[str], folder: Path, patched: bool) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts import real_roles
         from tests.hosts.role_jobs import live_bytes
@@ -86,7 +87,7 @@ def _arguments_of(function: Any, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_unpatched_a_teacher_is_built_for_training(host: str, tmp_path: Path) -> None:
+def test_unpatched_a_teacher_is_built_for_training(host: str, tmp_path: Path, checkouts: Checkouts) -> None:
     [seen] = spawn_ranks(_policy_and_teacher, 1, host, checkouts(host), tmp_path, False, timeout=300)
     assert seen["class"] == "DistributedDataParallel"
     assert seen["optimizer, scheduler"] == (True, True)
@@ -95,9 +96,10 @@ def test_unpatched_a_teacher_is_built_for_training(host: str, tmp_path: Path) ->
     assert seen["is the teacher"]
 
 
+@pytest.mark.runs("teacher")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_policy_and_teacher_side_by_side(host: str, ranks: int, tmp_path: Path) -> None:
+def test_policy_and_teacher_side_by_side(host: str, ranks: int, tmp_path: Path, checkouts: Checkouts) -> None:
     seen, *others = spawn_ranks(
         _policy_and_teacher, ranks, host, checkouts(host), tmp_path, True, timeout=300
     )
@@ -115,7 +117,7 @@ def test_policy_and_teacher_side_by_side(host: str, ranks: int, tmp_path: Path) 
 
 
 def _evaluation_only(paths: list[str], folder: Path) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts import real_roles
 
@@ -136,7 +138,8 @@ def _evaluation_only(paths: list[str], folder: Path) -> dict[str, Any]:
         return {"state": state, "patched": patched, "unpatched": built() if patched else None}
 
 
-def test_slime_evaluation_only(tmp_path: Path) -> None:
+@pytest.mark.runs("evaluation only", ranks=1)
+def test_slime_evaluation_only(tmp_path: Path, checkouts: Checkouts) -> None:
     [seen] = spawn_ranks(_evaluation_only, 1, checkouts("slime"), tmp_path, timeout=300)
     if seen["state"] == "not needed":
         pytest.skip("this release of slime has no evaluation-only branch")

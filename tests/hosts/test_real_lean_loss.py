@@ -1,4 +1,4 @@
-"""``lean-loss`` on unmodified checkouts of slime, OpenClaw-RL, miles and verl, as in ``test_real_hosts.py``.
+"""``lean-loss`` on unmodified checkouts of slime, OpenClaw-RL and miles, as in ``test_real_hosts.py``.
 
 Values and gradients against a dense float64 reference, unpatched and patched, through the hosts' own
 ``get_log_probs_and_entropy`` and ``loss_function``. Up to slime v0.3.0 and in miles the unpatched gradient is
@@ -15,8 +15,8 @@ import pytest
 
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.hosts import import_stubs
-from tests.hosts.test_real_hosts import _prepare, checkouts
+from tests.hosts.checkouts import Checkouts
+from tests.hosts.test_real_hosts import prepare
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -24,16 +24,16 @@ PATCH = "lean-loss"
 # Hosts compile small functions, at the first call.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 BFLOAT16 = 4e-3
-LAYOUTS = {
-    "1 rank": {"ranks": 1},
-    "TP 2": {"ranks": 2, "tp": 2},
-    "zigzag CP 2": {"ranks": 2, "cp": 2},
-    "all-gather CP 2": {"ranks": 2, "cp": 2, "allgather_cp": True},
-}
+LAYOUTS: list[Any] = [
+    pytest.param(1, {}, id="1 rank"),
+    pytest.param(2, {"tp": 2}, id="TP 2"),
+    pytest.param(2, {"cp": 2}, id="zigzag CP 2"),
+    pytest.param(2, {"cp": 2, "allgather_cp": True}, id="all-gather CP 2"),
+]
 
 
 def _scores(host: str, paths: list[str], tp: int = 1, cp: int = 1, **options: Any) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts.loss_jobs import LossJob, distance, initialize
 
@@ -60,14 +60,12 @@ def _scores(host: str, paths: list[str], tp: int = 1, cp: int = 1, **options: An
         return seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.runs("losses")
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_log_probs_and_entropy(host: str, layout: str) -> None:
-    options = dict(LAYOUTS[layout])
-    ranks = options.pop("ranks")
-    for seen in spawn_ranks(
-        _scores, ranks, host, _checkouts(host, options), timeout=300, env=EAGER, **options
-    ):
+def test_log_probs_and_entropy(host: str, ranks: int, layout: dict[str, Any], checkouts: Checkouts) -> None:
+    paths = _with_layout(host, checkouts(host), layout)
+    for seen in spawn_ranks(_scores, ranks, host, paths, timeout=300, env=EAGER, **layout):
         # Of miles, the module of the loss itself is not imported here.
         assert set(seen["states"].values()) <= {"applied", "not needed", "waiting"}
         assert seen["unpatched"] < BFLOAT16
@@ -78,9 +76,8 @@ def test_log_probs_and_entropy(host: str, layout: str) -> None:
         assert not seen["entropy requires grad at 0.0"]
 
 
-def _checkouts(host: str, options: dict[str, Any]) -> list[str]:
-    paths = checkouts(host)
-    if options.get("allgather_cp"):
+def _with_layout(host: str, paths: list[str], layout: dict[str, Any]) -> list[str]:
+    if layout.get("allgather_cp"):
         text = "".join(path.read_text() for path in Path(paths[0]).glob(f"{host}/backends/**/*.py"))
         if "allgather_cp_redistribute" not in text:
             pytest.skip("this release has no all-gather CP")
@@ -88,7 +85,7 @@ def _checkouts(host: str, options: dict[str, Any]) -> list[str]:
 
 
 def _losses(host: str, paths: list[str], tp: int = 1, cp: int = 1, **options: Any) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from tests.hosts.loss_jobs import LossJob, distance, initialize
 
@@ -115,55 +112,14 @@ def _losses(host: str, paths: list[str], tp: int = 1, cp: int = 1, **options: An
         return seen
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.runs("losses")
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @pytest.mark.parametrize("host", ["slime", "miles"])
-def test_policy_loss(host: str, layout: str) -> None:
-    options = dict(LAYOUTS[layout])
-    ranks = options.pop("ranks")
-    for seen in spawn_ranks(
-        _losses, ranks, host, _checkouts(host, options), timeout=300, env=EAGER, **options
-    ):
+def test_policy_loss(host: str, ranks: int, layout: dict[str, Any], checkouts: Checkouts) -> None:
+    paths = _with_layout(host, checkouts(host), layout)
+    for seen in spawn_ranks(_losses, ranks, host, paths, timeout=300, env=EAGER, **layout):
         assert all(seen["returned"])
         assert seen["unpatched"]["loss"] < 1e-5
         assert seen["unpatched"]["gradient"] < BFLOAT16
         for name in ("patched", "patched, recomputed"):
             assert max(seen[name].values()) < 1e-5
-
-
-def _verl(paths: list[str], tp: int) -> dict[str, Any]:
-    _prepare(paths)
-    import_stubs.install(["accelerate", "datasets", "pandas", "peft"])
-    with cpu_backend():
-        from tests.hosts.loss_jobs import VerlJob, distance, initialize
-
-        initialize(tp=tp)
-        seen: dict[str, Any] = {"returned": [], "unpatched": 0.0, "patched": 0.0}
-        job = VerlJob()
-        with pytest.raises(RuntimeError) as caught:
-            job.processed(entropy=True, chunks=True)
-        seen["chunks, unpatched"] = str(caught.value)
-        for entropy, chunks in ((False, False), (True, False), (True, True)):
-            dense = job.dense(entropy)
-            unpatched = None if chunks else job.processed(entropy)
-            apply(PATCH)
-            patched = job.processed(entropy, chunks)
-            seen["states"] = {s.target: s.state for s in status() if s.host == "verl"}
-            revert(PATCH)
-            seen["patched"] = max(seen["patched"], *(distance(patched[key], dense[key]) for key in dense))
-            if unpatched:
-                seen["unpatched"] = max(
-                    seen["unpatched"], *(distance(unpatched[key], dense[key]) for key in dense)
-                )
-                seen["returned"].append(unpatched["returned"] == patched["returned"])
-        return seen
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-def test_verl(tp: int) -> None:
-    for seen in spawn_ranks(_verl, tp, checkouts("verl"), tp, timeout=300, env=EAGER):
-        assert set(seen["states"].values()) <= {"applied", "not needed"}
-        assert all(seen["returned"])
-        assert seen["unpatched"] < 1e-5
-        assert seen["patched"] < 1e-6
-        # Its chunks overwrite what each other's backward needs.
-        assert "modified by an inplace operation" in seen["chunks, unpatched"]

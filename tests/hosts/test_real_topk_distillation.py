@@ -15,7 +15,8 @@ import torch
 
 from megatron_rl_patches import Settings, apply, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.hosts.test_real_hosts import _prepare, checkouts
+from tests.hosts.checkouts import Checkouts
+from tests.hosts.test_real_hosts import prepare
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -51,7 +52,7 @@ class Actor:
 
 
 def _distilled(paths: list[str]) -> dict[str, Any]:
-    _prepare(paths)
+    prepare(paths)
     with cpu_backend():
         from megatron_rl_patches.inference.host_topk import training
         from tests.hosts.real_jobs import RealSlimeJob
@@ -97,7 +98,8 @@ def _distilled(paths: list[str]) -> dict[str, Any]:
         return {"losses": losses, "states": states}
 
 
-def test_the_student_approaches_its_teachers() -> None:
+@pytest.mark.runs("top-k distillation", ranks=1)
+def test_the_student_approaches_its_teachers(checkouts: Checkouts) -> None:
     [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), timeout=300)
     assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
     assert "missing" not in seen["states"].values()

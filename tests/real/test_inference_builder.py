@@ -27,6 +27,8 @@ from tests.real.small_models import (
     transformer_config,
 )
 
+pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
+
 SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
 
 

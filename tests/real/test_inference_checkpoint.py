@@ -18,6 +18,8 @@ import torch.distributed as dist
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
+pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
+
 ITERATION, EARLIER = 40, 20
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP 1": {},

@@ -26,6 +26,8 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.unit.losses.test_policy import LIMIT, transcribed
 
+pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
+
 MICROBATCHES, TEMPERATURE = 4, 0.8
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

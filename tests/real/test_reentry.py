@@ -10,6 +10,8 @@ import pytest
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
+pytestmark = pytest.mark.runs("re-entry", ranks=[1, 2])
+
 ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
 

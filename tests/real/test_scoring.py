@@ -19,6 +19,8 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.live_bytes import live_bytes
 
+pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
     "TP 2": (2, {"tp": 2}),

@@ -157,11 +157,12 @@ class TestCheck:
             f"""\
 ## mrp_host
 
-| patch | site | host 1 | host 2 |
-| --- | --- | --- | --- |
-| test-patch | `{TARGET}` | fits | missing |
+All: host 1, host 2.
 
-- test-patch: `{TARGET}` is **missing** in host 2: mrp_host.model does not define train.
+| patch | site | verdict | in |
+| --- | --- | --- | --- |
+| test-patch | `{TARGET}` | fits | host 1 |
+| test-patch | `{TARGET}` | **missing**: mrp_host.model does not define train | host 2 |
 """
         )
 
@@ -185,6 +186,10 @@ class TestCheck:
         (finding,) = invoke_json("check", host(tmp_path, "def train(model: ..."), code=1)
         assert finding["state"] == "failed"
         assert "mrp_host.model cannot be parsed" in finding["reason"]
+
+    def test_code_that_the_parser_warns_of(self, tmp_path: Path) -> None:
+        (finding,) = invoke_json("check", host(tmp_path, "DOT = '\\.'\ndef train(model): ..."))
+        assert finding["state"] == "fits"
 
     def test_configured_functions_are_judged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
