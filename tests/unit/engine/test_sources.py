@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -236,3 +237,72 @@ class TestEnvironment:
     def test_a_loaded_module_without_a_spec(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not Environment().has_package("__main__.nothing")
         assert Environment().read("mrp_nowhere") is None
+
+
+class TestNames:
+    """What reports call a source."""
+
+    def test_by_its_place(self, tmp_path: Path) -> None:
+        (tmp_path / "at=home").mkdir()
+        assert as_folder(tmp_path / "at=home", HOST).name == "checkout"
+        assert as_wheel(tmp_path, HOST).name == "host 1.2"
+        assert as_git_tree(tmp_path, HOST).name == "repository v1"
+        assert open_source(f"{tmp_path}/repository/.git@v1").name == "repository v1"
+
+    def test_as_given(self, tmp_path: Path) -> None:
+        as_folder(tmp_path / "at=home", HOST), as_wheel(tmp_path, HOST), as_git_tree(tmp_path, HOST)
+        for place in ("at=home/checkout", "host-1.2-py3-none-any.whl", "repository@v1"):
+            assert open_source(f"my host={tmp_path}/{place}").name == "my host"
+
+    def test_an_at_in_the_path(self, tmp_path: Path) -> None:
+        source = as_git_tree(tmp_path / "me@home", HOST)
+        assert (source.name, source.read("host")) == ("repository v1", "")
+
+    def test_a_folder_within_the_repository(self, tmp_path: Path) -> None:
+        as_git_tree(tmp_path, HOST)
+        (tmp_path / "repository" / "docs").mkdir()
+        assert open_source(f"{tmp_path}/repository/docs@v1").has_package("host")
+
+    def test_without_git(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(MegatronRLPatchesError, match=r"^git is not .*needed for REPOSITORY@REVISION$"):
+            open_source(f"{tmp_path}@v1")
+
+    def test_a_revision_is_no_option(self, tmp_path: Path) -> None:
+        as_git_tree(tmp_path, HOST)
+        with pytest.raises(MegatronRLPatchesError, match="fatal: "):
+            open_source(f"{tmp_path}/repository@--help")
+
+
+class TestPlaces:
+    def test_portions_of_a_namespace_add_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for portion in ("first", "second"):
+            write(
+                tmp_path / portion, {f"spread/{portion}/__init__.py": "", f"spread/{portion}/it.py": portion}
+            )
+            monkeypatch.syspath_prepend(str(tmp_path / portion))
+        environment = Environment()
+        assert [environment.read(f"spread.{name}.it") for name in ("first", "second")] == ["first", "second"]
+        assert "spread" not in sys.modules
+
+    def test_nested_namespaces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for portion in ("first", "second"):
+            write(tmp_path / portion, {f"outer/inner/{portion}.py": portion})
+            monkeypatch.syspath_prepend(str(tmp_path / portion))
+        environment = Environment()
+        assert [environment.read(f"outer.inner.{name}") for name in ("first", "second")] == [
+            "first",
+            "second",
+        ]
+
+    def test_a_loaded_package_says_where_its_modules_are(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
+        monkeypatch.syspath_prepend(str(tmp_path))
+        package = importlib.import_module("moved")
+        monkeypatch.delitem(sys.modules, "moved")
+        monkeypatch.setitem(sys.modules, "moved", package)
+        assert package.__spec__ is not None
+        package.__spec__.submodule_search_locations = [str(tmp_path / "elsewhere")]
+        assert Environment().read("moved.it") == "new"

@@ -1,0 +1,236 @@
+"""Judging code, and telling of it: each verdict with its words, its state and its fingerprint."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches import PatchError, Settings, apply, revert, status
+from megatron_rl_patches.engine import facts, installer
+from megatron_rl_patches.engine.judge import judge, judge_site
+from megatron_rl_patches.engine.sources import Folder
+from megatron_rl_patches.engine.spec import Patch, Site
+
+from .conftest import MODEL, patch_of, tag
+
+Host = Callable[..., str]
+Engine = dict[str, Patch]
+
+EVERYWHERE = """
+if fast:
+    def train(model): return "if"
+else:
+    def evaluate(model): return "else"
+try:
+    def save(model): return "try"
+except ImportError:
+    def load(model): return "except"
+finally:
+    def log(model): return "finally"
+"""
+
+
+class TestFacts:
+    @pytest.mark.parametrize("name", ["train", "evaluate", "save", "load", "log"])
+    def test_definitions_under_if_and_try(self, name: str) -> None:
+        found = facts.from_source("host.model", name, EVERYWHERE)
+        assert found.target == f"host.model.{name}"
+        assert found.function is not None and found.function.name == name
+
+    def test_the_last_binding_counts(self) -> None:
+        defined, imported = "def train(model): ...\n", "from .. import train\n"
+        found = facts.from_source("host.model", "train", defined + imported)
+        assert (found.function, found.imported_from) == (None, "..")
+        found = facts.from_source("host.model", "train", imported + defined)
+        assert found.function is not None and found.imported_from is None
+
+    def test_where_a_live_function_comes_from(self, host: Host) -> None:
+        name = host()
+        module: Any = importlib.import_module(f"{name}.model")
+        found = facts.from_source(module.__name__, "train", MODEL)
+        assert found.with_live(module, "train").replaced_by is None
+        module.train = test_somewhere_else
+        assert found.with_live(module, "train").replaced_by == f"{__name__}.test_somewhere_else"
+        module.train = len  # no code to tell by
+        assert found.with_live(module, "train").replaced_by is None
+        module.train = test_somewhere_else
+        del module.__file__
+        assert found.with_live(module, "train").replaced_by is None
+
+    def test_what_is_inherited_is_not_there(self, host: Host) -> None:
+        module = importlib.import_module(f"{host()}.model")
+        with pytest.raises(AttributeError, match=r"Trainer'> does not define 'fit'"):
+            facts.resolve(module, "Trainer.fit")
+
+
+def test_somewhere_else() -> None:
+    """A function of another file."""
+
+
+def verdict(text: str, folder: Path, **options: Any) -> tuple[str, str]:
+    (folder / "host").mkdir(exist_ok=True)
+    (folder / "host" / "__init__.py").write_text("")
+    (folder / "host" / "model.py").write_text(text)
+    told = judge_site(Site("host.model", "train", tag, **options), Folder(folder))
+    assert told.fingerprint == "" or len(told.fingerprint) == 12
+    return told.state, told.reason
+
+
+class TestVerdicts:
+    def test_words(self, tmp_path: Path) -> None:
+        generator = "it is a generator or a coroutine function: it runs after the call is over"
+        plain = "def train(model): return model.config"
+        told = {
+            "uses": verdict(plain, tmp_path, uses=("data", "steps")),
+            "mentions": verdict(plain, tmp_path, mentions=("data", "config", "steps")),
+            "generator": verdict("def train(model): yield", tmp_path),
+            "coroutine": verdict("async def train(model): ...", tmp_path),
+        }
+        assert told == {
+            "uses": ("drifted", "it no longer takes data, steps"),
+            "mentions": ("drifted", "its body no longer uses data, steps"),
+            "generator": ("drifted", generator),
+            "coroutine": ("drifted", generator),
+        }
+
+    def test_what_cannot_be_parsed(self, tmp_path: Path) -> None:
+        state, reason = verdict("def train(model:", tmp_path)
+        assert state == "failed"
+        assert reason.startswith("host.model cannot be parsed: ")
+
+    def test_no_such_module(self) -> None:
+        told = judge(Site("host.model", "train", tag), None)
+        assert (told.state, told.reason) == ("missing", "no source of module host.model is found")
+
+    def test_a_site_that_only_tells(self, tmp_path: Path) -> None:
+        only = verdict("def train(model): ...", tmp_path, only_tells=True)
+        assert only == (
+            "not needed",
+            "nothing to do is known there (fits: has the fault that the patch mends)",
+        )
+
+    def test_in_the_source_but_not_in_the_module(self, host: Host, tmp_path: Path) -> None:
+        name = host()
+        module: Any = importlib.import_module(f"{name}.model")
+        del module.train
+        told = judge_site(Site(f"{name}.model", "train", tag), Folder(tmp_path), module)
+        assert told.state == "missing"
+        assert told.reason.startswith(f"{name}.model.train is in the source but not in the module: <module")
+
+    def test_a_function_that_somebody_replaced(self, host: Host, engine: Engine) -> None:
+        name = host()
+        module: Any = importlib.import_module(f"{name}.model")
+        module.train = test_somewhere_else
+        engine["tagging"] = patch_of(name, "train")
+        apply()
+        [told] = status()
+        assert (told.state, told.reason) == (
+            "conflict",
+            f"replaced by {__name__}.test_somewhere_else, which has no __wrapped__ to say what it stands "
+            "for; put this patch in place before it, give it functools.wraps, or exclude this patch",
+        )
+
+
+class TestStatus:
+    def test_every_state_has_its_words_and_its_code(self, host: Host, engine: Engine) -> None:
+        name = host()
+        engine["tagging"] = patch_of(name, "train")
+        apply()
+        [waiting] = status()
+        assert (waiting.state, waiting.reason) == ("waiting", f"waits for the import of {name}.model")
+        module: Any = importlib.import_module(f"{name}.model")
+        [applied] = status()
+        assert (applied.state, applied.reason) == ("applied", "in place")
+        expected = facts.from_source(f"{name}.model", "train", MODEL).fingerprint
+        assert applied.fingerprint == expected
+
+        layer, module.train = module.train, test_somewhere_else
+        apply()
+        [lost] = status()
+        assert lost.state == "lost" and lost.fingerprint == expected
+        module.train = layer
+        [again] = status()
+        assert (again.state, again.reason, again.fingerprint) == ("applied", "in place", expected)
+
+        revert()
+        [reverted] = status()
+        assert (reverted.state, reverted.reason) == ("reverted", "reverted")
+
+    def test_a_layer_that_is_off_says_so(self, host: Host, engine: Engine) -> None:
+        name = host()
+        engine["tagging"] = patch_of(name, "train")
+        apply()
+        layer = importlib.import_module(f"{name}.model").train
+        assert layer.is_on
+        revert()
+        assert not layer.is_on
+        assert layer.path == ("tagging", f"{name}.model", "train")
+
+
+class TestAdapters:
+    def test_are_given_the_call_as_it_is(self, host: Host, engine: Engine) -> None:
+        name, calls = host(), []
+
+        def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any, **more: Any) -> Any:
+            calls.append((instance, args, kwargs, more))
+            return wrapped(*args, **kwargs)
+
+        engine["plain"] = patch_of(name, "Trainer.step", name="plain", adapter=noting)
+        engine["set"] = patch_of(name, "train", name="set", adapter=noting, with_settings=True)
+        settings = Settings(train_functions=("pkg.mod:train",))
+        apply(settings=settings)
+        module = importlib.import_module(f"{name}.model")
+        trainer = module.Trainer()
+        assert trainer.step(x=3) == ("step", 3)
+        assert module.train("m", steps=2) == ("trained", "m", 2)
+        assert calls == [
+            (trainer, (), {"x": 3}, {}),
+            (None, ("m",), {"steps": 2}, {"settings": settings}),
+        ]
+
+    def test_asked_for_by_name_stays_a_must(
+        self, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine["tagging"] = patch_of("late_host", "train")
+        apply("tagging")
+        apply()  # all: may
+        (tmp_path / "late_host").mkdir()
+        (tmp_path / "late_host" / "model.py").write_text("def save(model): ...")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(PatchError, match="does not define train"):
+            importlib.import_module("late_host.model")
+
+
+class TestOwnFaults:
+    """What is wrong with this package itself costs its users one line."""
+
+    @pytest.fixture
+    def broken(self, host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> str:
+        name = host()
+        engine["tagging"] = patch_of(name, "train")
+
+        def settle(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("a file\nis damaged")
+
+        self.break_it = lambda: monkeypatch.setattr(installer.installer, "_settle", settle)
+        return name
+
+    def test_one_line(self, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+        apply()
+        self.break_it()
+        importlib.import_module(f"{broken}.model")
+        importlib.import_module(f"{broken}.actor")
+        assert caplog.messages == [
+            "megatron_rl_patches: something of its own is wrong: RuntimeError: a file is damaged; going on "
+            "without"
+        ]
+
+    def test_an_error_where_it_is_a_must(self, broken: str) -> None:
+        apply("tagging")
+        self.break_it()
+        with pytest.raises(PatchError, match="of its own is wrong: RuntimeError: a file is damaged"):
+            importlib.import_module(f"{broken}.model")
