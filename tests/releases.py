@@ -31,15 +31,16 @@ def configure(config: pytest.Config) -> None:
     release = config.getoption("--megatron-core")
     if release is None:
         return
+    # They warn of what they like.
+    config.addinivalue_line("filterwarnings", "ignore")
+    if hasattr(config, "workerinput"):  # of pytest-xdist, with the path that the first process has set
+        return
     folder = config.cache.mkdir("megatron-core")
     paths = [str(Packages(folder).unpacked(f"megatron-core {release}"))]
     if requirement := NEEDS.get(release):
         paths.append(str(_installed(requirement, folder)))
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # They warn of what they like.
-    config.addinivalue_line("filterwarnings", "ignore")
-
 
 def _installed(requirement: str, folder: Path) -> Path:
     target = folder / requirement

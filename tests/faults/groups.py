@@ -56,3 +56,8 @@ def meet(store: dist.Store, place: str, rank: int) -> None:
     """Wait for the other of two ranks."""
     store.set(f"{place}, {rank}", "here")
     store.wait([f"{place}, {1 - rank}"])
+
+
+def timed_out(error: str) -> bool:
+    """In gloo's words: the wait was over, or it had closed the connection for that reason just before."""
+    return "Timed out" in error or "Application timeout" in error

@@ -45,7 +45,7 @@ def test_metadata_says_what_is_needed(artifacts):
         metadata = message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "docs"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "mutation", "docs"}
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {"torch", "megatron-core>=0.12", "wrapt<3,>=1.16"} <= needed
 
