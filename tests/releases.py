@@ -42,6 +42,7 @@ def configure(config: pytest.Config) -> None:
     sys.path[:0] = paths
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
 
+
 def _installed(requirement: str, folder: Path) -> Path:
     target = folder / requirement
     if not target.exists():

@@ -112,7 +112,8 @@ class Outer:
 
 switched_on = {"env_vars": {"MEGATRON_RL_PATCHES": "1"}}
 job, here = (switched_on if where == sys.argv[1] else None for where in ("job", "here"))
-ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=job)
+options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+ray.init("local", num_cpus=2, runtime_env=job, **options)
 outer = Outer.options(num_cpus=0, runtime_env=here).remote()
 found = [*ray.get(outer.patched.remote(), timeout=90)]
 found += [ray.get(task.options(runtime_env=here).remote(), timeout=90)]
