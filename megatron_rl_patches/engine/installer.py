@@ -139,7 +139,8 @@ class Installer:
 
     def _loaded(self, module_name: str) -> None:
         """A watched module has just been imported; raising makes that import fail."""
-        must = any(record.must for record in self._records.values() if record.site.module == module_name)
+        with self._lock:
+            must = any(record.must for record in self._records.values() if record.site.module == module_name)
         with self._sparing_the_host(must):
             faults = self._settle(module_name)
             announce.warn(faults)
