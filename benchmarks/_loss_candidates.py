@@ -20,7 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
-CHECKOUTS = {"slime": "SLIME_DIR", "verl": "VERL_DIR", "nemo-rl": "NEMO_RL_DIR"}
+CHECKOUTS = {
+    "slime": "SLIME_DIR",
+    "verl": "VERL_DIR",
+    "nemo-rl": "NEMO_RL_DIR",
+    "OpenClaw-RL": "OPENCLAW_DIR",
+}
 LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
 
 Group = dist.ProcessGroup

@@ -48,7 +48,7 @@ def naive() -> AtIds:
 
 
 def nemo_rl(chunk_size: int) -> AtIds:
-    module = from_checkout("NEMO_RL_DIR", "nemo_rl.distributed.model_utils")
+    module = from_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 
     def at_ids(logits: Tensor, ids: Tensor, group: Group) -> tuple[Tensor, ...]:
         start = group.rank() * logits.shape[1]
@@ -63,7 +63,7 @@ def nemo_rl(chunk_size: int) -> AtIds:
 
 def openclaw() -> AtIds:
     """Its loop over the K ids, each with a copy of the logits, and its tail."""
-    module = from_checkout("OPENCLAW_DIR", "slime.utils.ppo_utils")
+    module = from_checkout("OpenClaw-RL", "slime.utils.ppo_utils")
 
     def at_ids(logits: Tensor, ids: Tensor, group: Group) -> tuple[Tensor, ...]:
         if ids.shape[1] * logits.nbytes > MOST_BYTES:
@@ -81,7 +81,7 @@ def select_ours() -> Selection:
 
 
 def select_nemo_rl(chunk_size: int) -> Selection:
-    module = from_checkout("NEMO_RL_DIR", "nemo_rl.distributed.model_utils")
+    module = from_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
 
     def select(logits: Tensor, k: int, group: Group) -> Tensor:
         start = group.rank() * logits.shape[1]
