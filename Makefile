@@ -22,7 +22,7 @@ demo: $(INSTALLED)-demo
 
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
-	$(MAKE) test-releases
+	$(if $(PYTEST_ARGS),,$(MAKE) test-releases)
 
 # Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels.
 RELEASES ?= 0.12.3 0.14.0 0.19.2

@@ -41,9 +41,11 @@ def configure(config: pytest.Config) -> None:
     file = config.getoption("--record")
     if file is None:
         return
-    if config.getoption("keyword") or any("::" in argument for argument in config.args):
+    chosen = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
+    if any(chosen) or any("::" in argument for argument in config.args):
         raise pytest.UsageError("--record needs whole files: a suite passes when all of its tests do")
-    config.pluginmanager.register(_Recorder(file))
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, which reports to the process that records
+        config.pluginmanager.register(_Recorder(file))
 
 
 def ran_on(request: pytest.FixtureRequest, source: str, megatron: str) -> None:

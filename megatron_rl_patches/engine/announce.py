@@ -22,7 +22,7 @@ def once(statuses: Sequence[SiteStatus]) -> None:
     if not done:
         done = True
         _say(logging.INFO, summary(statuses, __version__))
-        warn([status for status in statuses if status.is_fault])
+        warn([status for status in statuses if status.is_fault and status.host in sys.modules])
 
 
 def warn(faults: Sequence[SiteStatus]) -> None:
@@ -67,6 +67,6 @@ def _rank() -> int:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     try:
-        return int(os.environ.get("RANK", "0"))
+        return max(0, int(os.environ.get("RANK", "0")))
     except ValueError:
         return 0

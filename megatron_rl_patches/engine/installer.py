@@ -78,6 +78,7 @@ class Installer:
         """
         with self._lock:
             before, settings_before = dict(self._records), dict(self.settings)
+            must_before = {record: record.must for record in before.values()}
             selected = {record.patch.name for record in before.values() if not record.reverted}
             for patch in patches:
                 if replace_settings or patch.name not in selected:
@@ -92,6 +93,8 @@ class Installer:
             with self._lock:
                 self.remove(added)
                 self._records, self.settings = before, settings_before
+                for record, was_must in must_before.items():
+                    record.must = was_must
                 self._has_failed |= not isinstance(error, PatchError)  # whoever called tells of it
             raise
         return added

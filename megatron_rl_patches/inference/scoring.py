@@ -141,8 +141,8 @@ def forward_topk(
         context-parallel ranks; ``None`` on the other stages.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; and on the last stage alone, where the others then
-            wait in vain, if ``at`` does not fit.
+        InvalidInputError: as :func:`forward_log_probs`; ``at`` has not as many entries as there are samples;
+            and on the last stage alone, where the others then wait in vain, if an entry does not fit.
     """
     _check_temperature(temperature)
     if allgather_cp:
@@ -153,8 +153,9 @@ def forward_topk(
     most = vocab_size or vocabulary_of(model)
     if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
         raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
-    samples = sum(len(batch.get("lengths", ())) for batch in microbatches)
-    if at is not None and len(at) != samples:
+    lengths = [batch["lengths"] for batch in microbatches if batch.get("lengths") is not None]
+    samples = sum(map(len, lengths))
+    if at is not None and len(lengths) == len(microbatches) and len(at) != samples:
         raise InvalidInputError(f"`at` has ids for {len(at)} samples, and the microbatches have {samples}.")
 
     def score(

@@ -37,13 +37,13 @@ class Watched:
             yield self.calls
 
     @contextmanager
-    def interrupted_at(self, place: Call) -> Iterator[None]:
-        """SIGINT as the call begins; for a method in C also ``c_return``, when it is done."""
+    def interrupted_at(self, place: Call, by: signal.Signals = signal.SIGINT) -> Iterator[None]:
+        """A signal as the call begins; for a method in C also ``c_return``, when it is done."""
 
         def strike(*event: Any) -> None:
             if self._note(*event) == place:
                 # Python switches off what raises in it.
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), by)
 
         with self._profiled(strike):
             yield

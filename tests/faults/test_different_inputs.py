@@ -138,6 +138,35 @@ def test_one_rank_is_refused(tmp_path: Path) -> None:
         assert refused.as_before and waiting.as_before, case
 
 
+def _train_without_the_patch(folder: str) -> str:
+    import torch.distributed as dist
+
+    from tests.faults.groups import meet, short_lived_groups
+
+    with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
+        from tests.real.faults import Trainee
+        from tests.real.tiny_gpt import Options
+
+        with short_lived_groups(Path(folder), "unpatched") as store:
+            trainee = Trainee(Options(overlap_param_gather=False))
+            trainee.train(1)
+            if dist.get_rank() == 1:
+                revert("reentrant-train")
+            try:
+                trainee.train(1)
+                error = "no error"
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            meet(store, "after the error", dist.get_rank())
+            return error
+
+
+def test_a_rank_without_the_patch_is_no_hang(tmp_path: Path) -> None:
+    patched, unpatched = spawn_ranks(_train_without_the_patch, 2, str(tmp_path), timeout=90)
+    assert unpatched.startswith("AssertionError: When overlap_grad_reduce is True"), unpatched
+    assert timed_out(patched), patched
+
+
 def _one_without_the_patch() -> list[str]:
     import torch.distributed as dist
 

@@ -1,7 +1,9 @@
-"""Ctrl-C anywhere in the swaps of a ``TeacherPool``: a whole teacher, or none that is claimed."""
+"""Ctrl-C and SIGTERM anywhere in the swaps of a ``TeacherPool``: a whole teacher, or none that is claimed."""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +87,19 @@ def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> N
         with pytest.raises(KeyboardInterrupt), _watched().interrupted_at(place):
             scenario(pool)
         _check(pool, place)
+
+
+def test_terminated_at_every_call() -> None:
+    """A launcher's SIGTERM, in a program that unwinds for it and saves what it has."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for place in _recorded(take_turns):
+            pool = _pool()
+            with pytest.raises(SystemExit), _watched().interrupted_at(place, signal.SIGTERM):
+                take_turns(pool)
+            _check(pool, place)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check(pool: TeacherPool, place: Any) -> None:

@@ -204,6 +204,22 @@ class TestAdapters:
         with pytest.raises(PatchError, match="does not define train"):
             importlib.import_module("late_host.model")
 
+    def test_a_call_that_was_refused_leaves_no_must_behind(
+        self, engine: Engine, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        replaced = host()
+        module: Any = importlib.import_module(f"{replaced}.model")
+        module.train = test_somewhere_else
+        engine["tagging"] = patch_of("later_host", "train")
+        apply()
+        engine["tagging"].wrap(module.__name__, "train")(tag)
+        with pytest.raises(PatchError, match="conflict: replaced by"):
+            apply("tagging")
+        (tmp_path / "more" / "later_host").mkdir(parents=True)
+        (tmp_path / "more" / "later_host" / "model.py").write_text("def save(model): ...")
+        monkeypatch.syspath_prepend(str(tmp_path / "more"))
+        importlib.import_module("later_host.model")  # a warning, as it was before
+
 
 class TestOwnFaults:
     """What is wrong with this package itself costs its users one line."""

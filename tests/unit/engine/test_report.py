@@ -64,6 +64,16 @@ class TestAtExit:
         announce.at_exit([site("one", "slime", "waiting"), site("one", "slime", "reverted")])
         assert caplog.messages == []
 
+    def test_a_host_that_is_not_used_is_not_complained_of(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(announce, "_warned", set())
+        monkeypatch.setitem(sys.modules, "somehost", ModuleType("somehost"))
+        announce.once([site("one", "somehost", "missing"), site("one", "unused", "missing")])
+        assert [line for line in caplog.messages if "skipped" in line] == [
+            "megatron_rl_patches: skipped one: somehost.train: missing: a reason"
+        ]
+
     def test_summary_with_this_version(
         self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -87,7 +97,9 @@ class TestRank:
     def nothing_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(announce, "_warned", set())
 
-    @pytest.mark.parametrize(("variable", "speaks"), [("0", True), ("1", False), ("x", True), (None, True)])
+    @pytest.mark.parametrize(
+        ("variable", "speaks"), [("0", True), ("1", False), ("-1", True), ("x", True), (None, True)]
+    )
     def test_by_variable(
         self,
         variable: str | None,
