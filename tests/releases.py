@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,16 @@ def configure(config: pytest.Config) -> None:
         return
     # They warn of what they like.
     config.addinivalue_line("filterwarnings", "ignore")
-    if hasattr(config, "workerinput"):  # of pytest-xdist, with the path that the first process has set
-        return
-    folder = config.cache.mkdir("megatron-core")
-    paths = [str(Packages(folder).unpacked(f"megatron-core {release}"))]
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, which inherits the variable
+        paths = [*_paths(release, config.cache.mkdir("megatron-core")), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+
+
+def _paths(release: str, folder: Path) -> Iterator[str]:
+    yield str(Packages(folder).unpacked(f"megatron-core {release}"))
     if requirement := NEEDS.get(release):
-        paths.append(str(_installed(requirement, folder)))
-    sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+        yield str(_installed(requirement, folder))
 
 
 def _installed(requirement: str, folder: Path) -> Path:
