@@ -56,3 +56,8 @@ def test_links_of_pages_outside_the_site_lead_somewhere(path: pages.Path) -> Non
             headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("path", pages.paths(), ids=pages.name_of)
+def test_nothing_is_left_to_fill_in(path: pages.Path) -> None:
+    assert not re.search(r"@[A-Z]+@|\bTODO\b|\bTBD\b", path.read_text("utf-8"))
