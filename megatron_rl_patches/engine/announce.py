@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from .. import __version__
 from .report import SiteStatus, summary
@@ -27,14 +28,13 @@ def once(statuses: Sequence[SiteStatus]) -> None:
 
 def warn(faults: Sequence[SiteStatus]) -> None:
     """One warning for each skipped site, however often it is judged; a common one for a common reason."""
-    targets: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, str, str], list[SiteStatus]] = {}
     for fault in dict.fromkeys(fault for fault in faults if fault not in _warned):
         _warned.add(fault)
-        targets.setdefault((fault.patch, fault.state, fault.reason), []).append(fault.target)
-    for (patch, state, reason), skipped in targets.items():
-        _say(
-            logging.WARNING, f"megatron_rl_patches: skipped {patch}: {', '.join(skipped)}: {state}: {reason}"
-        )
+        alike.setdefault((fault.patch, fault.state, fault.reason), []).append(fault)
+    for skipped in alike.values():
+        together = replace(skipped[0], target=", ".join(fault.target for fault in skipped))
+        _say(logging.WARNING, f"megatron_rl_patches: skipped {together}")
 
 
 def at_exit(statuses: Sequence[SiteStatus]) -> None:

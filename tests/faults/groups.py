@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -56,6 +57,15 @@ def meet(store: dist.Store, place: str, rank: int) -> None:
     """Wait for the other of two ranks."""
     store.set(f"{place}, {rank}", "here")
     store.wait([f"{place}, {1 - rank}"])
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What a call raises, as it would be printed."""
+    try:
+        call()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "no error"
 
 
 def timed_out(error: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl_patches import PatchError, applied, revert, verify_ranks
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.faults.groups import timed_out
+from tests.faults.groups import error_of, timed_out
 from tests.real.test_interruption import SETTINGS
 
 ROWS, VOCABULARY = 6, 32
@@ -119,11 +119,7 @@ def _outcome(sizes: dict[str, int], case: Callable[[Any, bool], None], folder: P
         trainee = Trainee(Options(parallelism=Parallelism(**sizes)))
         trainee.train(1)
         before = trainee.checksums()
-        try:
-            case(trainee, dist.get_rank() == 1)
-            error = "no error"
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        error = error_of(partial(case, trainee, dist.get_rank() == 1))
         as_before = trainee.checksums() == before and all(chunk.training for chunk in trainee.model)
         meet(store, "after the error", dist.get_rank())
         return Outcome(error, as_before)
@@ -152,11 +148,7 @@ def _train_without_the_patch(folder: str) -> str:
             trainee.train(1)
             if dist.get_rank() == 1:
                 revert("reentrant-train")
-            try:
-                trainee.train(1)
-                error = "no error"
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
+            error = error_of(partial(trainee.train, 1))
             meet(store, "after the error", dist.get_rank())
             return error
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import RanksFailed, cpu_backend, spawn_ranks
-from tests.faults.groups import timed_out
+from tests.faults.groups import error_of, timed_out
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 
 
@@ -62,21 +61,13 @@ def _outcome(case: Case, folder: Path, name: str) -> Outcome:
         if dist.get_rank() == 1:
             trainee.fail(case.stage, 0)
         if dist.get_rank() == 0 or case.retries:
-            error = _error(lambda: trainee.train(1))
+            error = error_of(lambda: trainee.train(1))
         changed = trainee.checksums() != before
         meet(store, "after the error", dist.get_rank())
     with short_lived_groups(folder, f"{name} again"):
         trainee = Trainee(options)
         trainee.train(1)
         return Outcome(error, changed, trainee.checksums() == before)
-
-
-def _error(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as raised:
-        return f"{type(raised).__name__}: {raised}"
-    return "no error"
 
 
 @pytest.mark.slow

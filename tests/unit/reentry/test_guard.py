@@ -105,9 +105,11 @@ def test_garbage_collection_is_as_it_was() -> None:
         assert gc.isenabled()
     gc.disable()
     try:
-        with reentrant_train(chunk):
-            pass
-        assert not gc.isenabled()
+        for enables in (False, True):
+            with reentrant_train(chunk):
+                if enables:
+                    gc.enable()
+            assert not gc.isenabled()
     finally:
         gc.enable()
 

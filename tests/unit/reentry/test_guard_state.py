@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -142,16 +141,6 @@ def test_timers_are_found_on_the_config_that_has_some() -> None:
         assert not timers._timers[guard.INTERVAL_TIMER]._started
         timers._timers["forward"]._started = True
     assert not timers._timers["forward"]._started
-
-
-def test_garbage_collection_that_was_off_is_off() -> None:
-    gc.disable()
-    try:
-        with reentrant_train(MockDDP(**PLAIN)):
-            gc.enable()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_a_clean_up_that_fails_is_told_and_the_next_is_done(
