@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).with_name("stand_in")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "mutants")
 VARIABLES = re.compile("MEGATRON_RL_PATCHES|AUTOWRAPT|PYTHON|RAY_|COV_")
 
 
@@ -97,9 +98,13 @@ class Artifacts:
 
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    """The sdist of this working tree, and the wheel made from that sdist."""
+    """The sdist of this working tree, and the wheel made from that sdist.
+
+    Built from a copy: setuptools writes into the tree, and pytest's workers do this at the same time.
+    """
     folder = tmp_path_factory.mktemp("artifacts")
-    check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT], timeout=300)
+    source = shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
+    check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
