@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 
 import pytest
 from hypothesis import settings
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     releases.configure(config)
     recording.configure(config)
+    # Shells start what runs in the background with SIGINT ignored, and ranks would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
