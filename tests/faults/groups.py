@@ -37,13 +37,14 @@ def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
 
 
 @contextmanager
-def worlds_of_one(folder: Path, name: str) -> Iterator[None]:
-    """Each rank on its own, as if somebody else had started it."""
-    rank = dist.get_rank()
+def worlds_of(size: int, folder: Path, name: str) -> Iterator[int]:
+    """So many ranks each, as if somebody else had started the others; gives the number of the world."""
+    world, rank = divmod(dist.get_rank(), size)
     dist.destroy_process_group()
-    store = dist.FileStore(str(folder / f"{name} {rank}"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=_AT_MOST)
-    yield
+    store = dist.FileStore(str(folder / f"{name} {world}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_AT_MOST)
+    dist.barrier()  # who is connected may leave at once, but not from those who still connect
+    yield world
 
 
 def appointments(folder: Path, name: str) -> dist.Store:

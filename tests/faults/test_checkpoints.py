@@ -131,13 +131,13 @@ def _disk_is_full(root: Path) -> None:
 def _two_jobs(root: Path, folder: Path) -> None:
     """One loads while the other does; then while the other writes a newer iteration."""
     from megatron_rl_patches.inference import load_inference_checkpoint
-    from tests.faults.groups import appointments, meet, worlds_of_one
+    from tests.faults.groups import appointments, meet, worlds_of
     from tests.real import checkpoints
     from tests.real.tiny_gpt import Options
 
     rank = dist.get_rank()
     store = appointments(folder, "appointments")
-    with worlds_of_one(folder, "world"):
+    with worlds_of(1, folder, "world"):
         weights = {}
         model = checkpoints.scoring(Options())
         meet(store, "both load", rank)

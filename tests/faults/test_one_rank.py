@@ -1,83 +1,129 @@
-"""One rank raises while its peers wait for it: an error on every rank in time, and no wrong weights."""
+"""One rank raises while its peer waits for it: an error in time, and no update that only one of them made."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import RanksFailed, cpu_backend, spawn_ranks
 from tests.faults.groups import error_of, timed_out
+from tests.faults.test_stages import PLACES, STAGES
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 
 
 class Case(NamedTuple):
-    sizes: dict[str, int]
     overlap: str
     stage: str  # where rank 1 raises
-    retries: bool = False  # at once, while rank 0 is in the middle of the step
-
-
-CASES = [
-    Case({}, "grad reduce", "forward 1"),
-    Case({}, "both", "backward 1"),
-    Case({}, "both", "in step"),
-    Case({"tp": 2}, "both", "forward 0"),
-    # The all-reduces of its second forward meet those of the peer's backward, which are of the same size.
-    Case({"tp": 2}, "both", "forward 1", retries=True),
-    Case({"pp": 2}, "both", "backward 0"),
-    Case({"pp": 2}, "both", "before step"),
-]
+    place: str
 
 
 class Outcome(NamedTuple):
     """One rank's account."""
 
-    error: str  # of the step that the peer broke off, or of the retry
-    weights_changed: bool
-    works_again: bool  # with new groups
+    error: str  # of the peer
+    updates: int
+    new_model: str  # its weights after a step, in new groups
 
 
-def _campaign(folder: str) -> list[Outcome]:
-    with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
-        return [_outcome(case, Path(folder), str(number)) for number, case in enumerate(CASES)]
+def _campaign(folder: str, sizes: dict[str, int], place: str) -> tuple[str, dict[Case, Outcome]]:
+    """A pair of ranks for each kind of overlap, since they wait most of the time.
+
+    Also what a new model's weights are after a step that nothing went before.
+    """
+    from tests.faults.groups import worlds_of
+    from tests.real.tiny_gpt import Options, Parallelism
+
+    with (
+        cpu_backend(),
+        applied("reentrant-train", settings=SETTINGS),
+        worlds_of(2, Path(folder), "pair") as pair,
+    ):
+        overlap = list(OVERLAPS)[pair]
+        options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
+        undisturbed = _new_model(options, Path(folder), overlap)
+        cases = [Case(overlap, stage, place) for stage in STAGES]
+        return undisturbed, {case: _outcome(options, case, Path(folder)) for case in cases}
 
 
-def _outcome(case: Case, folder: Path, name: str) -> Outcome:
+def _outcome(options: Any, case: Case, folder: Path) -> Outcome:
     import torch.distributed as dist
 
     from tests.faults.groups import meet, short_lived_groups
-    from tests.real.faults import Trainee
-    from tests.real.tiny_gpt import Options, Parallelism
+    from tests.real.faults import Trainee, counting_updates
 
-    options = Options(parallelism=Parallelism(**case.sizes), **OVERLAPS[case.overlap])
+    done, failing_step = PLACES[case.place]
     error = ""
-    with short_lived_groups(folder, name) as store:
+    with short_lived_groups(folder, f"{case}") as store:
         trainee = Trainee(options)
-        trainee.train(1)
-        before = trainee.checksums()
-        if dist.get_rank() == 1:
-            trainee.fail(case.stage, 0)
-        if dist.get_rank() == 0 or case.retries:
-            error = error_of(lambda: trainee.train(1))
-        changed = trainee.checksums() != before
+        with counting_updates(trainee.optimizer) as updates:
+            trainee.train(done)
+            if dist.get_rank() == 1:
+                trainee.fail(case.stage, failing_step)
+            else:
+                error = error_of(lambda: trainee.train(2))
         meet(store, "after the error", dist.get_rank())
-    with short_lived_groups(folder, f"{name} again"):
+    return Outcome(error, len(updates), _new_model(options, folder, f"{case}, again"))
+
+
+def _new_model(options: Any, folder: Path, name: str) -> str:
+    from tests.faults.groups import short_lived_groups
+    from tests.real.faults import Trainee
+
+    with short_lived_groups(folder, name):
         trainee = Trainee(options)
         trainee.train(1)
-        return Outcome(error, changed, trainee.checksums() == before)
+        return trainee.checksums().whole
 
 
 @pytest.mark.slow
-def test_errors_in_time(tmp_path: Path) -> None:
-    first, second = spawn_ranks(_campaign, 2, str(tmp_path), timeout=240)
-    for case, one, other in zip(CASES, first, second, strict=True):
-        assert timed_out(one.error), (case, one)
-        assert timed_out(other.error) == case.retries, (case, other)
-        assert one.weights_changed == other.weights_changed == (case.stage == "in step"), case
-        assert one.works_again and other.works_again, case
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_error_in_time(sizes: dict[str, int], place: str, tmp_path: Path) -> None:
+    ranks = spawn_ranks(_campaign, 2 * len(OVERLAPS), str(tmp_path), sizes, place, timeout=240)
+    done, failing_step = PLACES[place]
+    for number, (undisturbed, outcomes) in enumerate(ranks):
+        assert len(outcomes) == len(STAGES)
+        for case, outcome in outcomes.items():
+            updated = case.stage in ("in step", "after step")
+            assert outcome.updates == done + failing_step + updated, (case, outcome)
+            assert outcome.new_model == undisturbed, case
+            if number % 2 == 0 and not _has_nothing_to_wait_for(case, sizes):
+                assert timed_out(outcome.error), (case, outcome)
+
+
+def _has_nothing_to_wait_for(case: Case, sizes: dict[str, int]) -> bool:
+    """After the call's last step, unless the call ends with a gather of parameters."""
+    gathers = not sizes and case.overlap == "both"
+    return (case.stage, case.place) == ("after step", "later step") and not gathers
+
+
+def _retry(folder: str) -> tuple[str, bool]:
+    with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
+        import torch.distributed as dist
+
+        from tests.faults.groups import meet, short_lived_groups
+        from tests.real.faults import Trainee
+        from tests.real.tiny_gpt import Options, Parallelism
+
+        with short_lived_groups(Path(folder), "groups") as store:
+            trainee = Trainee(Options(parallelism=Parallelism(tp=2)))
+            trainee.train(1)
+            before = trainee.checksums()
+            if dist.get_rank() == 1:
+                trainee.fail("forward 1", 0)
+            error = error_of(lambda: trainee.train(1))
+            meet(store, "after the error", dist.get_rank())
+            return error, trainee.checksums() != before
+
+
+def test_a_lone_retry_whose_reductions_its_peer_takes_for_its_own(tmp_path: Path) -> None:
+    """Those of rank 1's second forward meet those of rank 0's backward, which are of the same size."""
+    for error, weights_changed in spawn_ranks(_retry, 2, str(tmp_path), timeout=90):
+        assert timed_out(error)
+        assert not weights_changed
 
 
 def _mismatch(folder: str) -> None:

@@ -15,19 +15,17 @@ from tests.real.outcomes import Outcome
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 
 PLACES = {"first batch": (0, 0), "later step": (1, 1)}
-TENSOR_PARALLEL = [
-    (stage, stage)
-    for stage in (
-        "before forward",
-        "forward 0",
-        "forward 1",
-        "backward 0",
-        "backward 1",
-        "before step",
-        "in step",
-        "after step",
-    )
-]
+STAGES = (
+    "before forward",
+    "forward 0",
+    "forward 1",
+    "backward 0",
+    "backward 1",
+    "before step",
+    "in step",
+    "after step",
+)
+TENSOR_PARALLEL = [(stage, stage) for stage in STAGES]
 # Stages of the first and the second pipeline rank where neither waits for the other, nor is a message of one
 # on its way that the other has not received: a retry would take it for its own.
 PIPELINE_PARALLEL = [

@@ -1,19 +1,20 @@
 """``lean-loss`` at the sites of the hosts, on stand-ins and real megatron-core.
 
-Every test runs in fresh processes. Unpatched, the stand-ins keep copies of the logits, lose gradients under
-reentrant checkpointing, or hang; patched, they return the same things in the same shapes, with the values and
-gradients of a dense float64 reference.
+Every test runs in processes of its own. Unpatched, the stand-ins keep copies of the logits, lose gradients
+under reentrant checkpointing, or hang; patched, they return the same things in the same shapes, with the
+values and gradients of a dense float64 reference.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import RanksFailed, cpu_backend, spawn_ranks
@@ -22,7 +23,6 @@ PATCH = "lean-loss"
 HOSTS = ("slime", "openclaw", "miles")
 STAND_INS = Path(__file__).with_name("stand_in")
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}  # Megatron compiles parts of that cross entropy
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,12 @@ def stand_ins_on_the_path(request: pytest.FixtureRequest) -> Iterator[None]:
         if "openclaw" in request.node.name:
             monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
         yield
+
+
+def _eager(function: Callable[..., Any], *args: Any) -> Any:
+    """Megatron compiles parts of its cross entropy, which takes longer than all of the test."""
+    torch.compiler.set_stance("force_eager")
+    return function(*args)
 
 
 def _names(package: str) -> dict[str, Any]:
@@ -88,7 +94,7 @@ def _scores(host: str, order: str, tp: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
 @pytest.mark.parametrize("host", HOSTS)
 def test_values_and_gradients(host: str, order: str, tp: int) -> None:
-    for seen in spawn_ranks(_scores, tp, host, order, tp, env=EAGER):
+    for seen in spawn_ranks(_eager, tp, _scores, host, order, tp):
         assert seen["states"] <= {"applied", "not needed", "waiting"}
         assert all(seen["returned"])
         assert seen["patched"] < 1e-6
@@ -111,7 +117,7 @@ def _true_on_policy() -> bool:
 
 
 def test_miles_keeps_the_bits_of_its_engine() -> None:
-    assert spawn_ranks(_true_on_policy, 1, env=EAGER) == [True]
+    assert spawn_ranks(_eager, 1, _true_on_policy) == [True]
 
 
 # --- recomputation ------------------------------------------------------------------------------------------
@@ -144,7 +150,7 @@ def _recomputed(host: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_recomputed_loss(host: str) -> None:
-    [seen] = spawn_ranks(_recomputed, 1, host, env=EAGER)
+    [seen] = spawn_ranks(_eager, 1, _recomputed, host)
     if host == "openclaw":  # reentrant: its first pass, without grad mode, overwrites the logits
         assert seen["unpatched"] > 0.1
     else:
@@ -179,10 +185,10 @@ def _top_k(patched: bool) -> list[float]:
 
 
 def test_openclaw_candidates_of_a_top_k_loss() -> None:
-    [[first, *others]] = spawn_ranks(_top_k, 1, False, env=EAGER)
+    [[first, *others]] = spawn_ranks(_eager, 1, _top_k, False)
     assert first < 1e-6
     assert min(others) > 0.1
-    [errors] = spawn_ranks(_top_k, 1, True, env=EAGER)
+    [errors] = spawn_ranks(_eager, 1, _top_k, True)
     assert max(errors) < 1e-6
 
 
@@ -213,17 +219,17 @@ def _redistributed(host: str, patched: bool, backward: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only(host: str) -> None:
-    without, with_response = spawn_ranks(_redistributed, 2, host, False, False, env=EAGER)
+    without, with_response = spawn_ranks(_eager, 2, _redistributed, host, False, False)
     assert without["requires grad"][1, 0.0] == [True, True]
     assert with_response["requires grad"][1, 0.0] == [True, False]
     # The other one waits for it, or, as here, finds it gone.
     with pytest.raises(RanksFailed, match="rank 0"):
-        spawn_ranks(_redistributed, 2, host, False, True, timeout=30, env=EAGER)
+        spawn_ranks(_eager, 2, _redistributed, host, False, True, timeout=30)
 
 
 @pytest.mark.parametrize("host", ["slime", "miles"])
 def test_all_gather_cp(host: str) -> None:
-    for seen in spawn_ranks(_redistributed, 2, host, True, True, env=EAGER):
+    for seen in spawn_ranks(_eager, 2, _redistributed, host, True, True):
         assert seen["requires grad"] == {
             (samples, entropy_coef): [True, entropy_coef != 0]
             for samples in (1, 3)
@@ -257,7 +263,7 @@ def _extra_memory(host: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_memory_beyond_the_logits(host: str) -> None:
-    [seen] = spawn_ranks(_extra_memory, 1, host, env=EAGER)
+    [seen] = spawn_ranks(_eager, 1, _extra_memory, host)
     assert seen["unpatched"] > 4
     # The gradient of the logits, and the one that the test reads at its leaf.
     assert seen["patched"] < 2.05
@@ -305,7 +311,7 @@ def _verl(order: str, tp: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
 def test_verl(order: str, tp: int) -> None:
-    for seen in spawn_ranks(_verl, tp, order, tp, env=EAGER):
+    for seen in spawn_ranks(_eager, tp, _verl, order, tp):
         assert seen["states"] == {"applied"}
         assert all(seen["returned"])
         assert all(seen["distillation"])
@@ -339,7 +345,7 @@ def _verl_memory() -> dict[str, Any]:
 
 
 def test_memory_beyond_the_logits_verl() -> None:
-    [seen] = spawn_ranks(_verl_memory, 1, env=EAGER)
+    [seen] = spawn_ranks(_eager, 1, _verl_memory)
     assert seen["unpatched"] > 3.9
     # The gradients that the division by the temperature and the test's own product hand on.
     assert seen["patched"] < 2.05

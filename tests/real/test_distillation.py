@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -27,7 +28,7 @@ ROLLOUTS, WINDOW = 30, 10
 
 
 def _distil(sizes: dict[str, int], target: str, folder: str) -> dict[str, Any]:
-    with cpu_backend():
+    with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
         from megatron_rl_patches.demo import distillation, policy, teachers
 
         policy.initialize(0, **sizes)
@@ -65,15 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def run(layout: str, target: str, folder: str) -> dict[str, Any]:
-    ranks = spawn_ranks(
-        _distil,
-        2,
-        LAYOUTS[layout],
-        target,
-        folder,
-        env={"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": TRAIN},
-        timeout=280,
-    )
+    ranks = spawn_ranks(_distil, 2, LAYOUTS[layout], target, folder, timeout=280)
     assert ranks[0] == ranks[1]
     return ranks[0]
 
