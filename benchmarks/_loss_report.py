@@ -262,7 +262,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     both[1].axvline(floor, color="black", linestyle=":", label="one read, one read-and-write")
     both[0].set_yticks(range(len(names)), names)
     both[0].invert_yaxis()
-    figure.legend(*both[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    both[1].legend(loc="upper right")
     figure.suptitle(f"Log-probabilities and entropy: {result.setup.name}")
     _machine.stamp(figure)
     figure.savefig(path, dpi=150)

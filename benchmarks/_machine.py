@@ -21,5 +21,5 @@ def told() -> str:
 
 
 def stamp(figure: Any) -> None:
-    """Write it at the foot of a matplotlib figure."""
-    figure.text(0.995, 0.003, told(), ha="right", va="bottom", fontsize=6, color="0.4")
+    """Write it at the foot of a matplotlib figure, whose constrained layout leaves room for it."""
+    figure.supxlabel(told(), x=0.995, ha="right", fontsize=6, color="0.4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,16 @@ class Outcome(NamedTuple):
 
     error: str  # of the peer
     updates: int
-    new_model: str  # its weights after a step, in new groups
 
 
-def _campaign(folder: str, sizes: dict[str, int], place: str) -> tuple[str, dict[Case, Outcome]]:
-    """A pair of ranks for each kind of overlap, since they wait most of the time.
+# A pair of ranks for each, at the same time: they wait for most of it.
+PAIRS = list(product(OVERLAPS, PLACES))
 
-    Also what a new model's weights are after a step that nothing went before.
+
+def _campaign(folder: str, sizes: dict[str, int]) -> tuple[dict[Case, Outcome], str, str]:
+    """What became of this rank in its pair's cases.
+
+    Also what a new model's weights are after a step, in new groups: before the first case and after the last.
     """
     from tests.faults.groups import worlds_of
     from tests.real.tiny_gpt import Options, Parallelism
@@ -41,11 +45,12 @@ def _campaign(folder: str, sizes: dict[str, int], place: str) -> tuple[str, dict
         applied("reentrant-train", settings=SETTINGS),
         worlds_of(2, Path(folder), "pair") as pair,
     ):
-        overlap = list(OVERLAPS)[pair]
+        overlap, place = PAIRS[pair]
         options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
-        undisturbed = _new_model(options, Path(folder), overlap)
         cases = [Case(overlap, stage, place) for stage in STAGES]
-        return undisturbed, {case: _outcome(options, case, Path(folder)) for case in cases}
+        before = _new_model(options, Path(folder), f"{pair}, before")
+        outcomes = {case: _outcome(options, case, Path(folder)) for case in cases}
+        return outcomes, before, _new_model(options, Path(folder), f"{pair}, after")
 
 
 def _outcome(options: Any, case: Case, folder: Path) -> Outcome:
@@ -65,7 +70,8 @@ def _outcome(options: Any, case: Case, folder: Path) -> Outcome:
             else:
                 error = error_of(lambda: trainee.train(2))
         meet(store, "after the error", dist.get_rank())
-    return Outcome(error, len(updates), _new_model(options, folder, f"{case}, again"))
+    trainee.release()
+    return Outcome(error, len(updates))
 
 
 def _new_model(options: Any, folder: Path, name: str) -> str:
@@ -75,21 +81,22 @@ def _new_model(options: Any, folder: Path, name: str) -> str:
     with short_lived_groups(folder, name):
         trainee = Trainee(options)
         trainee.train(1)
-        return trainee.checksums().whole
+        whole = trainee.checksums().whole
+    trainee.release()
+    return whole
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_error_in_time(sizes: dict[str, int], place: str, tmp_path: Path) -> None:
-    ranks = spawn_ranks(_campaign, 2 * len(OVERLAPS), str(tmp_path), sizes, place, timeout=240)
-    done, failing_step = PLACES[place]
-    for number, (undisturbed, outcomes) in enumerate(ranks):
+def test_error_in_time(sizes: dict[str, int], tmp_path: Path) -> None:
+    ranks = spawn_ranks(_campaign, 2 * len(PAIRS), str(tmp_path), sizes, timeout=240)
+    for number, (outcomes, before, after) in enumerate(ranks):
+        assert after == before
         assert len(outcomes) == len(STAGES)
         for case, outcome in outcomes.items():
+            done, failing_step = PLACES[case.place]
             updated = case.stage in ("in step", "after step")
             assert outcome.updates == done + failing_step + updated, (case, outcome)
-            assert outcome.new_model == undisturbed, case
             if number % 2 == 0 and not _has_nothing_to_wait_for(case, sizes):
                 assert timed_out(outcome.error), (case, outcome)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import traceback
@@ -192,6 +193,14 @@ class Trainee:
 
     def checksums(self) -> Checksums:
         return Checksums.of(self.model, self.optimizer)
+
+    def release(self) -> None:
+        """Cut what keeps Megatron's model, and with it its process groups, alive when nobody needs it."""
+        for chunk in self.model:
+            chunk.grad_accs.clear()
+            tiny_gpt.get_model_config(chunk).grad_scale_func = None
+        self.model, self.optimizer = [], None
+        gc.collect()
 
 
 def run(
