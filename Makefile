@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test
 PYTEST_ARGS ?=
-# Two files at a time: most tests use one core, or wait for ranks to start.
-PARALLEL ?= --numprocesses=2 --dist=loadfile
+# Two tests at a time: most use one core, or wait for ranks to start.
+PARALLEL ?= --numprocesses=2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,7 +21,7 @@ demo: $(INSTALLED)-demo
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(MAKE) test-releases)
 
 # Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels.
@@ -29,7 +29,7 @@ RELEASES ?= 0.12.3 0.14.0 0.19.2
 RELEASE_TESTS := release reentry inference_builder inference_checkpoint scoring loss_func
 test-releases: venv
 	set -e; for release in $(RELEASES); do \
-	    $(BIN)/python -m pytest $(PARALLEL) --megatron-core $$release \
+	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release \
 	        $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); \
 	done
 
