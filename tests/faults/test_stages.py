@@ -12,19 +12,9 @@ import pytest
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.outcomes import Outcome
+from tests.real.stages import PLACES, STAGES
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 
-PLACES = {"first batch": (0, 0), "later step": (1, 1)}
-STAGES = (
-    "before forward",
-    "forward 0",
-    "forward 1",
-    "backward 0",
-    "backward 1",
-    "before step",
-    "in step",
-    "after step",
-)
 TENSOR_PARALLEL = [(stage, stage) for stage in STAGES]
 # Stages of the first and the second pipeline rank where neither waits for the other, nor is a message of one
 # on its way that the other has not received: a retry would take it for its own.
@@ -57,7 +47,7 @@ def _campaign(sizes: dict[str, int], stages: list[tuple[str, str]]) -> dict[Wher
             options = Options(parallelism=Parallelism(**sizes), **flags)
             undisturbed = run(options, None, (0, 0))
             with same_process_groups():
-                for of_ranks, place in product(stages, PLACES):
+                for of_ranks, place in product(stages, strikes):
                     stage = of_ranks[dist.get_rank()]
                     outcome = run(options, stage, PLACES[place], strikes[place])
                     found[overlap, place, of_ranks] = undisturbed, outcome

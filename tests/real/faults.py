@@ -17,18 +17,9 @@ from megatron.core.transformer import TransformerLayer
 
 from tests.real import tiny_gpt
 from tests.real.outcomes import Checksums, Outcome
-
-#: Stages before the optimizer's update: a retry of the step gives what an undisturbed run gives.
-BEFORE_UPDATE = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step")
-#: The update is half done: only equality across ranks is defined.
-IN_STEP = ("in step",)
-#: The step is done: training goes on with the next one.
-AFTER_UPDATE = ("after step",)
-STAGES = BEFORE_UPDATE + IN_STEP + AFTER_UPDATE
+from tests.real.stages import steps_done
 
 STEPS, MICROBATCHES = 4, 2
-#: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
-PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
 
 
 class Injected(Exception):
@@ -154,11 +145,6 @@ def counting_updates(optimizer: Any) -> Iterator[list[None]]:
 
     with mock.patch.object(inner, "step", step):
         yield updates
-
-
-def steps_done(stage: str, failing_step: int) -> int:
-    """By a call that a fault ended."""
-    return failing_step + (stage in AFTER_UPDATE + IN_STEP)
 
 
 class Trainee:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.stages import PLACES, STAGES
 
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
 OVERLAPS = {
@@ -29,7 +30,7 @@ def _on_cpu(function: Any, *args: Any) -> Any:
 
 
 def _campaign(flags: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
-    from tests.real.faults import PLACES, STAGES, run, same_process_groups
+    from tests.real.faults import run, same_process_groups
     from tests.real.tiny_gpt import Options
 
     options = Options(**flags)
