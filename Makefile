@@ -9,10 +9,12 @@ PARALLEL ?= --numprocesses=2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-releases test-hosts mutation lint format bench docs clean
+.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
+    mutation lint format bench docs clean
 
 help:
-	@echo "make venv | demo | test | test-releases | test-hosts | mutation | lint | format | bench | docs | clean"
+	@echo "make venv | demo | lint | format | bench | docs | clean"
+	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four) | test-frameworks | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -20,9 +22,19 @@ venv: $(INSTALLED)-$(EXTRAS)
 demo: $(INSTALLED)-demo
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
+# What to run before every commit: a few minutes. After a failure: make test PYTEST_ARGS=--lf
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,$(MAKE) test-releases)
+
+# Everything that needs neither a GPU nor checkouts of frameworks: about half an hour.
+test-all:
+	$(MAKE) test
+	$(MAKE) --keep-going test-rest
+
+test-rest: test-slow test-releases test-oldest-torch
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
 
 # Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels.
 RELEASES ?= 0.12.3 0.14.0 0.19.2
@@ -30,15 +42,27 @@ RELEASE_TESTS := release reentry inference_builder inference_checkpoint scoring 
 test-releases: venv
 	set -e; for release in $(RELEASES); do \
 	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release \
-	        $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); \
+	        $(RELEASE_TESTS:%=tests/real/test_%.py) -m "" $(PYTEST_ARGS); \
 	done
 
-# Checkouts of real hosts: make test-hosts SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
-export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR HOST_REPOSITORIES
-test-hosts: venv
-	$(BIN)/python -m pytest -m hosts tests/hosts $(PYTEST_ARGS)
+# The unit tests on the oldest torch, in an environment of its own. The package index has it with CUDA only:
+# about 3 GB to download, unless PyTorch's index of CPU wheels is among pip's.
+OLDEST := $(VENV)-oldest-torch
+test-oldest-torch: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) \
+	    $(addprefix tests/unit/,engine reentry inference losses frameworks patches)
 
-# How much of engine and re-entry may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
+$(OLDEST)/.installed: pyproject.toml setup.cfg constraints/oldest-torch.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints/oldest-torch.txt --editable ".[test]"
+	@touch $@
+
+# Checkouts of real frameworks: make test-frameworks SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
+export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
+test-frameworks: venv
+	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
+
+# How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
@@ -60,7 +84,7 @@ docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp per set of extras; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python

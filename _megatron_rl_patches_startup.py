@@ -1,8 +1,8 @@
-"""The import trigger: loads megatron_rl_patches when the first host framework is imported.
+"""The import trigger: loads megatron_rl_patches when the first framework is imported.
 
 `megatron_rl_patches_startup.pth` calls `main()` at the start of every interpreter of the environment
 in which `MEGATRON_RL_PATCHES` is set.  Most of those processes never import Megatron, so nothing is
-imported here at module level, and neither wrapt nor the package itself before a host is.
+imported here at module level, and neither wrapt nor the package itself before a framework is.
 """
 
 _ROOTS = ("megatron", "slime", "miles", "verl", "nemo_rl", "areal")
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 class _Trigger:
-    """A finder that finds what the others find, and has the first host loaded by `_Loader`."""
+    """A finder that finds what the others find, and has the first framework loaded by `_Loader`."""
 
     def __init__(self, roots: frozenset[str]) -> None:
         from _thread import RLock
@@ -59,7 +59,7 @@ class _Trigger:
         if not self._roots or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return
         try:
-            if self._roots and not self._activating:  # the activation itself may import a host
+            if self._roots and not self._activating:  # the activation itself may import a framework
                 self._activating = True
                 try:
                     _activate()
@@ -77,29 +77,29 @@ class _Loader:
 
     Not done in `find_spec`, which runs under the global import lock: if another thread were half way
     through a module that the activation imports, the two would wait for each other.  It also leaves those
-    alone who only look whether a host is installed.
+    alone who only look whether a framework is installed.
     """
 
     def __init__(self, loader, path, trigger):
         self._loader, self._path, self._trigger = loader, path, trigger
-        self._there = None
+        self._module = None
 
     def create_module(self, spec):
         from sys import modules
 
         is_reload = spec.name in modules
         self._trigger.fire()
-        # wrapt's finder is there only now; with its loader a hook on this very module fires too.
-        found = self._trigger.ask_others(spec.name, self._path)
-        self._loader = getattr(found, "loader", None) or self._loader
+        # wrapt's finder is on sys.meta_path only now; with its loader a hook on this very module fires, too.
+        spec_now = self._trigger.ask_others(spec.name, self._path)
+        self._loader = getattr(spec_now, "loader", None) or self._loader
         if spec.loader is self:
             spec.loader = self._loader
         # The activation imported this very module: a second copy would be one that nobody patches.
-        self._there = None if is_reload else modules.get(spec.name)
-        return self._there or self._loader.create_module(spec)
+        self._module = None if is_reload else modules.get(spec.name)
+        return self._module or self._loader.create_module(spec)
 
     def exec_module(self, module):
-        if self._there is None:
+        if self._module is None:
             self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> object:
@@ -122,14 +122,14 @@ def unless_strict_never_raise(activate):
     except Exception as error:
         if not is_strict():
             _complain(error)
-        elif isinstance(error, ImportError):  # which hosts swallow where they make each other optional
+        elif isinstance(error, ImportError):  # which frameworks swallow where they make each other optional
             raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
         else:
             raise
 
 
 def is_strict(environ=None):
-    """Does `MEGATRON_RL_PATCHES_STRICT` say yes?"""
+    """Return whether `MEGATRON_RL_PATCHES_STRICT` is on."""
     import os
 
     return (environ or os.environ).get("MEGATRON_RL_PATCHES_STRICT", "").strip().lower() in _ON
@@ -156,7 +156,7 @@ def _complain(error: Exception) -> None:
     from contextlib import suppress
 
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    with suppress(Exception):  # no stderr, or a closed one: nobody to tell
+    with suppress(Exception):  # there is no stderr, or it is closed
         sys.stderr.write(
             f"megatron_rl_patches: not activated, going on without: {reason} "
             "(MEGATRON_RL_PATCHES_STRICT=1 makes this an error)\n"

@@ -1,4 +1,4 @@
-"""The losses that ``bench_loss`` compares: each takes logits and targets as its own host would.
+"""The losses that ``bench_loss`` compares: each takes logits and targets as its own framework would.
 
 A candidate is loaded where it is measured; what it raises then is the reason why it is missing.
 """
@@ -165,12 +165,12 @@ def ours(**options: Any) -> Loss:
     return loss
 
 
-NAIVE, SLIME, EAGER, FUSED = "naive autograd", "slime", "ours, eager", "ours, fused"
+NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
 CANDIDATES = (
-    Candidate(FUSED, partial(ours, fused=True), ours=True),
-    Candidate("ours, fused, in place", partial(ours, fused=True, inplace_backward=True), ours=True),
-    Candidate(EAGER, partial(ours, fused=False), ours=True),
-    Candidate("ours, eager, in place", partial(ours, fused=False, inplace_backward=True), ours=True),
+    Candidate(COMPILED, partial(ours, fused=True), ours=True),
+    Candidate("ours, compiled, in place", partial(ours, fused=True, inplace_backward=True), ours=True),
+    Candidate(PLAIN, partial(ours, fused=False), ours=True),
+    Candidate("ours, plain, in place", partial(ours, fused=False, inplace_backward=True), ours=True),
     Candidate(NAIVE, naive, splits_vocabulary=False),
     Candidate("naive, checkpointed", naive_checkpointed, splits_vocabulary=False),
     Candidate("Megatron cross entropy", megatron_cross_entropy, (LOG_PROBS,), destroys_logits=True),

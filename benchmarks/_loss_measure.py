@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.unit.losses.dense import dense_log_probs_and_entropy
 from tests.unit.losses.live_bytes import live_bytes
+from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 
 from ._loss_candidates import CANDIDATES, ENTROPY_GRAD, LOG_PROBS, Candidate, Loss
 
@@ -69,7 +69,7 @@ class Result:
 
 def measure(setups: Sequence[Setup], seconds: float) -> list[Result]:
     """On each rank of the same TP size; ``seconds`` for each candidate and mode."""
-    warnings.simplefilter("ignore")  # of hosts and of megatron-core, about what is not installed
+    warnings.simplefilter("ignore")  # of frameworks and of megatron-core, about what is not installed
     from megatron.core import parallel_state
 
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What ``bench_topk`` compares: log-probabilities at given ids, and selections, as their hosts have them.
+"""Candidates of ``bench_topk``: log-probs at chosen ids, and selections, as their frameworks have them.
 
 A candidate is loaded where it is measured; what it raises then is the reason why it is missing.
 """
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_patches.losses import log1mexp, vocab_parallel_log_probs_at, vocab_parallel_topk
+from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
+from megatron_rl_patches.losses.objectives.topk_distribution import log1mexp
 
 from ._loss_candidates import _from_checkout as from_checkout
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl_patches.inference.estimate import OptimizerSettings, ParallelSizes, StageEstimate
+from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, StageEstimate
 from tests.real import memory_cases
 from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
 

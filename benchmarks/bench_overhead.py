@@ -1,4 +1,4 @@
-"""What the patch adds to one call of `train()` and to one call of a hook method, beside the bare ones.
+"""The time that the patch adds to one call of `train()`, and to one call of a hook method.
 
     python -m benchmarks.bench_overhead [--rounds N]
 
@@ -37,7 +37,7 @@ class Result:
 
 
 def train(model: Sequence[Any], optimizer: Any) -> None:
-    """What every host's `train` does before its first step, and nothing else."""
+    """What every framework's `train` does before its first step, and nothing else."""
     config = model[0].config
     assert config.no_sync_func is None
     config.no_sync_func = model[0].no_sync
@@ -69,7 +69,7 @@ def measure(rounds: int) -> list[Result]:
             bare = functools.partial(_bare_train, model, optimizer)
             patched = functools.partial(train, model, optimizer)
             case = f"train(), {'with' if gather else 'without'} overlapped parameter gather"
-            results.append(compare(case, bare, patched, rounds, None if gather else 50.0))
+            results.append(compare(case, bare, patched, rounds, 50.0))
         chunk = model[0]
         disable, enable = (vars(type(chunk))[f"{verb}_forward_pre_hook"] for verb in ("disable", "enable"))
         chunk.disable_forward_pre_hook(param_sync=False)
@@ -140,9 +140,10 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            "`train()` is an empty loop: assertion and installation only. With overlapped parameter gather,",
-            "entry includes the all-reduce of one integer by which ranks agree whether a former call broke",
-            "off. The bare `disable_forward_pre_hook` raises when the hooks are off, so has no time there.",
+            "`train()` is an empty loop: assertion and installation only. With overlapped parameter gather",
+            "on several ranks, entry also includes the all-reduce of one integer, by which ranks agree",
+            "whether a former call broke off. The bare `disable_forward_pre_hook` raises when the hooks are",
+            "off, so it has no time there.",
             "",
         ]
     )

@@ -118,8 +118,8 @@ def render(results: Sequence[Result], pairs: int) -> str:
             "|---|---|---|---|",
             *rows,
             "",
-            "Set, a process that never imports a host pays for one small module and one finder; wrapt and",
-            "the package itself are loaded at the first import of a host.",
+            "Set, a process that never imports a framework pays for one small module and one finder; wrapt",
+            "and the package itself are loaded at the first import of a framework.",
             "",
         ]
     )

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_rl_patches.testing import spawn_ranks
 from tests.real.sent_bytes import sent_bytes
-from tests.unit.losses.dense_topk import dense_log_probs_at
 from tests.unit.losses.live_bytes import live_bytes
+from tests.unit.losses.logits.dense_topk import dense_log_probs_at
 
 from . import _machine
 from ._loss_measure import _why as why
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(setup: Setup) -> Result:
     """On each rank."""
-    warnings.simplefilter("ignore")  # of hosts and of megatron-core, about what is not installed
+    warnings.simplefilter("ignore")  # of frameworks and of megatron-core, about what is not installed
     bench = _Bench(setup)
     result = Result(setup)
     for candidates, costs, cost in (

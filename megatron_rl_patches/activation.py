@@ -1,11 +1,10 @@
-"""What the environment variable does, once a host is about to be imported."""
+"""The work of the environment variable, done when the first framework is about to be imported."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping
-from types import ModuleType
 
 import _megatron_rl_patches_startup as startup
 
@@ -23,29 +22,20 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise all bad values cost one warning.
     """
-    told = []
+    messages = []
     try:
         settings = Settings.from_environment(environ)
     except PatchError as error:
         if startup.is_strict(environ):  # type: ignore[no-untyped-call]
             raise
-        told.append(f"{error}; going on with the defaults")
+        messages.append(f"{error}; going on with the defaults")
         settings = Settings()
     selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
     if selection.unknown:
-        told.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
+        messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
         if settings.strict:
-            raise PatchError(told[-1])
-    if told:
-        _log.warning("megatron_rl_patches: %s", "; ".join(told))
+            raise PatchError(messages[-1])
+    if messages:
+        _log.warning("megatron_rl_patches: %s", "; ".join(messages))
     if selection:
-        chosen = registry.select(selection.names or (), selection.exclude, selection.also)
-        installer.add(chosen, settings, must=settings.strict)
-
-
-def autowrapt(_: ModuleType) -> None:
-    """Post-import hook for ``AUTOWRAPT_BOOTSTRAP``: all patches, unless the variable says otherwise."""
-    environ = {VARIABLE: "all", **os.environ}
-    startup.unless_strict_never_raise(  # type: ignore[no-untyped-call]
-        lambda: activate_from_environment(environ)
-    )
+        installer.keep(installer.add(selection.patches(), settings, required=settings.strict))

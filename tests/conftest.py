@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+
+# Before torch: two tests at a time, with a thread per core each, would spin more than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
 
 from tests import recording, releases
 
-# Tests share cores with ranks that other tests spawn: how long an example takes says nothing.
+# No deadline for an example, as tests share cores with ranks that other tests spawn.
 settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
-# Ranks are forks of a process that has imported these: half of the suite's time would go into imports.
+# Ranks are forked from a process that has imported these; imports would take half of the suite's time.
 multiprocessing.set_forkserver_preload(["tests.real.tiny_gpt", "megatron.core.dist_checkpointing"])
 
 
@@ -24,11 +28,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     releases.configure(config)
     recording.configure(config)
-    # Shells start what runs in the background with SIGINT ignored, and ranks would inherit that.
+    config.pluginmanager.register(_RememberFailures(config))
+    # A shell starts background processes with SIGINT ignored, and ranks would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Checkouts of hosts bring a Megatron of their own.
-    method = "spawn" if item.get_closest_marker("hosts") else "forkserver"
+    # Checkouts of frameworks come with a Megatron of their own, so these ranks import everything anew.
+    method = "spawn" if item.get_closest_marker("frameworks") else "forkserver"
     multiprocessing.set_start_method(method, force=True)
+
+
+class _RememberFailures:
+    """Write down each failure when it happens, so that ``--lf`` works after a run that was killed, too."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        plugin = self.config.pluginmanager.get_plugin("lfplugin")
+        if report.failed and plugin is not None and not hasattr(self.config, "workerinput"):
+            self.config.cache.set("cache/lastfailed", {str(test): True for test in plugin.lastfailed})

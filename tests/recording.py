@@ -1,9 +1,9 @@
-"""``pytest --record FILE``: on which source a suite has passed, as data for ``docs/compatibility.md``.
+"""``pytest --record FILE``: note which suites passed on which source, as data for ``docs/compatibility.md``.
 
-A test that is a run for real carries ``@pytest.mark.runs(SUITE)``, and takes the number of ranks as its
-parameter ``ranks``, or says it: ``runs(SUITE, ranks=[1, 2])``. What it ran on, its fixtures say with
-:func:`ran_on`; without, that is the megatron-core that is imported. A checkout is known by its commit, so one
-with changes in it is refused. A suite is on record for as many ranks as all of its tests have passed with.
+A test of a suite carries ``@pytest.mark.runs(SUITE)``. It has a parameter ``ranks``, or the mark names the
+numbers of ranks: ``runs(SUITE, ranks=[1, 2])``. Its fixtures call :func:`ran_on` with the source; a test that
+does not runs on the megatron-core that is imported. A checkout is identified by its commit, so that one with
+changes is refused. A suite is recorded for those numbers of ranks with which all of its tests passed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 
 class Run(TypedDict):
-    """One entry of the record. A source is a commit, or a package with its version."""
+    """One entry of the record. A source is a commit, or a package and its version."""
 
     source: str
     megatron: str
@@ -37,19 +37,21 @@ def add_option(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "runs(suite, ranks): a run for real, noted by --record")
+    config.addinivalue_line("markers", "runs(suite, ranks): a test of a suite that --record notes")
     file = config.getoption("--record")
     if file is None:
         return
-    chosen = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
-    if any(chosen) or any("::" in argument for argument in config.args):
-        raise pytest.UsageError("--record needs whole files: a suite passes when all of its tests do")
-    if not hasattr(config, "workerinput"):  # of pytest-xdist, which reports to the process that records
+    selections = [config.getoption(name, None) for name in ("keyword", "markexpr", "deselect", "lf")]
+    if any(selections) or any("::" in argument for argument in config.args):
+        raise pytest.UsageError(
+            '--record: a suite passes when all of its tests do; add -m "", no -k and no --lf'
+        )
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist report to the process that records
         config.pluginmanager.register(_Recorder(file))
 
 
 def ran_on(request: pytest.FixtureRequest, source: str, megatron: str) -> None:
-    """Say what the test runs on: folders of checkouts, or packages as ``NAME VERSION``."""
+    """Note what the test runs on: folders of checkouts, or packages as ``NAME VERSION``."""
     if request.config.getoption("--record"):
         request.node.user_properties.append(("ran on", (_identity(source), _identity(megatron))))
 
@@ -59,7 +61,11 @@ def installed(package: str) -> str:
 
 
 def commit_of(folder: str) -> str:
-    """The commit of a checkout, which is as it was checked out."""
+    """Return the commit of a checkout.
+
+    Raises:
+        pytest.UsageError: files were changed after the checkout.
+    """
     if changes := _git(folder, "status", "--porcelain", "--", "."):
         raise pytest.UsageError(f"{folder} is not what its commit says:\n{changes}")
     return _git(folder, "rev-parse", "HEAD")
@@ -70,33 +76,33 @@ def _identity(source: str) -> str:
 
 
 def _git(folder: str, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise pytest.UsageError(f"--record knows a checkout by its commit: {done.stderr.strip()}")
-    return done.stdout.strip()
+    process = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise pytest.UsageError(f"--record identifies a checkout by its commit: {process.stderr.strip()}")
+    return process.stdout.strip()
 
 
 class _Recorder:
     def __init__(self, file: Path) -> None:
         self.file = file
-        # (source, megatron) -> (suite, ranks) -> whether all have passed
+        # (source, megatron) -> (suite, ranks) -> whether all tests passed
         self.passed: dict[tuple[str, str], dict[tuple[str, int], bool]] = {}
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         mark = item.get_closest_marker("runs")
         if mark is not None:
-            given = getattr(item, "callspec", None)
-            ranks = (given.params.get("ranks") if given else None) or mark.kwargs["ranks"]
+            callspec = getattr(item, "callspec", None)
+            ranks = (callspec.params.get("ranks") if callspec else None) or mark.kwargs["ranks"]
             item.user_properties.append(("run", (mark.args[0], [ranks] if isinstance(ranks, int) else ranks)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        noted: dict[str, Any] = dict(report.user_properties)
-        if "run" not in noted or not (report.failed or (report.when == "call" and report.passed)):
+        properties: dict[str, Any] = dict(report.user_properties)
+        if "run" not in properties or not (report.failed or (report.when == "call" and report.passed)):
             return
-        where = noted.get("ran on") or (installed("megatron-core"),) * 2
+        where = properties.get("ran on") or (installed("megatron-core"),) * 2
         suites = self.passed.setdefault(where, {})
-        suite, all_ranks = noted["run"]
-        for ranks in all_ranks:
+        suite, rank_counts = properties["run"]
+        for ranks in rank_counts:
             suites[suite, ranks] = suites.get((suite, ranks), True) and report.passed
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -111,21 +117,21 @@ class _Recorder:
 
 
 def merge(runs: list[Run], where: tuple[str, str], passed: dict[tuple[str, int], bool]) -> None:
-    """Note what has passed, and strike out what now fails."""
+    """Add what has passed to the record, and remove what failed this time."""
     source, megatron = where
-    ran = {key for key, good in passed.items() if good}
+    recorded = {key for key, all_passed in passed.items() if all_passed}
     for run in [run for run in runs if (run["source"], run["megatron"]) == where]:
-        before = {(suite, ranks) for suite, all_ranks in run["suites"].items() for ranks in all_ranks}
-        ran |= before - passed.keys()
+        before = {(suite, ranks) for suite, rank_counts in run["suites"].items() for ranks in rank_counts}
+        recorded |= before - passed.keys()
         runs.remove(run)
-    if ran:
+    if recorded:
         runs.append(
             {
                 "source": source,
                 "megatron": megatron,
                 "suites": {
-                    suite: sorted(ranks for name, ranks in ran if name == suite)
-                    for suite in sorted({name for name, _ in ran})
+                    suite: sorted(ranks for name, ranks in recorded if name == suite)
+                    for suite in sorted({name for name, _ in recorded})
                 },
                 "python": platform.python_version(),
                 "torch": importlib.metadata.version("torch"),

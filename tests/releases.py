@@ -1,7 +1,8 @@
-"""``pytest --megatron-core VERSION``: another release in place of the installed one.
+"""``pytest --megatron-core VERSION``: run the tests on another release than the installed one.
 
-It is unpacked from its wheel to where it comes first on the path, of this process and of those that it
-starts. An extension in it that is of another Python is not loaded; Megatron does without.
+The release is unpacked from its wheel into pytest's cache, and its folder comes first on ``PYTHONPATH``, for
+this process and for those that it starts. Megatron does without its compiled extension where the wheel was
+built for another Python.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.packages import Packages
+from tests.frameworks.packages import Packages
 
-# What a release needs beside what the installed one does: numpy 1 for checkpoints of several ranks, and
-# triton, which is imported although no kernel runs.
+# Releases that need a package which the installed environment lacks or has in another version: numpy 1 to
+# save checkpoints from several ranks, and triton, which is imported although no kernel runs.
 NEEDS = dict.fromkeys(("0.12.3", "0.13.1", "0.14.0", "0.15.3"), "numpy<2")
 NEEDS |= dict.fromkeys(("0.18.2", "0.19.2"), "triton")
 
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--megatron-core", metavar="VERSION", help="run with this release in place of the installed one"
+        "--megatron-core", metavar="VERSION", help="run with this release instead of the installed one"
     )
 
 
@@ -32,9 +33,9 @@ def configure(config: pytest.Config) -> None:
     release = config.getoption("--megatron-core")
     if release is None:
         return
-    # They warn of what they like.
+    # Other releases warn of other things.
     config.addinivalue_line("filterwarnings", "ignore")
-    if not hasattr(config, "workerinput"):  # of pytest-xdist, which inherits the variable
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist inherit the variable
         paths = [*_paths(release, config.cache.mkdir("megatron-core")), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)

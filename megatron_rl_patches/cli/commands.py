@@ -10,20 +10,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
 from ..engine import registry
+from ..engine.judge import judge_all
 from ..engine.sources import Environment, open_source
-from ..engine.survey import survey
 from ..errors import MegatronRLPatchesError
 from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
 from .estimate import estimate
-from .output import selected, show_diagnosis, show_findings, show_json, show_judged, show_table
+from .output import selected, show_diagnosis, show_json, show_judged, show_statuses, show_table
 
 FOUND_FAULTS = 1
 CANNOT_START = 2
@@ -32,12 +32,17 @@ NOT_FOUND = 127
 
 app = typer.Typer(
     name="megatron-rl-patches",
-    help="Patches that make Megatron-core and the RL frameworks on top of it re-enterable.",
+    help="Run-time patches that make Megatron-core, and RL frameworks on top of it, re-enterable and lean.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+
+
+def _file(option: str, help: str) -> Any:
+    return typer.Option(option, metavar="FILE", help=help)
+
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
@@ -47,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments, prog_name="megatron-rl-patches")
     except MegatronRLPatchesError as error:
-        typer.echo(f"megatron-rl-patches: {error}", err=True)
+        _complain(str(error))
         sys.exit(CANNOT_START)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_asked_for: bool) -> None:
+    if is_asked_for:
         typer.echo(f"megatron-rl-patches {__version__}")
         raise typer.Exit
 
@@ -68,47 +73,39 @@ def _root(
 
 @app.command("list")
 def list_patches(json: Json = False) -> None:
-    """List the patches, what each is about, and the functions that it wraps.
+    """List the patches: what each one does, and the functions that it wraps.
 
     Exit code: 0.
     """
     settings = choice_of().settings
     patches = registry.patches().values()
-    if json:
-        show_json(
-            [
-                {
-                    "name": patch.name,
-                    "summary": patch.summary,
-                    "upstream": list(patch.upstream),
-                    "explicit": patch.explicit,
-                    "sites": [{"host": s.host, "target": s.target} for s in patch.sites_for(settings)],
-                }
-                for patch in patches
-            ]
-        )
-        return
+    listed = []
     for patch in patches:
-        explicit = f" (not among `all`: {VARIABLE}={patch.name})" if patch.explicit else ""
-        typer.echo(
-            f"{patch.name}{explicit}: {patch.summary}\nupstream: {', '.join(patch.upstream) or 'none'}"
-        )
-        show_table(("host", "site"), [(s.host, s.target) for s in patch.sites_for(settings)])
+        sites = [{"framework": site.framework, "target": site.target} for site in patch.sites_for(settings)]
+        facts = {name: getattr(patch, name) for name in ("name", "summary", "upstream", "explicit")}
+        listed.append({**facts, "sites": sites})
+        if not json:
+            explicit = f" (not among `all`: {VARIABLE}={patch.name})" if patch.explicit else ""
+            typer.echo(f"{patch.name}{explicit}: {patch.summary}")
+            typer.echo(f"upstream: {', '.join(patch.upstream) or 'none'}")
+            show_table(("framework", "site"), [tuple(site.values()) for site in sites])
+    if json:
+        show_json(listed)
 
 
 @app.command()
 def status(json: Json = False) -> None:
-    """Show what the environment variables select here, and what will become of it, host by host.
+    """Show which patches the environment variables select, and whether they fit the installed frameworks.
 
-    Judged from source: nothing is imported.
+    The frameworks are judged by their source; nothing is imported.
 
-    Exit code: 0, whatever the states are (`doctor` turns them into a code).
+    Exit code: 0, whatever the states are. `doctor` turns problems into an exit code.
     """
     choice = choice_of()
     patches = [registry.patches()[name] for name in choice.patches]
-    findings = survey(Environment(), patches, choice.settings)
+    statuses = judge_all(Environment(), patches, choice.settings)
     if json:
-        sites = [asdict(finding) for finding in findings]
+        sites = [asdict(status) for status in statuses]
         show_json({"selected": choice.patches, "problems": choice.problems, "sites": sites})
         return
     typer.echo(f"{VARIABLE}={os.environ.get(VARIABLE, '')}: {selected(choice.patches)}")
@@ -116,22 +113,22 @@ def status(json: Json = False) -> None:
         typer.echo(f"selected by name only: {', '.join(left_out)}")
     for problem in choice.problems:
         typer.echo(f"problem: {problem}", err=True)
-    if findings:
-        show_findings(findings)
+    if statuses:
+        show_statuses(statuses)
 
 
 @app.command()
 def doctor(json: Json = False) -> None:
     """Find out why patches do not take effect in this environment.
 
-    Starts one child process to see whether the startup file fires. Imports no host.
+    Starts one child process to see whether the startup file fires. Imports no framework.
 
     Exit codes:
 
-    - 0: what is selected can take effect, or nothing is selected
-    - 1: it cannot. A site of a host that is present is missing, drifted, in conflict or cannot be judged;
-      the variable is set, but the startup file does not fire; a variable has a bad value; wrapt is absent
-      or out of range
+    - 0: everything that is selected can take effect, or nothing is selected
+    - 1: something cannot. A site of an installed framework is missing, drifted, in conflict or cannot be
+      judged; the variable is set, but the startup file does not fire; a variable has a bad value; or wrapt
+      is absent or out of range
     """
     diagnosis = examine()
     if json:
@@ -151,20 +148,18 @@ def check(
             help="A wheel, a folder, or REPOSITORY@REVISION of a git repository (a bare one will do).",
         ),
     ],
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables as a Markdown page.")
-    ] = None,
+    markdown: Annotated[Path | None, _file("--markdown", "Write the tables as a Markdown page.")] = None,
     json: Json = False,
 ) -> None:
-    """Judge releases or checkouts of hosts by their code: does each patch fit?
+    """Say whether the patches fit a release or checkout of a framework, judged by its code.
 
-    Neither the hosts nor torch need be installed; nothing of them is imported.
+    Neither the frameworks nor torch need be installed; nothing of them is imported.
 
     Exit codes:
 
     - 0: everything fits or needs no patch
     - 1: some site is missing, drifted, or cannot be judged
-    - 2: a source cannot be read, or none of them contains a host
+    - 2: a source cannot be read, or none of them contains a framework
     """
     judged = _judge(sources)
     if markdown:
@@ -173,7 +168,7 @@ def check(
         show_json(as_json(judged))
     else:
         show_judged(judged)
-    if any(finding.is_fault for one in judged for finding in one.findings):
+    if any(status.is_fault for one in judged for status in one.statuses):
         raise typer.Exit(FOUND_FAULTS)
 
 
@@ -212,10 +207,9 @@ def run(
     if json:
         typer.echo(jsonlib.dumps({"variables": variables, "command": command}), err=True)
     if find_startup_file()[0] is None:
-        typer.echo(
-            "megatron-rl-patches: no startup file in this environment, so the variable may do nothing; "
-            "see `megatron-rl-patches doctor`",
-            err=True,
+        _complain(
+            "no startup file in this environment, so the variable may do nothing; "
+            "see `megatron-rl-patches doctor`"
         )
     _execute(command, {**os.environ, **variables})
 
@@ -230,12 +224,8 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     tensor_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 1,
     pipeline_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures of the run.")
-    ] = None,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw learning curves and memory.")
-    ] = None,
+    json_file: Annotated[Path | None, _file("--json", "Write the figures of the run.")] = None,
+    plot_file: Annotated[Path | None, _file("--plot", "Draw learning curves and memory.")] = None,
     distill: Annotated[
         bool, typer.Option("--distill", help="Distil two teachers into a student, without a reward.")
     ] = False,
@@ -271,12 +261,12 @@ def _judge(sources: Sequence[str]) -> list[Judged]:
     twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
     if twice:
         raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
-    judged = [Judged(source.name, survey(source, patches, settings)) for source in opened]
-    empty = [one.source for one in judged if all(finding.state == "absent" for finding in one.findings)]
+    judged = [Judged(source.name, judge_all(source, patches, settings)) for source in opened]
+    empty = [one.source for one in judged if all(status.state == "absent" for status in one.statuses)]
     if len(empty) == len(judged):
-        raise MegatronRLPatchesError(f"no host that a patch knows is in {', '.join(empty)}")
+        raise MegatronRLPatchesError(f"no framework that a patch knows is in {', '.join(empty)}")
     for name in empty:
-        typer.echo(f"megatron-rl-patches: no host that a patch knows is in {name}", err=True)
+        _complain(f"no framework that a patch knows is in {name}")
     return judged
 
 
@@ -286,8 +276,12 @@ def _execute(command: Sequence[str], environ: dict[str, str]) -> None:
     try:
         os.execvpe(command[0], list(command), environ)
     except FileNotFoundError:
-        typer.echo(f"megatron-rl-patches: command not found: {command[0]}", err=True)
+        _complain(f"command not found: {command[0]}")
         raise typer.Exit(NOT_FOUND) from None
     except OSError as error:
-        typer.echo(f"megatron-rl-patches: {shlex.join(command)}: {error.strerror}", err=True)
+        _complain(f"{shlex.join(command)}: {error.strerror}")
         raise typer.Exit(NOT_EXECUTABLE) from None
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"megatron-rl-patches: {message}", err=True)

@@ -1,4 +1,4 @@
-"""Findings on several sources as one table per host. Pure."""
+"""The statuses of sites in several sources as one table per framework. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine.report import SiteStatus
+from ..engine.judge import SiteStatus
 
 _INTRODUCTION = """\
 # Compatibility
@@ -17,94 +17,81 @@ LEGEND = """\
 The sources below were judged by their code, which was parsed and not imported. Version numbers play no part.
 
 - **fits**: the patch takes effect.
-- **not needed**: there is nothing to mend in this code; the patch leaves it alone.
+- **not needed**: this code has no fault to mend; the patch leaves it alone.
 - **missing**, **drifted**, **failed**: the code is not what the patch was written for, or cannot be judged.
-  The patch leaves this host alone and says so; when it is asked for by name, that is an error.
+  The patch leaves this framework alone and says so; when it is asked for by name, that is an error.
 """
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A source by its name, and what was found in it."""
+    """The name of a source, and the status of every site in it."""
 
     source: str
-    findings: Sequence[SiteStatus]
+    statuses: Sequence[SiteStatus]
 
-    def on(self, host: str) -> list[SiteStatus]:
-        return [f for f in self.findings if f.host == host and f.state != "absent"]
+    def of_framework(self, framework: str) -> list[SiteStatus]:
+        return [s for s in self.statuses if s.framework == framework and s.state != "absent"]
 
 
 @dataclass(frozen=True)
-class HostTable:
-    """A host's sites, each with its findings in the sources that contain the host, in their order."""
+class FrameworkTable:
+    """The sites of a framework, each with its status in every source that contains the framework."""
 
-    host: str
+    framework: str
     sources: tuple[str, ...]
     sites: dict[tuple[str, str], list[SiteStatus]]
 
     @property
-    def header(self) -> tuple[str, ...]:
-        return ("patch", "site", *self.sources)
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """A column for each source."""
-        return [(*site, *(f.state for f in findings)) for site, findings in self.sites.items()]
-
-    @property
     def verdicts(self) -> list[tuple[SiteStatus, tuple[str, ...]]]:
-        """What was found, each with the sources that it was found in: as wide for many as for one."""
+        """Each status once, with the sources that it holds for."""
         grouped: dict[tuple[str, str, str, str], tuple[SiteStatus, list[str]]] = {}
-        for findings in self.sites.values():
-            for source, f in zip(self.sources, findings, strict=True):
-                key = (f.patch, f.target, f.state, "" if f.state == "fits" else f.reason)
-                grouped.setdefault(key, (f, []))[1].append(source)
-        return [(finding, tuple(sources)) for finding, sources in grouped.values()]
+        for statuses in self.sites.values():
+            for source, status in zip(self.sources, statuses, strict=True):
+                reason = "" if status.state == "fits" else status.reason
+                key = (status.patch, status.target, status.state, reason)
+                grouped.setdefault(key, (status, []))[1].append(source)
+        return [(status, tuple(sources)) for status, sources in grouped.values()]
 
 
-def host_tables(judged: Sequence[Judged]) -> list[HostTable]:
-    hosts = sorted({f.host for one in judged for f in one.findings})
-    return [
-        _host_table(host, present) for host in hosts if (present := [one for one in judged if one.on(host)])
-    ]
-
-
-def _host_table(host: str, judged: Sequence[Judged]) -> HostTable:
-    sites: dict[tuple[str, str], list[SiteStatus]] = {}
-    for one in judged:
-        for finding in one.on(host):
-            sites.setdefault((finding.patch, finding.target), []).append(finding)
-    return HostTable(host, tuple(one.source for one in judged), sites)
+def framework_tables(judged: Sequence[Judged]) -> list[FrameworkTable]:
+    """Return a table for every framework that is in a source."""
+    tables = []
+    for framework in sorted({status.framework for one in judged for status in one.statuses}):
+        sites: dict[tuple[str, str], list[SiteStatus]] = {}
+        sources = [one for one in judged if one.of_framework(framework)]
+        for status in (status for one in sources for status in one.of_framework(framework)):
+            sites.setdefault((status.patch, status.target), []).append(status)
+        if sources:
+            tables.append(FrameworkTable(framework, tuple(one.source for one in sources), sites))
+    return tables
 
 
 def as_markdown(judged: Sequence[Judged]) -> str:
-    """A page: what is judged here, and how."""
+    """Return a page: what is judged, and how."""
     return "\n".join([_INTRODUCTION, LEGEND, sections(judged)])
 
 
 def sections(judged: Sequence[Judged]) -> str:
-    """One table per host, a row for each verdict."""
-    return "\n".join(map(_section, host_tables(judged)))
+    """Return one table per framework, with a row for each verdict."""
+    return "\n".join(map(_section, framework_tables(judged)))
 
 
-def _section(table: HostTable) -> str:
+def _section(table: FrameworkTable) -> str:
     rows = []
-    for finding, sources in table.verdicts:
-        state = f"**{finding.state}**" if finding.is_fault else finding.state
-        verdict = state if finding.state == "fits" else f"{state}: {finding.reason}"
-        told = "all" if sources == table.sources else ", ".join(sources)
-        rows.append((finding.patch, f"`{finding.target}`", verdict, told))
+    for status, sources in table.verdicts:
+        state = f"**{status.state}**" if status.is_fault else status.state
+        verdict = state if status.state == "fits" else f"{state}: {status.reason}"
+        where = "all" if sources == table.sources else ", ".join(sources)
+        rows.append((status.patch, f"`{status.target}`", verdict, where))
     named = f"All: {', '.join(table.sources)}.\n\n"
-    return f"## {table.host}\n\n{named}{markdown_table(('patch', 'site', 'verdict', 'in'), rows)}"
+    return f"## {table.framework}\n\n{named}{markdown_table(('patch', 'site', 'verdict', 'in'), rows)}"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "".join(f"{_line(cells)}\n" for cells in (header, ["---"] * len(header), *rows))
+    lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (header, ["---"] * len(header), *rows))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def as_json(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    return [{"source": one.source, **asdict(finding)} for one in judged for finding in one.findings]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return [{"source": one.source, **asdict(status)} for one in judged for status in one.statuses]

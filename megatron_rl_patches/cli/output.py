@@ -1,11 +1,11 @@
-"""What people see, and what pipes and programs get."""
+"""Output of the commands: tables for people and pipes, JSON for programs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from rich.console import Console
@@ -13,18 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, WRAPT_RANGE, Diagnosis
-from ..engine.report import SiteStatus
+from ..engine.judge import Fault, SiteStatus
 from ..settings import VARIABLE
-from .compatibility import Judged, host_tables
+from .compatibility import Judged, framework_tables
 
 _STYLES = {
     "fits": "green",
     "not needed": "dim",
     "absent": "dim",
-    "missing": "bold red",
-    "drifted": "bold red",
-    "conflict": "bold red",
-    "failed": "bold red",
+    **dict.fromkeys(get_args(Fault), "bold red"),
 }
 
 
@@ -45,60 +42,54 @@ def show_json(value: Any) -> None:
 
 
 def show_judged(judged: Sequence[Judged]) -> None:
-    for table in host_tables(judged):
-        typer.echo(table.host)
-        show_table(table.header, table.rows)
-        for found, sources in table.verdicts:
-            if found.state != "fits":
-                told = f"{found.patch}: {found.target} is {found.state} in {', '.join(sources)}"
-                typer.echo(f"{told}: {found.reason}")
+    for table in framework_tables(judged):
+        typer.echo(table.framework)
+        rows = [(*site, *(status.state for status in statuses)) for site, statuses in table.sites.items()]
+        show_table(("patch", "site", *table.sources), rows)
+        for status, sources in table.verdicts:
+            if status.state != "fits":
+                where = f"{status.patch}: {status.target} is {status.state} in {', '.join(sources)}"
+                typer.echo(f"{where}: {status.reason}")
         typer.echo()
 
 
-def show_diagnosis(found: Diagnosis) -> None:
+def show_diagnosis(diagnosis: Diagnosis) -> None:
+    frameworks, startup = diagnosis.frameworks, diagnosis.startup
     show_table(
         ("component", "version", "where"),
         [
-            ("python", found.python, found.executable),
-            ("megatron-rl-patches", found.version, str(Path(__file__).parents[1])),
-            ("torch", found.torch or "not installed", ""),
-            ("wrapt", found.wrapt or "not installed", f"needed: {WRAPT_RANGE}"),
-            *((host.name, *_version_and_path(host.version, host.path)) for host in found.hosts),
+            ("python", diagnosis.python, diagnosis.executable),
+            ("megatron-rl-patches", diagnosis.version, str(Path(__file__).parents[1])),
+            ("torch", diagnosis.torch or "not installed", ""),
+            ("wrapt", diagnosis.wrapt or "not installed", f"needed: {WRAPT_RANGE}"),
+            *(
+                (f.name, (f.version or "unknown") if f.path else "not installed", f.path or "")
+                for f in frameworks
+            ),
         ],
     )
     typer.echo()
-    show_table(("variable", "value"), list(found.variables.items()) or [(VARIABLE, "not set")])
-    typer.echo(selected(found.selected))
-    fires = "fires" if found.startup.fires else "does not fire"
-    typer.echo(f"startup file: {found.startup.file or 'not found'}: {fires}: {found.startup.reason}\n")
-    show_findings(found.sites)
+    show_table(("variable", "value"), list(diagnosis.variables.items()) or [(VARIABLE, "not set")])
+    typer.echo(selected(diagnosis.selected))
+    fires = "fires" if startup.fires else "does not fire"
+    typer.echo(f"startup file: {startup.file or 'not found'}: {fires}: {startup.reason}\n")
+    show_statuses(diagnosis.sites)
     typer.echo("\nThe variable does not reach these; megatron_rl_patches.apply() in the program does:")
-    for place in OUT_OF_REACH:
-        typer.echo(f"  - {place}")
-    typer.echo("\nproblems:" if found.problems else "\nno problems")
-    for problem in found.problems:
-        typer.echo(f"  - {problem}")
+    typer.echo("\n".join(f"  - {place}" for place in OUT_OF_REACH))
+    heading = "\nproblems:" if diagnosis.problems else "\nno problems"
+    typer.echo("\n  - ".join([heading, *diagnosis.problems]))
 
 
-def show_findings(findings: Sequence[SiteStatus]) -> None:
-    show_table(
-        ("patch", "site", "state", "reason"),
-        [(f.patch, f.target, f.state, "" if f.state == "fits" else f.reason) for f in findings],
-    )
+def show_statuses(statuses: Sequence[SiteStatus]) -> None:
+    rows = [(s.patch, s.target, s.state, "" if s.state == "fits" else s.reason) for s in statuses]
+    show_table(("patch", "site", "state", "reason"), rows)
 
 
 def selected(names: Sequence[str]) -> str:
     return f"selected: {', '.join(names)}" if names else "nothing is selected"
 
 
-def _version_and_path(version: str | None, path: str | None) -> tuple[str, str]:
-    return ("not installed", "") if path is None else (version or "unknown", path)
-
-
 def _plain(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = (map(str.ljust, line, widths) for line in (header, *rows))
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)

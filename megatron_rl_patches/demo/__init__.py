@@ -1,7 +1,7 @@
-"""What the patches are for, in a minute: reinforcement learning on real Megatron-core, on any machine.
+"""A minute of reinforcement learning on real Megatron-core, on any machine, which needs the patches.
 
-``digits``, ``policy``, ``training`` and ``program`` are an ordinary program for Megatron-core, which knows
-nothing of this package; ``launch``, ``worker`` and ``figures`` run it and show what came out.
+``launch``, ``worker`` and ``figures`` run it and show the results. The other modules are an ordinary program
+for Megatron-core that never mentions a patch.
 """
 
 from .launch import run_demo

@@ -18,19 +18,19 @@ from ..inference import forward_topk
 from ..losses import TopKDistribution
 from .digits import DIGITS, LENGTH, PROMPT, VOCABULARY
 
-_LAYERS, _HIDDEN, _HEADS = 2, 64, 4
+#: ``tokens`` [b, s]. For the policy loss also ``advantages`` and, under the policy that wrote the answers,
+#: ``log_probs``, [b, DIGITS]. For distillation also ``teachers``, a distribution for each answer.
+Batch = dict[str, Any]
+
 _LEARNING_RATE = 1e-3
-# Parameters per bucket: of one bucket alone, no communication would overlap with computation.
+# Parameters per bucket. With a single bucket no communication would overlap with computation.
 _BUCKET = 25_000
 
 
 def initialize(
-    seed: int,
-    tensor_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    context_parallel_size: int = 1,
+    seed: int, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1, context_parallel_size: int = 1
 ) -> None:
-    """Megatron's process groups and random number generators."""
+    """Initialize Megatron's process groups and random number generators."""
     parallel_state.initialize_model_parallel(
         tensor_parallel_size,
         pipeline_parallel_size,
@@ -40,17 +40,18 @@ def initialize(
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def generator_beside(model: list[DistributedDataParallel], seed: int) -> torch.Generator:
-    """For prompts and sampling: another one for each replica of the model, the same within a replica."""
+def make_generator(model: list[DistributedDataParallel], seed: int) -> torch.Generator:
+    """Return a generator for prompts and sampling; ranks of the same replica have the same."""
     replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     return torch.Generator(next(model[0].parameters()).device).manual_seed(seed * replicas + replica)
 
 
 def config() -> TransformerConfig:
+    """Return the configuration of the model for the current parallel sizes."""
     return TransformerConfig(
-        num_layers=_LAYERS,
-        hidden_size=_HIDDEN,
-        num_attention_heads=_HEADS,
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -62,40 +63,19 @@ def config() -> TransformerConfig:
 
 
 def provide(config: TransformerConfig, pre_process: bool = True, post_process: bool = True) -> GPTModel:
-    """Megatron's model provider."""
-    return GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH,
-        pre_process=pre_process,
-        post_process=post_process,
-    )
+    """Build the part of the model for a pipeline stage, as a Megatron model provider does."""
+    return GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process, post_process)
 
 
 def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
-    """Model chunks, as Megatron's ``get_model`` returns them, and optimizer."""
+    """Return model chunks, as Megatron's ``get_model`` does, and their optimizer."""
     torch.manual_seed(seed)
-    gpt_config = config()
-    ddp_config = DistributedDataParallelConfig(
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        use_distributed_optimizer=True,
-        bucket_size=_BUCKET,
-    )
-    gpt = provide(
-        gpt_config, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    )
-    model = [DistributedDataParallel(gpt_config, ddp_config, gpt.cuda())]
-    for chunk in model:
-        chunk.broadcast_params()
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=_LEARNING_RATE,
-        weight_decay=0.0,
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-    )
+    gpt_config, overlapped = config(), {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=_BUCKET, **overlapped)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = [DistributedDataParallel(gpt_config, ddp_config, provide(gpt_config, first, last).cuda())]
+    model[0].broadcast_params()
+    optimizer_config = OptimizerConfig(optimizer="adam", lr=_LEARNING_RATE, weight_decay=0.0, **overlapped)
     return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 
 
@@ -103,57 +83,53 @@ def build(seed: int) -> tuple[list[DistributedDataParallel], Any]:
 def answer(
     model: Sequence[Any], prompts_bp: torch.Tensor, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let the model write: at temperature 1, or without a generator always what is most probable.
+    """Answer prompts; return prompts with answers, ``[b, LENGTH]``, and their log-probs, ``[b, DIGITS]``.
 
-    Args:
-        model: the chunks of this rank; all ranks of a replica write the same.
-        prompts_bp: prompts, ``[b, PROMPT]``.
-        generator: in the same state on all ranks of a replica.
-
-    Returns:
-        prompts with their answers, ``[b, PROMPT + DIGITS]``, and the log-probabilities of what it wrote,
-        ``[b, DIGITS]``.
+    All ranks of a replica get the same answers. ``generator``, in the same state on all of them, samples at
+    temperature 1; ``None`` always takes the most probable token.
     """
     count, device = len(prompts_bp), prompts_bp.device
     tokens_bs = prompts_bp.new_zeros(count, LENGTH)
     tokens_bs[:, :PROMPT] = prompts_bp
     log_probs_bd = torch.empty(count, DIGITS, device=device)
     for number in range(DIGITS):
-        # Of this digit, whatever is there now.
-        microbatch = {
-            "tokens": tokens_bs,
-            "lengths": [PROMPT + number + 1] * count,
-            "response_lengths": [1] * count,
-        }
-        waiting_bv = torch.ones(count, VOCABULARY, device=device)
-        if generator is not None:  # on all ranks of a replica, so that their generators stay alike
-            waiting_bv.exponential_(generator=generator)
-        found = forward_topk(model, [microbatch], VOCABULARY, output_device=device, progress=False)
-        if found is not None:
-            every_token = TopKDistribution.cat(found)
-            choice_b1 = (every_token.log_probs.exp() / waiting_bv).argmax(1, keepdim=True)
-            tokens_bs[:, PROMPT + number] = every_token.indices.gather(1, choice_b1)[:, 0]
-            log_probs_bd[:, number] = every_token.log_probs.gather(1, choice_b1)[:, 0]
-        from_last_stage(tokens_bs)
-    return tokens_bs, from_last_stage(log_probs_bd)
+        # The most probable token after division by exponential noise is a sample.
+        noise_bv = torch.ones(count, VOCABULARY, device=device)
+        if generator is not None:  # on all ranks of a replica, so that their generators stay in step
+            noise_bv.exponential_(generator=generator)
+        # The last token is a placeholder: it stands for the distribution from which it comes.
+        distributions = topk(model, microbatch(tokens_bs, PROMPT + number + 1, 1), VOCABULARY)
+        if distributions is not None:
+            vocabulary = TopKDistribution.cat(distributions)
+            choice_b1 = (vocabulary.log_probs.exp() / noise_bv).argmax(1, keepdim=True)
+            tokens_bs[:, PROMPT + number] = vocabulary.indices.gather(1, choice_b1)[:, 0]
+            log_probs_bd[:, number] = vocabulary.log_probs.gather(1, choice_b1)[:, 0]
+        broadcast_from_last_stage(tokens_bs)
+    return tokens_bs, broadcast_from_last_stage(log_probs_bd)
 
 
-def from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite ``values`` with those of the last pipeline stage, on all stages."""
-    torch.distributed.broadcast(
-        values,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
-    )
+def microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: int = DIGITS) -> Batch:
+    """Return prompts with answers as a microbatch for the scoring functions."""
+    count = len(tokens_bs)
+    return {"tokens": tokens_bs, "lengths": [length] * count, "response_lengths": [response_length] * count}
+
+
+def topk(
+    model: Sequence[Any], batch: Batch, k: int | None = None, at: list[TopKDistribution] | None = None
+) -> list[TopKDistribution] | None:
+    """Return the distributions of the answers' tokens on the last pipeline stage."""
+    return forward_topk(model, [batch], k, at=at, output_device=batch["tokens"].device, progress=False)
+
+
+def broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``values`` on all pipeline stages with those of the last stage, and return them."""
+    last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast(values, last_rank, parallel_state.get_pipeline_model_parallel_group())
     return values
 
 
 def mean_over_ranks(*values: torch.Tensor) -> list[float]:
+    """Average each scalar over all ranks."""
     total = torch.stack(values)
     torch.distributed.all_reduce(total)
     return (total / torch.distributed.get_world_size()).tolist()
-
-
-def positions(tokens_bs: torch.Tensor) -> torch.Tensor:
-    """``position_ids`` of the tokens."""
-    return torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)

@@ -1,73 +1,55 @@
-"""The reinforcement-learning program: the model writes, the checker and a teacher score, ``train()`` learns.
+"""The reinforcement-learning program: the model answers, a checker and a teacher score, ``train()`` learns.
 
-The teacher's part is token-level on-policy distillation: the advantage of a token grows by how much more
-likely the teacher finds it than the policy does, which is the policy gradient of the reverse KL divergence
-from the teacher (Thinking Machines, "On-Policy Distillation", 2025).
+The teacher takes part by on-policy distillation: ``log p_teacher - log p`` of a token is added to its
+advantage, with a weight. That is the policy gradient of the reverse KL divergence from the teacher (Thinking
+Machines, "On-Policy Distillation", 2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from . import digits
 from .objectives import policy_loss
-from .policy import answer, build, generator_beside, mean_over_ranks
-from .training import Batch, shuffled, train
+from .policy import answer, build, make_generator, mean_over_ranks
+from .teachers import Teachers
+from .training import shuffled, train
 
-#: Prompts with answers, ``[b, PROMPT + DIGITS]``, in; the teacher's log-probabilities, ``[b, DIGITS]``, out.
-Teacher = Callable[[torch.Tensor], torch.Tensor]
-
-# Per rank and rollout.
+# Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
 _STEPS, _MICROBATCHES_PER_STEP = 8, 2
 _MICROBATCH = _PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES_PER_STEP)
-_DISTILLATION = 0.3
+_DISTILLATION_WEIGHT = 0.3
 
 
-@dataclass(frozen=True)
-class Rollout:
-    """What came out of one rollout, over all ranks.
-
-    Attributes:
-        reward: share of digits that are right; 0.1 or less by chance.
-        solved: share of answers with all digits right.
-        divergence: reverse KL divergence from the teacher per token, in nats, estimated on the answers.
-        steps: optimizer steps that ``train()`` then made.
-    """
+class Rollout(NamedTuple):
+    """Results of one rollout, averaged over all ranks; ``reverse_kl`` is per token, in nats."""
 
     reward: float
-    solved: float
-    divergence: float
+    exact_match: float
+    reverse_kl: float
     steps: int
 
 
-def rollouts(count: int, seed: int, teacher: Teacher) -> Iterator[Rollout]:
-    """Run the program on this rank, Megatron being initialised; yield after each ``train()``."""
+def rollouts(count: int, seed: int, teachers: Teachers) -> Iterator[Rollout]:
+    """Run the program on this rank and yield after each ``train()``. Megatron must be initialized."""
     model, optimizer = build(seed)
-    generator = generator_beside(model, seed)
+    generator = make_generator(model, seed)
     for _ in range(count):
         prompts_bp = digits.prompts(_PROMPTS, generator).repeat_interleave(_ANSWERS_PER_PROMPT, dim=0)
         tokens_bs, log_probs_bd = answer(model, prompts_bp, generator)
         scores_bd = digits.score(tokens_bs)
-        distance_bd = log_probs_bd - teacher(tokens_bs)
-        advantages_bd = _advantages(scores_bd) - _DISTILLATION * distance_bd
+        reverse_kl_bd = log_probs_bd - teachers(tokens_bs)
+        # The score of each digit minus its mean over all answers to the same prompt.
+        groups_pad = scores_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, digits.DIGITS)
+        advantages_bd = (groups_pad - groups_pad.mean(dim=1, keepdim=True)).view_as(scores_bd)
+        advantages_bd -= _DISTILLATION_WEIGHT * reverse_kl_bd
         batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": advantages_bd}
-        microbatches = _microbatches(batch, generator)
+        indices = shuffled(len(tokens_bs), _STEPS * _MICROBATCHES_PER_STEP, generator)
+        microbatches = ({name: values[index] for name, values in batch.items()} for index in indices)
         train(model, optimizer, microbatches, [_MICROBATCHES_PER_STEP] * _STEPS, _MICROBATCH, policy_loss)
-        solved_b = scores_bd.all(dim=1).float()
-        reward, solved, divergence = mean_over_ranks(scores_bd.mean(), solved_b.mean(), distance_bd.mean())
-        yield Rollout(reward, solved, divergence, _STEPS)
-
-
-def _advantages(scores_bd: torch.Tensor) -> torch.Tensor:
-    """How much better each digit is than that digit in the other answers to the same prompt."""
-    groups_pad = scores_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, digits.DIGITS)
-    return (groups_pad - groups_pad.mean(dim=1, keepdim=True)).view_as(scores_bd)
-
-
-def _microbatches(batch: Batch, generator: torch.Generator) -> Iterator[Batch]:
-    for chosen in shuffled(len(batch["tokens"]), _STEPS * _MICROBATCHES_PER_STEP, generator):
-        yield {name: values[chosen] for name, values in batch.items()}
+        exact_match_b = scores_bd.all(dim=1).float()
+        means = mean_over_ranks(scores_bd.mean(), exact_match_b.mean(), reverse_kl_bd.mean())
+        reward, exact_match, reverse_kl = means
+        yield Rollout(reward, exact_match, reverse_kl, _STEPS)

@@ -1,64 +1,85 @@
-"""Tells the log what is in place and what is not: silence is what users of patches complain about most."""
+"""Log lines that say what is in place and what is not: nobody shall have to guess."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from .. import __version__
-from .report import SiteStatus, summary
+from .._scoped import replaced
+from .judge import SiteStatus
 
 _log = logging.getLogger("megatron_rl_patches")
-_warned: set[SiteStatus] = set()
-done = False
 
 
-def once(statuses: Sequence[SiteStatus]) -> None:
-    """The one summary line of this process, on rank 0."""
-    global done
-    if not done:
-        done = True
-        _say(logging.INFO, summary(statuses, __version__))
-        warn([status for status in statuses if status.is_fault and status.host in sys.modules])
+class Announcer:
+    """Says each thing once in a process, and on rank 0 only."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._warned: set[SiteStatus] = set()
+
+    def once(self, statuses: Sequence[SiteStatus]) -> None:
+        """Log the one summary line of this process."""
+        if not self.done:
+            self.done = True
+            _log_line(logging.INFO, summary(statuses, __version__))
+            self.warn([status for status in statuses if status.is_fault and status.framework in sys.modules])
+
+    def warn(self, faults: Sequence[SiteStatus]) -> None:
+        """Log one warning for every site that is skipped; sites with a common reason share it."""
+        targets: dict[tuple[str, str, str], list[str]] = {}
+        for fault in dict.fromkeys(fault for fault in faults if fault not in self._warned):
+            self._warned.add(fault)
+            targets.setdefault((fault.patch, fault.state, fault.reason), []).append(fault.target)
+        for (patch, state, reason), alike in targets.items():
+            line = f"megatron_rl_patches: skipped {patch}: {', '.join(alike)}: {state}: {reason}"
+            _log_line(logging.WARNING, line)
+
+    def at_exit(self, statuses: Sequence[SiteStatus]) -> None:
+        """Log what has not been said: no patched function was called, or a patched module never imported."""
+        used = [status for status in statuses if status.framework in sys.modules]
+        if any(status.state not in ("waiting", "reverted") and not status.is_fault for status in used):
+            self.once(used)
+        self.warn([status for status in used if status.is_fault])
+        idle = [status.target for status in used if status.state == "waiting"]
+        if idle:
+            line = (
+                "megatron_rl_patches: these were never imported by this process, so nothing was patched "
+                f"there: {', '.join(idle)}"
+            )
+            _log_line(logging.WARNING, line)
 
 
-def warn(faults: Sequence[SiteStatus]) -> None:
-    """One warning for each skipped site, however often it is judged; a common one for a common reason."""
-    alike: dict[tuple[str, str, str], list[SiteStatus]] = {}
-    for fault in dict.fromkeys(fault for fault in faults if fault not in _warned):
-        _warned.add(fault)
-        alike.setdefault((fault.patch, fault.state, fault.reason), []).append(fault)
-    for skipped in alike.values():
-        together = replace(skipped[0], target=", ".join(fault.target for fault in skipped))
-        _say(logging.WARNING, f"megatron_rl_patches: skipped {together}")
+def summary(statuses: Sequence[SiteStatus], version: str) -> str:
+    """Return one line about what is in place and what is not. Absent frameworks are not mentioned."""
+    parts = []
+    for patch in dict.fromkeys(status.patch for status in statuses):
+        own = [status for status in statuses if status.patch == patch and status.state != "waiting"]
+        counts = Counter((status.framework, status.state) for status in own)
+        states = ", ".join(f"{framework}: {count} {state}" for (framework, state), count in counts.items())
+        parts.append(f"{patch} ({states or 'waiting for a framework'})")
+    return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
 
 
-def at_exit(statuses: Sequence[SiteStatus]) -> None:
-    """A patched function was never called, or a host was used of which a patched module never was."""
-    used = [status for status in statuses if status.host in sys.modules]
-    if any(status.state not in ("waiting", "reverted") and not status.is_fault for status in used):
-        once(used)
-    warn([status for status in used if status.is_fault])
-    idle = [status.target for status in used if status.state == "waiting"]
-    if idle:
-        _say(
-            logging.WARNING,
-            "megatron_rl_patches: these were never imported by this process, so nothing was patched there: "
-            + ", ".join(idle),
-        )
+@contextmanager
+def without_logging_errors() -> Iterator[None]:
+    """Drop what cannot be logged: streams of handlers may be closed at exit; logging prints tracebacks."""
+    with replaced(logging, raiseExceptions=False), suppress(Exception):
+        yield
 
 
-def _say(level: int, line: str) -> None:
+def _log_line(level: int, line: str) -> None:
     if _rank() != 0:
         return
-    if _log.hasHandlers() and _log.isEnabledFor(level):
-        _log.log(level, line)
-    else:
-        with suppress(Exception):  # no stderr, or a closed one: nobody to tell
+    with suppress(Exception):  # a handler that raises; no stderr, or a closed one
+        if _log.hasHandlers() and _log.isEnabledFor(level):
+            _log.log(level, line)
+        else:
             print(line, file=sys.stderr)
 
 

@@ -1,28 +1,29 @@
-"""What the package offers: put patches in place, take them away, ask for their state."""
+"""What the package offers: put patches in place, take them away, ask for their state, compare ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from ..errors import PatchError
 from ..settings import Settings
 from . import installer as engine
 from . import registry
-from .installer import Record, refusal
-from .report import SiteStatus
+from .judge import SiteStatus, judge_all
+from .records import Claim
 from .sources import Environment
-from .spec import Patch
-from .survey import survey
 
 
 def apply(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> list[SiteStatus]:
     """Put patches in place: the named ones, or all but the explicit ones. May be called before or after the
-    hosts are imported, any number of times, from any thread.
+    frameworks are imported, any number of times, from any thread.
 
-    Patches asked for by name must fit every host that is present; without names, those that do not fit are
-    skipped with a warning unless ``strict``.
+    Patches asked for by name must fit every framework that is present; without names, those that do not fit
+    are skipped with a warning unless ``strict``.
 
     Args:
         names: see ``available()``; none means all, without those that only their name selects.
@@ -34,22 +35,37 @@ def apply(
         the state of every selected site.
 
     Raises:
-        PatchError: unknown name, or a patch that must take effect cannot. Nothing of this call stays.
+        PatchError: unknown name, or a patch that must take effect cannot. Exactly what this call did is
+            undone; what other threads apply at the same time stays.
     """
-    _apply(names, exclude, settings, strict)
+    engine.installer.keep(_apply(names, exclude, settings, strict))
     return status()
+
+
+@contextmanager
+def applied(
+    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
+) -> Iterator[list[SiteStatus]]:
+    """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it."""
+    claim = _apply(names, exclude, settings, strict)
+    try:
+        yield status()
+    finally:
+        engine.installer.release(claim)
 
 
 def _apply(
     names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
-) -> list[Record]:
-    given = settings is not None
-    settings = settings or Settings.from_environment()
-    must = bool(names) or (settings.strict if strict is None else strict)
-    chosen = registry.select(names, exclude)
-    if must:
-        _refuse_misfits(chosen, settings)
-    return engine.installer.add(chosen, settings, must, replace_settings=given)
+) -> Claim:
+    chosen = settings or Settings.from_environment()
+    required = bool(names) or (chosen.strict if strict is None else strict)
+    patches = registry.select(names, exclude)
+    if required:
+        # Judged by source before anything is changed, frameworks that are not imported yet included.
+        faults = [status for status in judge_all(Environment(), patches, chosen) if status.is_fault]
+        if faults:
+            raise engine.incompatible(faults)
+    return engine.installer.add(patches, chosen, required, replace_options=settings is not None)
 
 
 def revert(*names: str) -> None:
@@ -58,40 +74,52 @@ def revert(*names: str) -> None:
     Raises:
         PatchError: unknown name.
     """
-    chosen = registry.select(names or registry.patches())
-    engine.installer.remove(engine.installer.records_of({patch.name for patch in chosen}))
-
-
-@contextmanager
-def applied(
-    *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
-) -> Iterator[list[SiteStatus]]:
-    """:func:`apply` for the length of a ``with`` block; sites that were selected before it stay."""
-    settings_before = dict(engine.installer.settings)
-    added = _apply(names, exclude, settings, strict)
-    try:
-        yield status()
-    finally:
-        engine.installer.remove(added)
-        engine.installer.settings = settings_before
+    engine.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
 
 
 def status() -> list[SiteStatus]:
-    """State of every site of the patches selected so far, read from the live objects."""
+    """Return the state of every site of the patches selected so far, read from the live objects."""
     return engine.installer.status()
 
 
 def available() -> dict[str, str]:
-    """Names of all registered patches, each with its one-line summary."""
+    """Return the names of all registered patches, each with its one-line summary."""
     return {name: patch.summary for name, patch in registry.patches().items()}
 
 
-def _refuse_misfits(patches: Collection[Patch], settings: Settings) -> None:
-    """Judge the sources of all hosts that are present, before anything is changed.
+def verify_ranks(group: Any = None) -> None:
+    """Check that every rank of the group has the same sites in the same state on the same code.
+
+    A patch on some ranks only makes the job hang in the first collective that the patch adds or leaves out.
+    Collective: one ``all_gather_object``. Call it after the frameworks are imported on all ranks.
+
+    Args:
+        group: a ``torch.distributed`` process group; default: all ranks.
 
     Raises:
-        PatchError: a site is missing, drifted, in conflict or cannot be judged.
+        PatchError: no process group is initialized; or ranks differ, and then on every rank of the group
+            alike, with the sites and the ranks that differ from most.
     """
-    faults = [status for status in survey(Environment(), patches, settings) if status.is_fault]
-    if faults:
-        raise refusal(faults)
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PatchError(
+            "verify_ranks: torch.distributed is not initialized; call init_process_group() first"
+        )
+    own = {f"{s.patch}: {s.target}": f"{s.state} (code {s.fingerprint or 'unknown'})" for s in status()}
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, (dist.get_rank(), own), group=group)
+    by_rank: dict[int, dict[str, str]] = dict(gathered)
+    targets = sorted({target for states in by_rank.values() for target in states})
+    differences = [line for target in targets for line in _differences(target, by_rank)]
+    if differences:
+        raise PatchError("patches differ between ranks:\n  " + "\n  ".join(differences))
+
+
+def _differences(target: str, by_rank: dict[int, dict[str, str]]) -> list[str]:
+    states = {rank: states.get(target, "not selected") for rank, states in by_rank.items()}
+    (usual, count), *others = Counter(states.values()).most_common()
+    if others and others[0][1] == count:  # of two ranks, say: nobody knows which is wrong
+        return [f"{target}: " + "; ".join(f"rank {rank}: {state}" for rank, state in states.items())]
+    differing = {rank: state for rank, state in states.items() if state != usual}
+    return [f"{target}: rank {rank}: {state}; most ranks: {usual}" for rank, state in differing.items()]

@@ -1,4 +1,4 @@
-"""Tells when a module has been imported completely; never imports one itself."""
+"""Calls back when a module has been imported completely; never imports one itself."""
 
 from __future__ import annotations
 
@@ -13,36 +13,22 @@ import wrapt
 class ImportHooks:
     """Calls ``loaded(module_name)`` at the end of the import of a watched module.
 
-    Nothing calls back at the end of an import that had begun before: of such a module the next import of
-    anything tells, through :class:`_Observer`.
+    Python offers no call-back for an import that had begun before the module was watched. :class:`_Observer`
+    looks at such modules whenever anything else is imported, and calls ``import_ended()``.
     """
 
-    def __init__(self, loaded: Callable[[str], None], settle: Callable[[], None]) -> None:
+    def __init__(self, loaded: Callable[[str], None], import_ended: Callable[[], None]) -> None:
         self._loaded = loaded
         self._hooked: set[str] = set()
-        self._observer = _Observer(settle)
+        self._observer = _Observer(import_ended)
 
     def watch(self, module_name: str) -> None:
-        """Have ``loaded`` called when the module is imported; nothing to do if it is."""
-        if is_loaded(module_name):
-            return
+        """Have ``loaded`` called when the module is imported; do nothing if it is imported already."""
         if module_name in sys.modules:
-            self._observer.add(module_name)
+            if not is_imported(module_name):
+                self._observer.add(module_name)
         elif module_name not in self._hooked:
             self._hook(module_name)
-
-    def watch_again(self, module_name: str) -> None:
-        """Called from a hook that is about to fail the import: the next attempt shall meet a hook, too."""
-        module = sys.modules.get(module_name)
-        if not _is_initializing(module):
-            return
-        # wrapt would call the hook at once for a module that it sees; while the hook of the failing import
-        # runs, this thread holds the module's import lock, so that no other can miss the entry.
-        del sys.modules[module_name]
-        try:
-            self._hook(module_name)
-        finally:
-            sys.modules[module_name] = module  # type: ignore[assignment]
 
     def _hook(self, module_name: str) -> None:
         self._hooked.add(module_name)
@@ -50,7 +36,7 @@ class ImportHooks:
 
         def fire(module: ModuleType) -> None:
             self._hooked.discard(module_name)
-            # A module that another thread has begun to import meanwhile: wrapt fires at once.
+            # wrapt fires at once for a module that another thread has begun to import meanwhile.
             if registering and _is_initializing(module):
                 self._observer.add(module_name)
             else:
@@ -61,10 +47,10 @@ class ImportHooks:
 
 
 class _Observer:
-    """A meta path entry that finds nothing: any import makes us look whether those we wait for have ended."""
+    """A meta path entry that finds nothing: at any import it looks whether those it waits for have ended."""
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = settle
+    def __init__(self, import_ended: Callable[[], None]) -> None:
+        self._import_ended = import_ended
         self._names: set[str] = set()
 
     def add(self, module_name: str) -> None:
@@ -74,13 +60,13 @@ class _Observer:
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         # Stays on sys.meta_path when idle: removing it would shift that list under threads that walk it.
-        if self._names and (ended := {name for name in list(self._names) if is_loaded(name)}):
+        if self._names and (ended := {name for name in list(self._names) if is_imported(name)}):
             self._names -= ended
-            self._settle()
+            self._import_ended()
 
 
-def is_loaded(module_name: str) -> bool:
-    """Imported, and not half-way."""
+def is_imported(module_name: str) -> bool:
+    """Return whether the module is imported, and not half-way."""
     module = sys.modules.get(module_name)
     return module is not None and not _is_initializing(module)
 

@@ -1,4 +1,4 @@
-"""The only module that changes foreign objects: hooks, wrapping, rebinding, locking, revert."""
+"""Selects sites, waits for their modules, puts patches in place and takes them away, under one lock."""
 
 from __future__ import annotations
 
@@ -7,299 +7,267 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PatchError
-from ..settings import Settings
-from . import announce
-from .imports import ImportHooks, is_loaded
-from .judge import Verdict, hold_back, judge_site
-from .placement import Placement
-from .report import SiteStatus
+from .announce import Announcer, without_logging_errors
+from .imports import ImportHooks
+from .judge import SiteStatus, all_or_nothing, judge_site, status_of
+from .records import Claim, OptionsInForce, Record, waiting
 from .sources import Environment
 from .spec import Adapter, Patch, Site
+from .wrapper import PatchedAttribute
+
+if TYPE_CHECKING:
+    from ..settings import Settings
 
 _log = logging.getLogger("megatron_rl_patches")
 
 
-class Record:
-    """One selected site: what was judged, and where its layer sits."""
-
-    def __init__(self, patch: Patch, site: Site, must: bool) -> None:
-        self.patch = patch
-        self.site = site
-        self.must = must
-        self.reverted = False
-        self.verdict: Verdict | None = None
-        self.placement: Placement | None = None
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.patch.name, self.site.target
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.placement is not None and self.placement.in_place()
-
-    @property
-    def is_settled(self) -> bool:
-        """In place, or nothing to put there."""
-        return (
-            self.reverted
-            or self.is_in_place
-            or (self.verdict is not None and self.verdict.state == "not needed")
-        )
-
-
 class Installer:
-    """State of one process. All functions of :mod:`.api` act on one instance of it."""
+    """The state of one process. All functions of :mod:`.api` act on one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
-        #: Name of a patch -> settings that it was last applied with; read by adapters at every call.
-        self.settings: dict[str, Settings] = {}
-        self._imports = ImportHooks(loaded=self._loaded, settle=self._import_ended)
+        self._options = OptionsInForce()
+        self._imports = ImportHooks(loaded=self._loaded, import_ended=self._import_ended)
         self._has_failed = False
+        self.announcer = Announcer()
 
     def add(
-        self, patches: Collection[Patch], settings: Settings, must: bool, replace_settings: bool = True
-    ) -> list[Record]:
-        """Put the patches in place, now or when their hosts are imported; gives what was not selected yet.
+        self, patches: Collection[Patch], settings: Settings, required: bool, replace_options: bool = True
+    ) -> Claim:
+        """Put the patches in place, now or when their frameworks are imported.
 
-        Patches that are selected already go on with their former settings unless ``replace_settings``.
+        Args:
+            required: raise ``PatchError`` if a patch does not fit. Whatever is raised, exactly what this call
+                did is undone.
+            replace_options: patches that are selected already take the options of these settings, too.
 
-        Raises:
-            PatchError: ``must`` is set and an imported host's code does not fit.
-
-        Whatever is raised, nothing of this call stays.
+        Returns:
+            the claim of this call, for :meth:`keep` or :meth:`release`.
         """
-        with self._lock:
-            before, settings_before = dict(self._records), dict(self.settings)
-            must_before = {record: record.must for record in before.values()}
-            selected = {record.patch.name for record in before.values() if not record.reverted}
-            for patch in patches:
-                if replace_settings or patch.name not in selected:
-                    self.settings[patch.name] = settings
-            records = [
-                self._select(patch, site, must) for patch in patches for site in patch.sites_for(settings)
-            ]
-        added = [record for record in records if before.get(record.key) is not record]
-        try:
-            self._start(records)
-        except Exception as error:
-            with self._lock:
-                self.remove(added)
-                self._records, self.settings = before, settings_before
-                for record, was_must in must_before.items():
-                    record.must = was_must
-                self._has_failed |= not isinstance(error, PatchError)  # whoever called tells of it
-            raise
-        return added
-
-    def _start(self, records: Collection[Record]) -> None:
-        # Outside the lock: a hook may fire at once, or another thread may be importing the module.
-        open_sites = [record.site for record in records if not record.is_settled]
-        for module in sorted({site.module for site in open_sites if not site.only_tells}):
+        claim = Claim()
+        sites = [(patch, site) for patch in patches for site in patch.sites_for(settings)]
+        # Hooks come first. A module whose import ends before its record is there is found in sys.modules
+        # below; one whose import ends later fires its hook, which waits for the lock.
+        for module in sorted({site.module for _, site in sites}):
             self._imports.watch(module)
-        faults = self._settle(mend=True)
-        announce.warn(faults)
-        environment = Environment()
-        absent = (self._status_of(record, environment) for record in records if record.verdict is None)
-        faults += [status for status in absent if status.is_fault]
-        if refused := [fault for fault in faults if self._record_of(fault).must]:
-            raise refusal(refused)
+        # From selection to judgement in one piece: no other thread sees, or is judged on, what may yet be
+        # undone. Hooks take this lock alone, and nothing below waits for an import.
+        with self._lock:
+            before = dict(self._records)
+            try:
+                records = [self._select(site) for _, site in sites]
+                for record in records:
+                    record.claims[claim] = required
+                for patch in patches:
+                    self._options.set(patch.name, claim, settings.options_of(patch), replace_options)
+                skipped = self._settle(r for r in records if r.is_open and r.is_imported())
+                if required and (faults := [s for s in map(self._current, records) if s.is_fault]):
+                    raise incompatible(faults)
+            except BaseException as error:
+                self.release(claim)
+                self._records = before
+                self._has_failed |= not isinstance(error, PatchError)  # the caller sees it, so nobody logs it
+                raise
+        self.announcer.warn(skipped)
+        return claim
 
-    def _select(self, patch: Patch, site: Site, must: bool) -> Record:
-        record = self._records.get((patch.name, site.target))
-        if record is None or record.reverted:
-            record = Record(patch, site, must)
-            # To the end: reverting in reverse order unwraps first what was wrapped last.
-            self._records.pop(record.key, None)
-            self._records[record.key] = record
-        record.must |= must
+    def _select(self, site: Site) -> Record:
+        key = (site.patch, site.target)
+        record = self._records.get(key)
+        if record is None or record.is_reverted:
+            record = self._records[key] = Record(site)
         return record
 
-    def remove(self, records: Collection[Record]) -> None:
-        """Take the layers away, the last first; what cannot be taken away is switched off."""
+    def keep(self, claim: Claim) -> None:
+        """Let what the call put in place stay until it is reverted."""
         with self._lock:
-            for record in reversed([*records]):
-                self._take_away(record)
-                record.reverted = True
+            for record in self._records.values():
+                record.keep(claim)
+            self._options.keep(claim)
 
-    def records_of(self, names: Collection[str]) -> list[Record]:
+    def release(self, claim: Claim) -> None:
+        """Undo what the call did: sites that another call has selected, too, stay in place."""
         with self._lock:
-            return [record for record in self._records.values() if record.patch.name in names]
+            claimed = [record for record in self._records.values() if claim in record.claims]
+            for record in claimed:
+                del record.claims[claim]
+            self._options.release(claim)
+            self._revert(record for record in claimed if not record.claims)
+            # A site that is gone now may have held others of its group back.
+            self._settle(self._missed())
+
+    def remove(self, names: Collection[str]) -> None:
+        """Take the patches of these names away, whoever selected them."""
+        with self._lock:
+            records = [record for record in self._records.values() if record.site.patch in names]
+            for record in records:
+                record.claims.clear()
+            for name in names:
+                self._options.clear(name)
+            self._revert(record for record in records if not record.is_reverted)
+
+    def _revert(self, records: Iterable[Record]) -> None:
+        for record in reversed([*records]):
+            self._unwrap(record)
+            record.status = status_of(record.site, "reverted", "reverted", record.status.fingerprint)
 
     def status(self) -> list[SiteStatus]:
-        """States of all selected sites, read from the live objects."""
+        """Return the states of all selected sites, read from the live objects."""
         self._settle_and_warn()
-        environment = Environment()
         with self._lock:
-            return [self._status_of(record, environment) for record in self._records.values()]
+            return [self._current(record) for record in self._records.values()]
+
+    def _current(self, record: Record) -> SiteStatus:
+        site, status, environment = record.site, record.status, Environment()
+        if record.attribute is not None and not record.is_in_place:
+            return status_of(site, "lost", record.attribute.reason_lost(), status.fingerprint)
+        if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
+            return status
+        if environment.has_package(site.framework):
+            return status_of(site, "missing", f"no source of module {site.module} is found")
+        return status_of(site, "waiting", f"{site.framework} is not installed")
+
+    # --- called by hooks
 
     def _loaded(self, module_name: str) -> None:
-        """A watched module has just been imported; raising makes that import fail."""
+        """A watched module has just been imported; an exception makes that import fail."""
+        faults: list[SiteStatus] = []
         with self._lock:
-            must = any(record.must for record in self._records.values() if record.site.module == module_name)
-        with self._sparing_the_host(must):
-            faults = self._settle(module_name)
-            announce.warn(faults)
-            if any(self._record_of(fault).must for fault in faults):
-                self._imports.watch_again(module_name)
-                raise refusal(faults)
+            records = [record for record in self._records.values() if record.site.module == module_name]
+            with self._log_internal_errors(any(record.is_required for record in records)):
+                faults = self._settle((record for record in records if record.is_open), module_name)
+                refused = [s for s in faults if self._records[s.patch, s.target].is_required]
+                if refused:
+                    raise incompatible(refused)
+        self.announcer.warn(faults)
 
     def _import_ended(self) -> None:
-        with self._sparing_the_host():
+        with self._log_internal_errors():
             self._settle_and_warn()
 
     @contextmanager
-    def _sparing_the_host(self, must: bool = False) -> Iterator[None]:
-        """Around what hosts run into: a fault of our own, as of a damaged install, costs them one line.
-
-        Not through :mod:`.announce`, which may be what is damaged.
-        """
+    def _log_internal_errors(self, required: bool = False) -> Iterator[None]:
+        """Spare the framework that runs into us a fault of our own, such as a damaged file: log it once."""
         try:
             yield
         except PatchError:
             raise
         except Exception as error:
-            told = " ".join(f"{type(error).__name__}: {error}".split())
-            if must:
-                raise PatchError(f"megatron_rl_patches: something of its own is wrong: {told}") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if required:
+                raise PatchError(f"megatron_rl_patches: something of its own is wrong: {reason}") from error
             if not self._has_failed:
                 self._has_failed = True
-                _log.warning("megatron_rl_patches: something of its own is wrong: %s; going on without", told)
+                # Not through announce.py, which may be what is damaged.
+                message = "megatron_rl_patches: something of its own is wrong: %s; going on without"
+                _log.warning(message, reason)
+
+    # --- judging and wrapping
 
     def _settle_and_warn(self) -> None:
-        announce.warn(self._settle())
-
-    def _settle(self, just_loaded: str = "", mend: bool = False) -> list[SiteStatus]:
-        """Judge and wrap what is imported and not settled; gives what cannot be.
-
-        ``mend`` what was lost, too: only when asked to, not while reporting that it is.
-        """
+        """Settle what was imported without a hook; what was lost stays so until :meth:`add` is called."""
         with self._lock:
-            open_records = [
-                record
-                for record in self._records.values()
-                if not record.is_settled
-                and _is_there(record.site, just_loaded)
-                and (mend or record.placement is None or record.site.module == just_loaded)
-            ]
-            groups = dict.fromkeys((record.patch.name, record.site.host) for record in open_records)
-            return [fault for group in groups for fault in self._settle_group(*group, just_loaded)]
+            faults = self._settle(self._missed())
+        self.announcer.warn(faults)
 
-    def _settle_group(self, patch: str, host: str, just_loaded: str) -> list[SiteStatus]:
-        group = [
-            record
-            for record in self._records.values()
-            if (record.patch.name, record.site.host) == (patch, host) and not record.reverted
-        ]
-        environment = Environment()
-        verdicts = hold_back({r.site: self._judge(r, environment, just_loaded) for r in group})
-        for record in group:
-            if verdicts[record.site].state == "fits" and _is_there(record.site, just_loaded):
-                verdicts[record.site] = self._put_in_place(record, verdicts[record.site])
-        if any(verdict.is_fault for verdict in verdicts.values()):
-            for record in group:
-                self._take_away(record)
-            verdicts = hold_back(verdicts)
-        for record in group:
-            record.verdict = verdicts[record.site]
-        return [self._status_of(r, environment) for r in group if verdicts[r.site].is_fault]
+    def _missed(self) -> list[Record]:
+        """Return the records of imported modules at which nothing is in place, and something may be put."""
+        missed = (r for r in self._records.values() if r.is_open and r.attribute is None)
+        return [record for record in missed if record.is_imported()]
 
-    def _judge(self, record: Record, environment: Environment, just_loaded: str) -> Verdict:
-        if record.is_in_place and record.verdict is not None:
-            return record.verdict
-        there = _is_there(record.site, just_loaded)
-        verdict = judge_site(record.site, environment, sys.modules[record.site.module] if there else None)
-        if verdict.state == "conflict" and record.placement and record.placement.is_overwritten():
+    def _settle(self, records: Iterable[Record], just_loaded: str = "") -> list[SiteStatus]:
+        """Judge and wrap the groups that these records belong to; return the faults."""
+        groups = dict.fromkeys(record.group for record in records)
+        return [fault for group in groups for fault in self._settle_group(group, just_loaded)]
+
+    def _settle_group(self, name: tuple[str, str], just_loaded: str) -> list[SiteStatus]:
+        """Put one patch in place in one framework, or leave it away there altogether.
+
+        A patch that is half in place is worse than none: the guard around ``train()``, say, without the
+        method that it relies on. So all sites of the group are judged before the first is touched, those of
+        modules that are not imported yet by their source. That judgement can still turn out wrong twice: an
+        attribute can refuse to be set, and a module that is imported later can hold something else than its
+        source says. Both show as a fault in a group of which parts are wrapped already, and then these are
+        unwrapped again. Sites that wait for their module go on waiting; when it is imported, the whole group
+        is settled anew.
+        """
+        group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
+        imported = {record for record in group if record.is_imported(just_loaded)}
+        statuses = all_or_nothing({record: self._judge(record, record in imported) for record in group})
+        for record in group:
+            if statuses[record].state == "fits" and record in imported:
+                statuses[record] = self._wrap(record, statuses[record])
+        if any(status.is_fault for status in statuses.values()):
+            for record in reversed(group):
+                self._unwrap(record)
+            statuses = all_or_nothing(statuses)
+        for record, status in statuses.items():
+            record.status = waiting(record.site, status.fingerprint) if status.state == "fits" else status
+        return [status for status in statuses.values() if status.is_fault]
+
+    def _judge(self, record: Record, imported: bool) -> SiteStatus:
+        if record.is_in_place:
+            return record.status
+        module = sys.modules[record.site.module] if imported else None
+        status = judge_site(record.site, Environment(), module)
+        if status.state == "conflict" and record.attribute and record.attribute.is_overwritten():
             # Whoever overwrote it may well call it: it stays as it is, and is reported as lost.
-            return Verdict("applied", "in place", verdict.fingerprint)
-        return verdict
+            return status_of(record.site, "applied", "in place", status.fingerprint)
+        return status
 
-    def _put_in_place(self, record: Record, verdict: Verdict) -> Verdict:
+    def _wrap(self, record: Record, status: SiteStatus) -> SiteStatus:
         site = record.site
-        self._take_away(record)
+        self._unwrap(record)
         try:
-            adapter = self._adapter_of(record)
-            record.placement = Placement.make(record.patch.name, sys.modules[site.module], site, adapter)
+            record.attribute = PatchedAttribute.wrap(sys.modules[site.module], site, self._adapter_of(site))
         except Exception as error:
-            return Verdict("failed", f"wrapping it raised {type(error).__name__}: {error}")
-        return Verdict("applied", "in place", verdict.fingerprint)
+            return status_of(site, "failed", f"wrapping it raised {type(error).__name__}: {error}")
+        return status_of(site, "applied", "in place", status.fingerprint)
 
-    def _adapter_of(self, record: Record) -> Adapter:
-        """Its first call tells the log what is in place: by then every host is imported."""
-        adapter = record.site.adapter
+    def _unwrap(self, record: Record) -> None:
+        if record.attribute:
+            record.attribute.unwrap()
+            record.attribute = None
+
+    def _adapter_of(self, site: Site) -> Adapter:
+        """Return the adapter with its options. Its first call logs what is in place: all is imported then."""
+        adapter, announcer, options = site.adapter, self.announcer, self._options.by_patch
 
         def call(
             wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            if not announce.done:
-                with self._sparing_the_host():
-                    announce.once(self.status())
-            if record.site.with_settings:
-                return adapter(wrapped, instance, args, kwargs, settings=self.settings[record.patch.name])
+            if not announcer.done:
+                with self._log_internal_errors():
+                    announcer.once(self.status())
+            if site.pass_options:
+                return adapter(wrapped, instance, args, kwargs, options=options[site.patch])
             return adapter(wrapped, instance, args, kwargs)
 
         return call
 
-    def _take_away(self, record: Record) -> None:
-        if record.placement:
-            record.placement.take_away()
-            record.placement = None
-
-    def _record_of(self, status: SiteStatus) -> Record:
-        return self._records[status.patch, status.target]
-
-    def _status_of(self, record: Record, environment: Environment) -> SiteStatus:
-        site, verdict = record.site, record.verdict
-        if verdict is None and site.only_tells and environment.has_package(site.host):
-            verdict = judge_site(site, environment)
-        fingerprint = verdict.fingerprint if verdict else ""
-
-        def told(state: Any, reason: str) -> SiteStatus:
-            return SiteStatus(record.patch.name, site.host, site.target, state, reason, fingerprint)
-
-        if record.reverted:
-            return told("reverted", "reverted")
-        if record.placement:
-            return (
-                told("applied", "in place")
-                if record.is_in_place
-                else told("lost", record.placement.why_lost())
-            )
-        if verdict is not None and verdict.state != "fits":
-            return told(verdict.state, verdict.reason)
-        if environment.file_of(site.module) is not None or site.module in sys.modules:
-            return told("waiting", f"waits for the import of {site.module}")
-        if environment.has_package(site.host):
-            return told("missing", f"no source of module {site.module} is found")
-        return told("waiting", f"{site.host} is not installed")
+    # --- of the process
 
     def after_fork_in_child(self) -> None:
         # Another thread of the parent may have held it at the moment of the fork.
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
-        with self._sparing_the_host():
-            announce.at_exit(self.status())
+        with without_logging_errors(), self._log_internal_errors():
+            self.announcer.at_exit(self.status())
 
 
-def _is_there(site: Site, just_loaded: str) -> bool:
-    """Is the site's module imported? The one whose hook is running looks half imported, and is not."""
-    return site.module == just_loaded or is_loaded(site.module)
-
-
-def refusal(faults: list[SiteStatus]) -> PatchError:
-    """The error for sites that must take effect and cannot."""
-    told = "\n  ".join(map(str, faults))
+def incompatible(faults: Iterable[SiteStatus]) -> PatchError:
+    """Return the error for sites that must take effect and cannot."""
+    sites = "\n  ".join(map(str, faults))
     return PatchError(
-        f"cannot take effect:\n  {told}\nThe code of the host is not what the patch was written for. Exclude "
-        "the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
+        f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written for. "
+        "Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
         "docs/compatibility.md."
     )
 

@@ -1,125 +1,130 @@
-"""Site and facts in, verdict out. Pure: touches nothing, judges by the code, never by a version number."""
+"""A site and a framework's code in, a state with its reason out. Pure: nothing is touched or imported.
+
+Judgement rests on the code, never on a version number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from . import facts as facts_of
-from .facts import Facts
+from . import target_source
 from .sources import Source
-from .spec import Site
+from .spec import Patch, Site
+from .target_source import TargetSource
 
-State = Literal[
-    "fits",
-    "absent",
-    "applied",
-    "waiting",
-    "not needed",
-    "missing",
-    "drifted",
-    "conflict",
-    "failed",
-    "lost",
-    "reverted",
-]
-#: States in which a patch that was asked for is not there.
-FAULTS: frozenset[State] = frozenset({"missing", "drifted", "conflict", "failed"})
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+K = TypeVar("K")
+
+#: States in which a patch that was asked for is not in place, and should be.
+Fault = Literal["missing", "drifted", "conflict", "failed"]
+State = Literal[Fault, "fits", "absent", "applied", "waiting", "not needed", "lost", "reverted"]
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """``fits``: the patch has work to do there, and can."""
+class SiteStatus:
+    """The state of one site, and why it is in that state.
 
+    ``docs/how-it-works.md`` lists the states in a running process. Judged from source alone it is ``fits``
+    (the patch has work to do, and can), ``absent`` (the framework is not there), ``not needed`` or a fault.
+    """
+
+    patch: str
+    framework: str
+    target: str
     state: State
     reason: str
     fingerprint: str = ""
 
     @property
     def is_fault(self) -> bool:
-        return self.state in FAULTS
+        return self.state in get_args(Fault)
+
+    def __str__(self) -> str:
+        return f"{self.patch}: {self.target}: {self.state}: {self.reason}"
 
 
-def judge(site: Site, facts: Facts | None) -> Verdict:
-    """What would become of the site; ``facts`` is ``None`` when its module is not there."""
-    if facts is None:
-        return _verdict(site, "missing", f"no source of module {site.module} is found")
+def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> SiteStatus:
+    """Return the status of a site."""
+    return SiteStatus(site.patch, site.framework, site.target, state, reason, fingerprint)
+
+
+def judge(site: Site, target: TargetSource | None) -> SiteStatus:
+    """Judge a site by its target; ``None`` when there is no source of the module."""
+    if target is None:
+        return status_of(site, "missing", f"no source of module {site.module} is found")
     try:
-        state, reason = _judge(site, facts)
+        state, reason = _judge(site, target)
     except Exception as error:
         state, reason = "failed", f"judging it raised {type(error).__name__}: {error}"
-    return _verdict(site, state, reason, facts.fingerprint)
+    return status_of(site, state, reason, target.fingerprint)
 
 
-def _verdict(site: Site, state: State, reason: str, fingerprint: str = "") -> Verdict:
-    if site.only_tells and state != "not needed":
-        # Where nothing is ever wrapped, code that has moved is no fault.
-        return Verdict("not needed", f"nothing to do is known there ({state}: {reason})", fingerprint)
-    return Verdict(state, reason, fingerprint)
-
-
-def _judge(site: Site, facts: Facts) -> tuple[State, str]:
-    if facts.function is None:
-        if facts.imported_from is not None:
-            return "drifted", f"moved: {site.module} imports it from {facts.imported_from}"
-        if site.predates_without and site.predates_without not in facts.module_names:
-            return "not needed", f"{site.module} does not know {site.predates_without}"
+def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
+    if target.function is None:
+        if target.imported_from is not None:
+            return "drifted", f"moved: {site.module} imports it from {target.imported_from}"
+        if site.introduced_with and site.introduced_with not in target.module_names:
+            return "not needed", f"{site.module} does not know {site.introduced_with}"
         return "missing", f"{site.module} does not define {site.qualname}"
-    if facts.replaced_by:
+    if target.replaced_by:
         return "conflict", (
-            f"replaced by {facts.replaced_by}, which has no __wrapped__ to say what it stands for; "
+            f"replaced by {target.replaced_by}, which has no __wrapped__ to say what it stands for; "
             "put this patch in place before it, give it functools.wraps, or exclude this patch"
         )
-    if site.not_needed and (reason := site.not_needed(facts)):
+    if site.skip_if and (reason := site.skip_if(target)):
         return "not needed", reason
-    if not facts.runs_when_called:
+    if not target.runs_when_called:
         return "drifted", "it is a generator or a coroutine function: it runs after the call is over"
-    if absent := [name for name in site.uses if name not in facts.parameters]:
+    if absent := [name for name in site.parameters if name not in target.parameters]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
-    if absent := [name for name in site.mentions if name not in facts.names]:
+    if absent := [name for name in site.requires_names if name not in target.names]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
     return "fits", "has the fault that the patch mends"
 
 
-def judge_from_source(sites: tuple[Site, ...], source: Source) -> dict[Site, Verdict]:
-    """Verdicts on the sites of one patch in one host, from source text alone.
-
-    They take effect together or not at all: a fault in one holds back all that fit.
-    """
-    return hold_back({site: judge_site(site, source) for site in sites})
-
-
-def judge_site(site: Site, source: Source, live: ModuleType | None = None) -> Verdict:
-    """Verdict on one site, from its source text and, where it is imported, from the live module."""
+def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
+    """Judge a site by the text of its module and, where that is imported, by the live module too."""
     try:
         text = source.read(site.module)
-        facts = None if text is None else facts_of.from_source(site.module, site.qualname, text)
-        if live is not None and facts is not None and facts.function is not None:
-            facts = facts.with_live(live, site.qualname)
+        target = None if text is None else target_source.from_source(site.module, site.qualname, text)
+        if module is not None and target is not None and target.function is not None:
+            target = target.with_live(module, site.qualname)
     except (SyntaxError, UnicodeError, ImportError) as error:  # written for another Python, say
-        return _verdict(site, "failed", f"{site.module} cannot be parsed: {error}")
+        return status_of(site, "failed", f"{site.module} cannot be parsed: {error}")
     except AttributeError as error:
-        return _verdict(site, "missing", f"{site.target} is in the source but not in the module: {error}")
-    return judge(site, facts)
+        return status_of(site, "missing", f"{site.target} is in the source but not in the module: {error}")
+    return judge(site, target)
 
 
-def by_host(sites: Iterable[Site]) -> dict[str, tuple[Site, ...]]:
-    """The sites that take effect together."""
-    grouped: dict[str, tuple[Site, ...]] = {}
-    for site in sites:
-        grouped[site.host] = (*grouped.get(site.host, ()), site)
-    return grouped
+def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> list[SiteStatus]:
+    """Judge all sites of the patches by a source: what would take effect there, and why not."""
+    statuses: list[SiteStatus] = []
+    for patch in patches:
+        by_framework: dict[str, list[Site]] = {}
+        for site in patch.sites_for(settings):
+            by_framework.setdefault(site.framework, []).append(site)
+        for framework, sites in by_framework.items():
+            if source.has_package(framework):
+                statuses += all_or_nothing({site: judge_site(site, source) for site in sites}).values()
+            else:
+                reason = f"no {framework} in {source.name}"
+                statuses += [status_of(site, "absent", reason) for site in sites]
+    return statuses
 
 
-def hold_back(verdicts: dict[Site, Verdict]) -> dict[Site, Verdict]:
-    """All or none: where one site is at fault, those that fit (or are in place) share its state."""
-    fault = next(((site, verdict) for site, verdict in verdicts.items() if verdict.is_fault), None)
+def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
+    """Give the statuses of one patch in one framework; if one is a fault, the others share that state."""
+    fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
-        return verdicts
-    site, culprit = fault
-    held = Verdict(culprit.state, f"held back: {site.target}: {culprit.reason}")
-    return {
-        site: held if verdict.state in ("fits", "applied") else verdict for site, verdict in verdicts.items()
+        return dict(statuses)
+    reason = f"held back: {fault.target}: {fault.reason}"
+    affected = {key: status for key, status in statuses.items() if status.state in ("fits", "applied")}
+    held_back = {
+        key: replace(s, state=fault.state, reason=reason, fingerprint="") for key, s in affected.items()
     }
+    return {**statuses, **held_back}

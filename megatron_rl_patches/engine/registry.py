@@ -5,47 +5,44 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 
 from ..errors import PatchError
+from .options import field_types
 from .spec import Patch
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
+# The variables of these names are not options of a patch.
+_RESERVED_OPTIONS = ("strict", "roots")
 _log = logging.getLogger("megatron_rl_patches")
 
 
 @cache
 def patches() -> dict[str, Patch]:
-    """All registered patches by name, built-in ones first.
+    """Return all registered patches by name, built-in ones first.
 
-    A package registers its own under the entry-point group ``megatron_rl_patches.patches``
-    (``name = "package.module:patch"``). One that fails to load is reported and left out.
+    Packages register theirs as entry points (``name = "package.module:patch"``). One that fails to load is
+    reported and left out.
     """
-    found = {patch.name: patch for patch in _built_in()}
+    registered = {patch.name: patch for patch in _built_in()}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
             patch = entry.load()
             if not isinstance(patch, Patch):
                 raise TypeError(f"expected a Patch, got {type(patch).__name__}")
-            if patch.name in found:
-                raise ValueError(f"a patch named {patch.name!r} exists already")
+            _check(patch, registered)
         except Exception as error:
             _log.warning("patch %s of %s could not be loaded: %s", entry.name, entry.value, error)
         else:
-            found[patch.name] = patch
-    return found
+            registered[patch.name] = patch
+    return registered
 
 
 def select(names: Collection[str], exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Patch]:
-    """The named patches, or when no name is given all of them but the explicit ones, and ``also``.
-
-    Raises:
-        PatchError: a name that no patch has; the message lists those there are.
-    """
-    if isinstance(exclude, str):
-        exclude = (exclude,)
+    """Return the named patches, or when no name is given all of them but the explicit ones, and ``also``."""
+    exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
     unknown = [name for name in (*names, *also, *exclude) if name not in known]
     if unknown:
@@ -55,8 +52,32 @@ def select(names: Collection[str], exclude: Collection[str] = (), also: Collecti
 
 
 def unknown_names(names: Collection[str]) -> str:
-    """What to tell of names that no patch has."""
+    """Return the message about names that no patch has."""
     return f"unknown patch {', '.join(map(repr, names))}; known: {', '.join(patches())}"
+
+
+def option_types() -> dict[str, type]:
+    """Return the dataclass that declares an option, by the option's name, for the options of all patches."""
+    return _owners(patches().values())
+
+
+def _owners(patches: Iterable[Patch]) -> dict[str, type]:
+    declared = (patch.options for patch in patches if patch.options is not None)
+    return {name: options for options in declared for name in field_types(options)}
+
+
+def _check(patch: Patch, others: Mapping[str, Patch]) -> None:
+    """Raise ``ValueError`` if the patch cannot be registered beside the others."""
+    if patch.name in others:
+        raise ValueError(f"a patch named {patch.name!r} exists already")
+    if patch.options is None:
+        return
+    names = field_types(patch.options)
+    patch.options()  # raises unless every field has a default
+    owners = {**dict.fromkeys(_RESERVED_OPTIONS), **_owners(others.values())}
+    for name in names:
+        if owners.get(name, patch.options) is not patch.options:
+            raise ValueError(f"an option named {name!r} exists already")
 
 
 def _built_in() -> list[Patch]:

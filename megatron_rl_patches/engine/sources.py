@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import os
 import pkgutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from ..errors import MegatronRLPatchesError
 
+# Packages whose finders are import hooks.
+_HOOKS = frozenset({"wrapt", "megatron_rl_patches", "_megatron_rl_patches_startup"})
+
 
 class Source(Protocol):
-    """Gives the text of modules by their dotted name."""
+    """The text of modules, by their dotted name."""
 
     name: str
 
     def has_package(self, package: str) -> bool:
-        """Whether the package is there. A bare folder is not one: any checkout would be."""
+        """Return whether the package is there. A bare folder is not one: any checkout would be."""
 
     def read(self, module: str) -> str | None:
-        """The module's source text, ``None`` when there is no such module."""
+        """Return the module's source text, ``None`` when there is no such module."""
 
 
 class Environment:
@@ -37,62 +43,74 @@ class Environment:
         return self.file_of(package) is not None
 
     def file_of(self, module: str) -> str | None:
-        """The file that ``import`` would execute."""
+        """Return the file that ``import`` would execute."""
         spec = _find_spec(module)
         return spec.origin if spec is not None and spec.has_location else None
 
     def read(self, module: str) -> str | None:
         spec = _find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
-        return get_source(module) if get_source else None
+        if get_source:
+            return get_source(module)
+        # The loader of a hook that rewrites modules may not offer their text.
+        if spec and spec.has_location and (spec.origin or "").endswith(".py"):
+            return importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
+        return None
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.
-    root, *rest = module.split(".")
-    spec = _spec_of_loaded(root) or _search(root, None)
-    name = root
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
+    spec: ModuleSpec | None = None
+    parent = ""
+    for part in module.split("."):
+        locations = spec.submodule_search_locations if spec else None
+        if parent and locations is None:
             return None
-        name = f"{name}.{part}"
-        spec = _spec_of_loaded(name) or _search(name, spec.submodule_search_locations)
+        name = f"{parent}.{part}" if parent else part
+        spec = getattr(sys.modules.get(name), "__spec__", None) or _search(name, parent, locations)
+        parent = name
     return spec
 
 
-def _search(name: str, locations: list[str] | None) -> ModuleSpec | None:
+def _search(name: str, parent: str, locations: list[str] | None) -> ModuleSpec | None:
     for finder in list(sys.meta_path):
-        # Finders that run import hooks (wrapt's, our own) are instances; asking one of those may import the
-        # parents. PathFinder, and the finders of editable installs, are classes.
-        if not isinstance(finder, type) or not hasattr(finder, "find_spec"):
-            continue
+        spec = None
         if finder is PathFinder and locations is not None:
             spec = _search_folders(name, locations)
-        else:
-            spec = finder.find_spec(name, locations)
+        elif isinstance(finder, type) or _may_be_asked(finder, parent):
+            # Somebody else's finder may be broken; the import itself will say so.
+            with suppress(Exception):
+                spec = finder.find_spec(name, locations)
         if spec is not None:
             return spec
     return None
 
 
+def _may_be_asked(finder: object, parent: str) -> bool:
+    """Return whether it is certain that asking a finder imports nothing.
+
+    Finders that are classes, such as ``PathFinder`` and those of setuptools' editable installs, look a name
+    up. Instances do so, too (the editable installs of scikit-build-core, Bazel), or are import hooks. A hook
+    asks the others through ``importlib.util.find_spec``, which imports the parents of a name. So known hooks
+    are left out, and the rest is asked for names whose parent is imported already, or that have none; the
+    folders of a package then lead to its modules.
+    """
+    kind = type(finder)
+    is_hook = kind.__module__.partition(".")[0] in _HOOKS or kind.__name__ == "ImportHookFinder"
+    return not is_hook and (not parent or parent in sys.modules)
+
+
 def _search_folders(name: str, locations: list[str]) -> ModuleSpec | None:
     """``PathFinder.find_spec``, which wants a bare folder's parent package to be imported already."""
-    portions: list[str] = []
+    namespace = ModuleSpec(name, None, is_package=True)
+    portions = namespace.submodule_search_locations = []
     for location in locations:
         find_spec = getattr(pkgutil.get_importer(location), "find_spec", None)
         spec: ModuleSpec | None = find_spec(name) if find_spec else None
         if spec is not None and spec.loader is not None:
             return spec
         portions += (spec.submodule_search_locations or []) if spec else []
-    if not portions:
-        return None
-    namespace = ModuleSpec(name, None, is_package=True)
-    namespace.submodule_search_locations = portions
-    return namespace
-
-
-def _spec_of_loaded(name: str) -> ModuleSpec | None:
-    return getattr(sys.modules.get(name), "__spec__", None)
+    return namespace if portions else None
 
 
 class _Files:
@@ -100,27 +118,34 @@ class _Files:
 
     Every folder that is not inside a package counts as a place to import from, the shallowest first, so that
     ``src/`` and vendored layouts (``slime/slime/...``) need no options.
+
+    Args:
+        paths: files by their path from the source's root, with forward slashes.
+        content: gives the bytes of such a file.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, paths: Iterable[str], content: Callable[[str], bytes]) -> None:
         self.name = name
-        self._texts: dict[str, str] = {}
+        self._files = {path for path in paths if path.endswith(".py")}
+        # Those that hold Python files at some depth, each with a slash at its end.
+        self._folders = {f"{parent}/" for path in self._files for parent in PurePosixPath(path).parents[:-1]}
+        outside = (folder for folder in self._folders if not self._is_in_a_package(folder))
+        self._places = ["", *sorted(outside, key=lambda folder: (folder.count("/"), folder))]
+        self._text = cache(lambda path: importlib.util.decode_source(content(path)))
 
     def has_package(self, package: str) -> bool:
         return self._find(package) is not None
 
     def read(self, module: str) -> str | None:
         file = self._find(module)
-        if file is None:
-            return None
-        if file not in self._texts:
-            self._texts[file] = importlib.util.decode_source(self._bytes(file))
-        return self._texts[file]
+        return None if file is None else self._text(file)
+
+    def _is_in_a_package(self, folder: str) -> bool:
+        path = PurePosixPath(folder)
+        return any(f"{parent}/__init__.py" in self._files for parent in (path, *path.parents))
 
     def _find(self, module: str) -> str | None:
-        """The file that ``import module`` would execute."""
-        places = self._places
-        file = None
+        file, places = None, self._places
         for part in module.split("."):
             file, places = self._step(part, places)
         return file
@@ -134,105 +159,25 @@ class _Files:
                 return f"{place}{name}.py", []
         return None, [f"{place}{name}/" for place in places if f"{place}{name}/" in self._folders]
 
-    @cached_property
-    def _files(self) -> frozenset[str]:
-        return frozenset(path for path in self._list() if path.endswith(".py"))
-
-    @cached_property
-    def _folders(self) -> frozenset[str]:
-        """All folders that hold Python files at some depth, each with a slash at its end."""
-        parents = {parent for path in self._files for parent in PurePosixPath(path).parents}
-        return frozenset(f"{parent}/" for parent in parents if parent.name)
-
-    @cached_property
-    def _places(self) -> list[str]:
-        packages = {path.removesuffix("__init__.py") for path in self._files if path.endswith("/__init__.py")}
-        outside = (folder for folder in self._folders if packages.isdisjoint(_with_parents(folder)))
-        return ["", *sorted(outside, key=lambda folder: (folder.count("/"), folder))]
-
-    def _list(self) -> Iterable[str]:
-        """Paths from the source's root, with forward slashes."""
-        raise NotImplementedError
-
-    def _bytes(self, path: str) -> bytes:
-        raise NotImplementedError
-
-
-def _with_parents(folder: str) -> Iterator[str]:
-    """``a/b/c/``: ``a/``, ``a/b/``, ``a/b/c/``."""
-    for index, letter in enumerate(folder):
-        if letter == "/":
-            yield folder[: index + 1]
-
 
 class Folder(_Files):
     """A checkout, or a site-packages; folders whose name begins with a dot are passed over."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
-        super().__init__(name or folder.name)
-        self._folder = folder
-
-    def _list(self) -> Iterator[str]:
-        pending = [self._folder]
-        while pending:
-            for path in pending.pop().iterdir():
-                if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-                    pending.append(path)
-                elif path.suffix == ".py":
-                    yield path.relative_to(self._folder).as_posix()
-
-    def _bytes(self, path: str) -> bytes:
-        return (self._folder / path).read_bytes()
+        paths = (path.relative_to(folder).as_posix() for path in _python_files(folder))
+        super().__init__(name or folder.name, paths, lambda path: (folder / path).read_bytes())
 
 
-class Wheel(_Files):
-    def __init__(self, wheel: Path, name: str = "") -> None:
-        super().__init__(name or " ".join(wheel.stem.split("-")[:2]))
-        try:
-            self._archive = zipfile.ZipFile(wheel)
-        except zipfile.BadZipFile as error:
-            raise MegatronRLPatchesError(f"{wheel}: {error}") from None
-
-    def _list(self) -> list[str]:
-        return self._archive.namelist()
-
-    def _bytes(self, path: str) -> bytes:
-        return self._archive.read(path)
-
-
-class GitTree(_Files):
-    """A commit of a repository; a bare one will do."""
-
-    def __init__(self, repository: Path, revision: str, name: str = "") -> None:
-        root = repository.parent if repository.name == ".git" else repository
-        super().__init__(name or f"{root.name.removesuffix('.git')} {revision}")
-        self._repository = repository
-        found = self._git("rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
-        self._commit = found.decode().strip()
-
-    def _git(self, *arguments: str) -> bytes:
-        command = ["git", "-C", str(self._repository), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:
-            raise MegatronRLPatchesError(
-                "git is not installed: it is needed for REPOSITORY@REVISION"
-            ) from None
-        if done.returncode:
-            told = done.stderr.decode(errors="replace").strip()
-            raise MegatronRLPatchesError(f"{' '.join(command)}: {told}")
-        return done.stdout
-
-    def _list(self) -> list[str]:
-        names = self._git("ls-tree", "-r", "-z", "--full-tree", "--name-only", self._commit)
-        return names.decode(errors="replace").split("\0")
-
-    def _bytes(self, path: str) -> bytes:
-        return self._git("cat-file", "blob", f"{self._commit}:{path}")
+def _python_files(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+            yield from _python_files(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def open_source(source: str) -> Source:
-    """A wheel, a folder, or ``REPOSITORY@REVISION``; with ``NAME=`` before it, it is called NAME in reports.
+    """Open a wheel, a folder, or ``REPOSITORY@REVISION``; ``NAME=`` before it is its name in reports.
 
     Raises:
         MegatronRLPatchesError: it is none of these.
@@ -252,8 +197,42 @@ def _open(source: str, name: str = "") -> Source | None:
     if source and path.is_dir():
         return Folder(path.resolve(), name)
     if path.suffix == ".whl" and path.is_file():
-        return Wheel(path, name)
+        return _open_wheel(path, name)
     repository, _, revision = source.rpartition("@")
     if repository and Path(repository).is_dir():
-        return GitTree(Path(repository).resolve(), revision, name)
+        return _open_commit(Path(repository).resolve(), revision, name)
     return None
+
+
+def _open_wheel(wheel: Path, name: str) -> _Files:
+    try:
+        archive = zipfile.ZipFile(wheel)
+    except zipfile.BadZipFile as error:
+        raise MegatronRLPatchesError(f"{wheel}: {error}") from None
+    return _Files(name or " ".join(wheel.stem.split("-")[:2]), archive.namelist(), archive.read)
+
+
+def _open_commit(repository: Path, revision: str, name: str) -> _Files:
+    """Read the Python files of a commit; the repository may be bare."""
+    root = repository.parent if repository.name == ".git" else repository
+    commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
+    # From there git archives the whole tree, whatever folder of it the repository was given by.
+    git_folder = Path(_line(_git(repository, "rev-parse", "--absolute-git-dir")))
+    content = _git(git_folder, "archive", "--format=zip", "-0", _line(commit), "--", "*.py")
+    archive = zipfile.ZipFile(io.BytesIO(content))
+    return _Files(name or f"{root.name.removesuffix('.git')} {revision}", archive.namelist(), archive.read)
+
+
+def _git(repository: Path, *arguments: str) -> bytes:
+    command = ["git", "-C", str(repository), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise MegatronRLPatchesError("git is not installed: it is needed for REPOSITORY@REVISION") from None
+    if done.returncode:
+        raise MegatronRLPatchesError(f"{' '.join(command)}: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout
+
+
+def _line(output: bytes) -> str:
+    return os.fsdecode(output).rstrip("\n")

@@ -1,16 +1,16 @@
-"""Recomputing a loss in backward instead of keeping what it computed in forward, never the reentrant way.
+"""Activation checkpointing of a loss: backward computes it again instead of keeping its tensors.
 
-Reentrant checkpointing runs the first pass without grad mode, so a loss that asks ``is_grad_enabled()`` takes
-another path in it, and one that then overwrites its logits recomputes from what it overwrote: in OpenClaw-RL
-that made wrong gradients, not only slow ones. It also refuses ``torch.autograd.grad``. Hosts that pass no
-``use_reentrant`` get it, as torch only warns.
+Reentrant checkpointing, the default of ``torch.utils.checkpoint.checkpoint``, is wrong for losses. It runs
+the first pass without grad mode. A loss that asks ``torch.is_grad_enabled()`` then takes another path, and if
+that path overwrites the logits, backward recomputes the loss from overwritten values, as it did in
+OpenClaw-RL.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import ParamSpec, TypeVar, overload
 
 import torch
@@ -48,24 +48,21 @@ def checkpointed(
     early_stop: bool | None = None,
     preserve_rng_state: bool = False,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """The same loss with the same gradients, recomputed in backward (non-reentrant checkpointing).
+    """Wrap a loss so that backward recomputes it (non-reentrant checkpointing); values and gradients stay.
 
-    A decorator, with or without arguments, and a wrapper for the closure that Megatron's forward step
-    returns::
+    It is a decorator, with or without arguments, and wraps the closure that a Megatron forward step returns::
 
         return output, checkpointed(partial(loss_func, batch))
 
-    Inputs, whether arguments or closed over, tensors or not, and outputs, such as a dict of metrics, pass as
-    they are. Without grad mode ``loss_fn`` is simply called. With it, ``loss_fn`` runs twice, so it must not
-    count or append anything, and must compute the same both times.
+    Arguments and results may be of any type. In grad mode ``loss_fn`` is called a second time in backward, so
+    it must compute the same both times and have no side effects, such as appending to a list.
 
     Args:
-        loss_fn: what computes the loss.
+        loss_fn: function that computes the loss.
         enabled: ``False`` returns ``loss_fn`` itself.
-        early_stop: let the recomputation end as soon as backward has what it needs. It then skips the rest of
-            the loss, and a rank that stops before a collective that its peers stop after leaves them waiting.
-            ``None`` means no when there are several ranks, and torch's own setting otherwise.
-        preserve_rng_state: draw the same random numbers in the recomputation. For a loss that draws some.
+        early_stop: let the recomputation stop as soon as backward has its tensors; ranks that stop on
+            different sides of a collective wait forever. ``None`` is torch's setting on a single rank only.
+        preserve_rng_state: draw the same random numbers in the recomputation; for losses that draw any.
     """
     if loss_fn is None:
         return functools.partial(
@@ -78,19 +75,14 @@ def checkpointed(
     def recomputed(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return loss_fn(*args, **kwargs)
-        # Bound here, as torch would take a keyword argument named like one of its own.
+        # Keyword arguments are bound here, since checkpoint() takes some of these names for its own options.
         function = functools.partial(loss_fn, **kwargs) if kwargs else loss_fn
-        with _early_stop(early_stop):
+        # A context manager, since older releases of torch have no such argument. Only forward reads it.
+        stop = False if early_stop is None and _several_ranks() else early_stop
+        with nullcontext() if stop is None else set_checkpoint_early_stop(stop):
             return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
     return recomputed
-
-
-def _early_stop(early_stop: bool | None) -> AbstractContextManager[None]:
-    # The context manager, as older torch has no such argument of checkpoint(); it matters in forward only.
-    if early_stop is None:
-        return set_checkpoint_early_stop(False) if _several_ranks() else nullcontext()
-    return set_checkpoint_early_stop(early_stop)
 
 
 def _several_ranks() -> bool:

@@ -1,1 +1,1 @@
-"""One file per patch: the sites in the hosts, each bound to a core. Found by listing this folder."""
+"""One file per patch: the sites in the frameworks, each bound to a core. Found by listing this folder."""

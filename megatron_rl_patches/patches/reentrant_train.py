@@ -1,5 +1,21 @@
 """``train()``, ``save()`` and evaluation can be called again and again on the same model.
 
+=============  ============================================  =========================  ==================
+framework      function                                      what is around it          left alone when
+=============  ============================================  =========================  ==================
+megatron-core  ``disable_forward_pre_hook``, ``enable_...``  any order and number       upstream allows it
+slime, miles   ``train``                                     ``TrainGuard``             it is re-entrant
+slime, miles   ``save``                                      hooks as before            it restores hooks
+Megatron-LM    ``train``                                     ``TrainGuard``             it is re-entrant
+Megatron-LM    ``save_checkpoint_and_time``                  hooks and timer as before  it restores hooks
+Bridge         ``train``                                     ``TrainGuard``             it is re-entrant
+Bridge         ``_update_model_config_funcs``                clears its own functions   it asserts nothing
+verl           ``register_megatron_training_hooks``          one call per config        it asserts nothing
+any            ``Settings(train_functions=...)``             ``TrainGuard``
+=============  ============================================  =========================  ==================
+
+OpenClaw-RL vendors slime under its own name. What is around the functions is in :mod:`..reentry`.
+
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
 value worker calls the methods of ``DistributedDataParallel`` and needs no site of its own.
@@ -8,62 +24,89 @@ value worker calls the methods of ``DistributedDataParallel`` and needs no site 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine.arguments import bind
 from ..engine.spec import Patch, Site
+from ..errors import PatchError
+from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
-    from ..engine.facts import Facts
-    from ..settings import Settings
+    from ..engine.target_source import TargetSource
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _HANDLES = "remove_forward_pre_hook_handles"
+_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
-# --- not needed: judged from the target's code
+@dataclass(frozen=True)
+class ReentrantTrainOptions:
+    """Options of the patch.
+
+    Attributes:
+        train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
+            that this package has never seen. Each takes the list of model chunks as a parameter named
+            ``model``.
+
+    Raises:
+        PatchError: a function is named in another way.
+    """
+
+    train_functions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for path in self.train_functions:
+            if not _FUNCTION_PATH.fullmatch(path):
+                raise PatchError(
+                    f"train function {path!r}: expected 'package.module:function', for example "
+                    "'my_rl.megatron.model:train'"
+                )
 
 
-def _disable_is_harmless(facts: Facts) -> str | None:
-    """A handle is looked up for every submodule, come what may: that is the ``KeyError``."""
-    for loop in _walk(facts, ast.For):
+# --- when a site is left alone: judged from the target's code
+
+
+def _disable_is_harmless(target: TargetSource) -> str | None:
+    """Megatron looks up a handle for every submodule, also where there is none: that is the ``KeyError``."""
+    for loop in _walk(target, ast.For):
         looked_up = [
             node
             for node in ast.walk(loop)
             if isinstance(node, ast.Subscript) and _named(node.value, _HANDLES)
         ]
         guarded = any(isinstance(node, ast.If | ast.Try) for node in ast.walk(loop))
-        if looked_up and not guarded and not _tests_handles_first(facts):
+        if looked_up and not guarded and not _tests_handles_first(target):
             return None
     return "upstream disables without assuming that the hooks are on"
 
 
-def _enable_is_harmless(facts: Facts) -> str | None:
-    asserts = any(_mentions(node.test, _HANDLES) for node in _walk(facts, ast.Assert))
+def _enable_is_harmless(target: TargetSource) -> str | None:
+    asserts = any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.Assert))
     return None if asserts else "upstream enables without assuming that the hooks are off"
 
 
-def _tests_handles_first(facts: Facts) -> bool:
-    return any(_mentions(node.test, _HANDLES) for node in _walk(facts, ast.If))
+def _tests_handles_first(target: TargetSource) -> bool:
+    return any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.If))
 
 
-def _train_is_reentrant(facts: Facts) -> str | None:
-    """It fails on what a former call left behind, or leaves things behind itself when it raises."""
-    fails = _asserts_no_sync_func(facts.function) or _calls_interval_timer(facts, "start")
-    cleans_up = any(node.finalbody or node.handlers for node in _walk(facts, ast.Try))
+def _train_is_reentrant(target: TargetSource) -> str | None:
+    """A loop is not when it fails on what a former call left, or leaves something when it raises."""
+    fails = _asserts_no_sync_func(target.function) or _calls_interval_timer(target, "start")
+    cleans_up = any(node.finalbody or node.handlers for node in _walk(target, ast.Try))
     if fails or not cleans_up:
         return None
-    return "it does not trip over a former call, and cleans up when it raises"
+    return "it does not fail after a former call, and cleans up when it raises"
 
 
-def _setup_is_reentrant(facts: Facts) -> str | None:
-    fails = _asserts_no_sync_func(facts.function)
+def _setup_is_reentrant(target: TargetSource) -> str | None:
+    fails = _asserts_no_sync_func(target.function)
     return None if fails else "it does not assert that no_sync_func is None"
 
 
-def _chunks_may_share_a_config(facts: Facts) -> str | None:
-    fails = any(_asserts_no_sync_func(loop) for loop in _walk(facts, ast.For))
+def _chunks_may_share_a_config(target: TargetSource) -> str | None:
+    fails = any(_asserts_no_sync_func(loop) for loop in _walk(target, ast.For))
     return None if fails else "it does not assert that no_sync_func is None for each chunk"
 
 
@@ -73,13 +116,13 @@ def _asserts_no_sync_func(tree: ast.AST | None) -> bool:
     return any(_mentions(node.test, "no_sync_func") for node in asserts)
 
 
-def _save_is_safe(facts: Facts) -> str | None:
+def _save_is_safe(target: TargetSource) -> str | None:
     """Megatron-LM's: switches hooks (up to 0.15), and stops a timer that only ``train()`` starts."""
-    hooks = _leaves_hooks_as_found(facts)
-    return None if _calls_interval_timer(facts, "stop") else hooks
+    hooks = _restores_hooks(target)
+    return None if _calls_interval_timer(target, "stop") else hooks
 
 
-def _calls_interval_timer(facts: Facts, method: str) -> bool:
+def _calls_interval_timer(target: TargetSource, method: str) -> bool:
     """``timers('interval-time', ...).method(...)``"""
     return any(
         isinstance(call.func, ast.Attribute)
@@ -87,23 +130,23 @@ def _calls_interval_timer(facts: Facts, method: str) -> bool:
         and any(
             isinstance(node, ast.Constant) and node.value == "interval-time" for node in ast.walk(call.func)
         )
-        for call in _walk(facts, ast.Call)
+        for call in _walk(target, ast.Call)
     )
 
 
-def _leaves_hooks_as_found(facts: Facts) -> str | None:
-    toggles = {"disable_forward_pre_hook", "enable_forward_pre_hook"} & facts.names
+def _restores_hooks(target: TargetSource) -> str | None:
+    toggles = {"disable_forward_pre_hook", "enable_forward_pre_hook"} & target.names
     if not toggles:
         return "it does not switch forward pre-hooks"
-    finals = [node for attempt in _walk(facts, ast.Try) for node in attempt.finalbody]
+    finals = [node for attempt in _walk(target, ast.Try) for node in attempt.finalbody]
     if any(_mentions(node, "enable_forward_pre_hook") for node in finals):
         return "it restores the hooks when saving raises"
     return None
 
 
-def _walk(facts: Facts, kind: type[Any]) -> Iterator[Any]:
-    assert facts.function is not None
-    return (node for node in ast.walk(facts.function) if isinstance(node, kind))
+def _walk(target: TargetSource, kind: type[Any]) -> Iterator[Any]:
+    assert target.function is not None
+    return (node for node in ast.walk(target.function) if isinstance(node, kind))
 
 
 def _mentions(tree: ast.AST, name: str) -> bool:
@@ -144,9 +187,9 @@ def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return wrapped(*args, **kwargs)
 
 
-def _configured(settings: Settings) -> tuple[Site, ...]:
-    paths = (path.split(":") for path in settings.train_functions)
-    return tuple(Site(module, qualname, _train, uses=("model",)) for module, qualname in paths)
+def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
+    paths = (path.split(":") for path in options.train_functions)
+    return tuple(Site(module, qualname, _train, parameters=("model",)) for module, qualname in paths)
 
 
 # --- sites
@@ -155,6 +198,7 @@ patch = Patch(
     name="reentrant-train",
     summary="train(), save() and evaluation can be called again and again on the same model",
     upstream=("THUDM/slime#1857", "THUDM/slime#1779", "verl-project/verl#7380"),
+    options=ReentrantTrainOptions,
     configured=_configured,
 )
 
@@ -162,9 +206,9 @@ patch = Patch(
 @patch.wrap(
     _DDP,
     "DistributedDataParallel.disable_forward_pre_hook",
-    uses=("param_sync",),
-    mentions=(_HANDLES, "use_forward_hook"),
-    not_needed=_disable_is_harmless,
+    parameters=("param_sync",),
+    requires_names=(_HANDLES, "use_forward_hook"),
+    skip_if=_disable_is_harmless,
 )
 def disable_forward_pre_hook(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -177,8 +221,8 @@ def disable_forward_pre_hook(
 @patch.wrap(
     _DDP,
     "DistributedDataParallel.enable_forward_pre_hook",
-    mentions=(_HANDLES, "use_forward_hook"),
-    not_needed=_enable_is_harmless,
+    requires_names=(_HANDLES, "use_forward_hook"),
+    skip_if=_enable_is_harmless,
 )
 def enable_forward_pre_hook(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,17 +232,17 @@ def enable_forward_pre_hook(
     forward_pre_hooks.enable(wrapped, instance)
 
 
-for _host in ("slime", "miles"):  # OpenClaw-RL vendors slime under its own name
-    _module = f"{_host}.backends.megatron_utils.model"
-    patch.wrap(_module, "train", uses=("model", "optimizer"), not_needed=_train_is_reentrant)(_train)
-    patch.wrap(_module, "save", uses=("model",), not_needed=_leaves_hooks_as_found)(_save)
+for _framework in ("slime", "miles"):
+    _module = f"{_framework}.backends.megatron_utils.model"
+    patch.wrap(_module, "train", parameters=("model", "optimizer"), skip_if=_train_is_reentrant)(_train)
+    patch.wrap(_module, "save", parameters=("model",), skip_if=_restores_hooks)(_save)
 
 
 @patch.wrap(
     "megatron.training.training",
     "train",
-    uses=("model", "optimizer", "config"),
-    not_needed=_train_is_reentrant,
+    parameters=("model", "optimizer", "config"),
+    skip_if=_train_is_reentrant,
 )
 def megatron_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from megatron.training.global_vars import get_timers
@@ -209,8 +253,8 @@ def megatron_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: d
 @patch.wrap(
     "megatron.training.training",
     "save_checkpoint_and_time",
-    uses=("model",),
-    not_needed=_save_is_safe,
+    parameters=("model",),
+    skip_if=_save_is_safe,
 )
 def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from megatron.training.global_vars import get_timers
@@ -225,8 +269,8 @@ def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
 @patch.wrap(
     "megatron.bridge.training.train",
     "train",
-    uses=("model", "optimizer", "global_state"),
-    not_needed=_train_is_reentrant,
+    parameters=("model", "optimizer", "global_state"),
+    skip_if=_train_is_reentrant,
 )
 def bridge_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
@@ -236,9 +280,9 @@ def bridge_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
 @patch.wrap(
     "megatron.bridge.training.setup",
     "_update_model_config_funcs",
-    uses=("model", "model_config"),
-    not_needed=_setup_is_reentrant,
-    copied_by=("nemo_rl",),
+    parameters=("model", "model_config"),
+    skip_if=_setup_is_reentrant,
+    reexported_by=("nemo_rl",),
 )
 def bridge_update_model_config_funcs(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,9 +297,9 @@ def bridge_update_model_config_funcs(
 @patch.wrap(
     "verl.utils.megatron_utils",
     "register_megatron_training_hooks",
-    uses=("model", "optimizer"),
-    not_needed=_chunks_may_share_a_config,
-    predates_without="no_sync_func",
+    parameters=("model", "optimizer"),
+    skip_if=_chunks_may_share_a_config,
+    introduced_with="no_sync_func",
 )
 def verl_register_megatron_training_hooks(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,7 +1,18 @@
 """After a resume the learning-rate schedule is at the step that the checkpoint says, not at twice that.
 
-Not patched: Megatron-LM, which loads the schedule and leaves it at that, and hosts in which a schedule that
-was saved is never restored: the opposite fault.
+============  ====================================  =====================================  ===================
+framework     function                              what is around it                      left alone when
+============  ====================================  =====================================  ===================
+slime, miles  ``initialize_model_and_optimizer``    the step of loading is set at its end  it does not advance
+                                                                                           the scheduler
+slime, miles  ``load_checkpoint``                   that step is recorded
+============  ====================================  =====================================  ===================
+
+OpenClaw-RL vendors slime under its own name. What is around the functions is in
+:mod:`..frameworks.resumed_scheduler`.
+
+Not patched: Megatron-LM, which loads the schedule and leaves it at that, and frameworks in which a schedule
+that was saved is never restored: the opposite fault.
 """
 
 from __future__ import annotations
@@ -9,39 +20,39 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING, Any
 
-from ..engine.arguments import bind
 from ..engine.spec import Patch
+from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
-    from ..engine.facts import Facts
+    from ..engine.target_source import TargetSource
 
 
-def _leaves_the_schedule_alone(facts: Facts) -> str | None:
+def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
     """``opt_param_scheduler.step(...)`` after loading is the fault."""
-    assert facts.function is not None
+    assert target.function is not None
     advances = any(
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "step"
         and isinstance(node.func.value, ast.Name)
         and "scheduler" in node.func.value.id
-        for node in ast.walk(facts.function)
+        for node in ast.walk(target.function)
     )
     return None if advances else "it does not advance the scheduler after loading"
 
 
 def _initialize(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.resumed_scheduler import as_loaded
+    from ..frameworks.resumed_scheduler import keep_loaded_step
 
-    with as_loaded():
+    with keep_loaded_step():
         return wrapped(*args, **kwargs)
 
 
 def _load_checkpoint(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.resumed_scheduler import note_loaded
+    from ..frameworks.resumed_scheduler import record_loaded_step
 
     result = wrapped(*args, **kwargs)
-    note_loaded(bind(wrapped, args, kwargs).arguments.get("opt_param_scheduler"))
+    record_loaded_step(bind(wrapped, args, kwargs).arguments.get("opt_param_scheduler"))
     return result
 
 
@@ -51,13 +62,14 @@ patch = Patch(
     upstream=("THUDM/slime#1546", "THUDM/slime#1761", "THUDM/slime#1775", "radixark/miles#1627"),
 )
 
-for _host in ("slime", "miles"):  # OpenClaw-RL vendors slime under its own name
+for _framework in ("slime", "miles"):
     patch.wrap(
-        f"{_host}.backends.megatron_utils.model",
+        f"{_framework}.backends.megatron_utils.model",
         "initialize_model_and_optimizer",
-        not_needed=_leaves_the_schedule_alone,
+        skip_if=_leaves_the_schedule_alone,
     )(_initialize)
-    # Looks on, and changes nothing of its own; alone it is without effect.
     patch.wrap(
-        f"{_host}.backends.megatron_utils.checkpoint", "load_checkpoint", uses=("opt_param_scheduler",)
+        f"{_framework}.backends.megatron_utils.checkpoint",
+        "load_checkpoint",
+        parameters=("opt_param_scheduler",),
     )(_load_checkpoint)

@@ -1,31 +1,91 @@
 """``--loss-type topk_opd_loss``: the student learns from teachers on the ids that it finds most probable.
 
-Selected by name only, as it is meant to change what is trained. Not patched: hosts whose rollouts bring a
-teacher's top-k along (OpenClaw-RL), where the loss can be named as a custom one without any patch, and miles.
+=========  ======================================  ==========================================================
+framework  function                                what is around it
+=========  ======================================  ==========================================================
+slime      ``get_slime_extra_args_provider``       ``--loss-type`` has one more choice
+slime      ``slime_validate_args``                 the loss becomes a custom one, its options are checked
+slime      ``MegatronTrainRayActor.train_actor``   names the actor for the next two
+slime      ``train``                               the student's top-k and the teachers are scored before
+slime      ``get_batch``                           these scores come with each microbatch
+=========  ======================================  ==========================================================
+
+Selected by name only, as it is meant to change what is trained. What is around the functions is in
+:mod:`..frameworks.distillation_arguments` and :mod:`..frameworks.distillation_teachers`.
+
+Not patched: frameworks whose rollouts bring a teacher's top-k along (OpenClaw-RL), where the loss can be
+named as a custom one without any patch, and miles.
 """
 
 from __future__ import annotations
 
-import inspect
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ..engine.arguments import bind, call
+from ..engine.options import build
 from ..engine.spec import Patch
-from ..errors import InvalidInputError
+from ..errors import PatchError
+from ..frameworks.arguments import bind, calls
 
-if TYPE_CHECKING:
-    from ..settings import Settings
-
-LOSS_TYPE = "topk_opd_loss"
-LOSS_PATH = f"megatron_rl_patches.losses.host_distillation.{LOSS_TYPE}"
 _UTILS = "slime.backends.megatron_utils"
+
+#: What on-policy distillation can minimize: functions of ``megatron_rl_patches.losses``.
+OPD_DIVERGENCES = (
+    "reverse_kl",
+    "forward_kl",
+    "jensen_shannon",
+    "generalized_kl",
+    "importance_weighted_reverse_kl",
+)
+
+
+@dataclass(frozen=True)
+class TopKDistillationOptions:
+    """Options of the patch.
+
+    Attributes:
+        opd_top_k: how many of the student's most probable tokens are compared one by one.
+        opd_divergence: one of ``OPD_DIVERGENCES``.
+        opd_teachers: name and checkpoint of each teacher. Whether a checkpoint exists is not looked at here.
+        opd_teacher_weights: one number per teacher, of their mixture; empty: all the same.
+
+    Raises:
+        PatchError: a value is out of its range.
+    """
+
+    opd_top_k: int = 64
+    opd_divergence: str = "reverse_kl"
+    opd_teachers: tuple[tuple[str, str], ...] = ()
+    opd_teacher_weights: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.opd_top_k < 1:
+            raise PatchError(f"opd_top_k={self.opd_top_k}: expected at least 1")
+        if self.opd_divergence not in OPD_DIVERGENCES:
+            raise PatchError(
+                f"opd_divergence={self.opd_divergence!r}: expected one of {', '.join(OPD_DIVERGENCES)}"
+            )
+        names = [name for name, _ in self.opd_teachers]
+        if len(set(names)) < len(names) or not all(name and path for name, path in self.opd_teachers):
+            raise PatchError(f"opd_teachers={self.opd_teachers}: expected distinct names, each with a path")
+        weights = self.opd_teacher_weights
+        if weights and (
+            len(weights) != len(names)
+            or not all(0 <= weight < math.inf for weight in weights)
+            or not 0 < sum(weights) < math.inf
+        ):
+            raise PatchError(
+                f"opd_teacher_weights={weights} of the teachers {names}: expected one each, not negative, "
+                "not all zero"
+            )
+
 
 patch = Patch(
     name="topk-distillation",
     summary="--loss-type topk_opd_loss: top-k on-policy distillation from one or several teachers",
     upstream=("THUDM/slime#2033",),
+    options=TopKDistillationOptions,
     explicit=True,
 )
 
@@ -33,134 +93,61 @@ patch = Patch(
 # --- arguments, in the driver; the workers get them with `args`
 
 
-@patch.wrap("slime.utils.arguments", "get_slime_extra_args_provider", mentions=("add_slime_arguments",))
+@patch.wrap("slime.utils.arguments", "get_slime_extra_args_provider", requires_names=("add_slime_arguments",))
 def arguments_provider(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    provider: Callable[[Any], Any] = wrapped(*args, **kwargs)
+    from ..frameworks import distillation_arguments
 
-    def with_loss_type(parser: Any) -> Any:
-        parser = provider(parser)
-        for action in parser._actions:
-            if "--loss-type" in action.option_strings and LOSS_TYPE not in action.choices:
-                action.choices = [*action.choices, LOSS_TYPE]
-        return parser
-
-    return with_loss_type
+    return distillation_arguments.with_loss_type(wrapped(*args, **kwargs))
 
 
-@patch.wrap("slime.utils.arguments", "slime_validate_args", uses=("args",), with_settings=True)
+@patch.wrap("slime.utils.arguments", "slime_validate_args", parameters=("args",), pass_options=True)
 def validate(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, settings: Settings
+    wrapped: Any,
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    options: TopKDistillationOptions,
 ) -> Any:
-    """From here on the loss is a custom one to the host; a file of its own may override our settings."""
-    host_args = bind(wrapped, args, kwargs).arguments["args"]
-    if host_args.loss_type != LOSS_TYPE:
+    from ..frameworks import distillation_arguments
+
+    framework_args = bind(wrapped, args, kwargs).arguments["args"]
+    if framework_args.loss_type != distillation_arguments.LOSS_TYPE:
         return wrapped(*args, **kwargs)
-    host_args.loss_type, host_args.custom_loss_function_path = "custom_loss", LOSS_PATH
-    host_args.opd_top_k, host_args.opd_divergence = settings.opd_top_k, settings.opd_divergence
-    host_args.opd_teachers = dict(settings.opd_teachers)
-    host_args.opd_teacher_weights = settings.opd_teacher_weights
-    result = wrapped(*args, **kwargs)
-    _check(host_args)
+    distillation_arguments.select_loss(framework_args, asdict(options))
+    result = wrapped(*args, **kwargs)  # it may read a file that sets the options anew
+    build(TopKDistillationOptions, {name: getattr(framework_args, name) for name in asdict(options)})
+    distillation_arguments.check_arguments(framework_args)
     return result
-
-
-def _check(args: Any) -> None:
-    """Everything that would go wrong later, after hours in a queue."""
-    from ..settings import OPD_TEACHERS_VARIABLE, Settings
-
-    for option, why in (
-        ("allgather_cp", "teachers are scored in the zigzag layout of context parallelism"),
-        ("use_routing_replay", "scoring is not part of the replay"),
-        ("entropy_coef", "the loss has no entropy bonus"),
-    ):
-        if getattr(args, option, None):
-            raise InvalidInputError(
-                f"--{option.replace('_', '-')} does not go with --loss-type {LOSS_TYPE}: {why}; leave it out"
-            )
-    if getattr(args, "train_backend", "megatron") != "megatron":
-        raise InvalidInputError(f"--loss-type {LOSS_TYPE} is for --train-backend megatron")
-    if not getattr(args, "enable_weights_backuper", True):
-        raise InvalidInputError(
-            f"--disable-weights-backuper does not go with --loss-type {LOSS_TYPE}: teachers take turns with "
-            "the actor in one model; leave it out"
-        )
-    if not args.opd_teachers:
-        raise InvalidInputError(
-            f"--loss-type {LOSS_TYPE} without a teacher: {OPD_TEACHERS_VARIABLE}=name=path,... or "
-            "Settings(opd_teachers={name: path})"
-        )
-    Settings(
-        opd_top_k=args.opd_top_k,
-        opd_divergence=args.opd_divergence,
-        opd_teachers=tuple(args.opd_teachers.items()),
-        opd_teacher_weights=tuple(args.opd_teacher_weights),
-    )
-    for name, path in args.opd_teachers.items():
-        if not os.path.isdir(path):
-            raise InvalidInputError(
-                f"teacher {name!r}: there is no folder {path}; give a checkpoint that all nodes can read"
-            )
-    if getattr(args, "hf_checkpoint", None):
-        from ..inference.host_vocabulary import check_vocabularies
-
-        check_vocabularies(args.opd_teachers, args.hf_checkpoint)
 
 
 # --- the actor, on every worker
 
 
-@patch.wrap(f"{_UTILS}.actor", "MegatronTrainRayActor.train_actor", mentions=("train", "weights_backuper"))
-def train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    host_args = instance.args
-    # A teacher that comes with the rollout needs no scoring.
-    if getattr(host_args, "custom_loss_function_path", None) != LOSS_PATH or not getattr(
-        host_args, "opd_teachers", None
-    ):
-        return wrapped(*args, **kwargs)
-    from ..inference.host_topk import training
-
-    with training(instance):
-        return wrapped(*args, **kwargs)
-
-
 @patch.wrap(
+    f"{_UTILS}.actor", "MegatronTrainRayActor.train_actor", requires_names=("train", "weights_backuper")
+)
+def train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from ..frameworks import distillation_arguments
+
+    if not distillation_arguments.scores_teachers(instance.args):
+        return wrapped(*args, **kwargs)
+    from ..frameworks import distillation_teachers
+
+    with distillation_teachers.scorer.enter(distillation_teachers.TopKScorer(instance)):
+        return wrapped(*args, **kwargs)
+
+
+patch.wrap(
     f"{_UTILS}.model",
     "train",
-    uses=("model", "data_iterator", "num_microbatches"),
-    mentions=("train_one_step",),
-)
-def train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By now advantages are computed and figures logged, so none of it sees our keys."""
-    from ..inference.host_topk import current_trainer
+    parameters=("model", "data_iterator", "num_microbatches"),
+    requires_names=("train_one_step",),
+)(calls("distillation_teachers.train"))
 
-    trainer = current_trainer()
-    if trainer is None:
-        return wrapped(*args, **kwargs)
-    given = bind(wrapped, args, kwargs).arguments
-    iterators = given["data_iterator"]
-    forward_only = inspect.unwrap(wrapped).__globals__["forward_only"]
-
-    def forward(of_logits: Callable[..., Any]) -> Any:
-        return forward_only(
-            of_logits, trainer.actor.args, given["model"], iterators, given["num_microbatches"]
-        )
-
-    with trainer.scored(forward, iterators[0].rollout_data):
-        return wrapped(*args, **kwargs)
-
-
-@patch.wrap(f"{_UTILS}.data", "get_batch", uses=("data_iterator", "keys"), mentions=("get_next",))
-def get_batch(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What was scored reaches the loss with the rest of its microbatch."""
-    from ..inference.host_topk import current_trainer
-
-    trainer = current_trainer()
-    if trainer is None:
-        return wrapped(*args, **kwargs)
-    from ..losses.host_distillation import KEYS
-
-    bound = bind(wrapped, args, kwargs)
-    given = bound.arguments
-    have = [key for key in KEYS if key in given["data_iterator"].rollout_data]
-    trainer.batch = call(wrapped, bound, keys=[*given["keys"], *have])
-    return trainer.batch
+patch.wrap(
+    f"{_UTILS}.data",
+    "get_batch",
+    parameters=("data_iterator", "keys"),
+    requires_names=("get_next",),
+)(calls("distillation_teachers.get_batch"))

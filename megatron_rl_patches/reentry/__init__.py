@@ -1,4 +1,4 @@
-"""Megatron training state made re-enterable. Plain functions on model chunks; usable without any patch."""
+"""Make Megatron's training state re-enterable, by plain functions on model chunks that need no patch."""
 
 from .forward_pre_hooks import preserved_hooks
 from .guard import reentrant_train

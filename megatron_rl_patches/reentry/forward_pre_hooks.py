@@ -8,18 +8,16 @@ from megatron-core 0.12 to today, a second ``disable`` raises ``KeyError`` and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-from .chunks import Chunk, Model, as_model, bucket_groups
+from .._chunks import Chunk, Model, as_chunks, bucket_groups
 
 
 def enable(original: Callable[[], Any], chunk: Chunk) -> None:
-    """``DistributedDataParallel.enable_forward_pre_hook`` that does nothing when the hooks are on.
+    """Run ``DistributedDataParallel.enable_forward_pre_hook``, bound to the chunk, unless the hooks are on.
 
-    Args:
-        original: the bound upstream method; its assertion on ``use_forward_hook`` stays in force.
-        chunk: the ``DistributedDataParallel`` chunk.
+    The assertion of upstream on ``use_forward_hook`` stays in force, here and in :func:`disable`.
     """
     handles = chunk.remove_forward_pre_hook_handles
     if handles and chunk.use_forward_hook:
@@ -30,13 +28,9 @@ def enable(original: Callable[[], Any], chunk: Chunk) -> None:
 
 
 def disable(original: Callable[..., Any], chunk: Chunk, param_sync: bool = True) -> None:
-    """``DistributedDataParallel.disable_forward_pre_hook`` that may be called when the hooks are off.
+    """Run ``DistributedDataParallel.disable_forward_pre_hook``, bound to the chunk; the hooks may be off.
 
-    Args:
-        original: the bound upstream method; its assertion on ``use_forward_hook`` stays in force.
-        chunk: the ``DistributedDataParallel`` chunk.
-        param_sync: leave the parameters synchronized. With the hooks off already this is a collective over
-            the chunk's data-parallel group only when some all-gather is outstanding (:func:`synchronize`).
+    Where they are, ``param_sync`` runs :func:`synchronize`.
     """
     handles = chunk.remove_forward_pre_hook_handles
     if handles or not chunk.use_forward_hook:
@@ -52,31 +46,39 @@ def disable(original: Callable[..., Any], chunk: Chunk, param_sync: bool = True)
 
 
 def synchronize(chunk: Chunk) -> None:
-    """Complete every parameter all-gather that is in flight or not dispatched since the last step.
+    """Complete every parameter all-gather that is in flight, or was not dispatched since the last step.
 
-    A collective over the data-parallel group of the chunk when there is such a one, otherwise nothing: the
-    optimizer leaves the gathering to the hooks, so hooks that are off do not mean parameters that are whole.
-    Where the gradient buffer serves as the mxfp8 gather buffer, an all-gather that was not dispatched is not
-    staged either, and would turn gradient bytes into weights: only those in flight are completed.
+    If there is one, this is a collective over the data-parallel group of the chunk; otherwise it does
+    nothing. The optimizer leaves gathering to the hooks, so without them parameters may be stale.
+
+    Where the gradient buffer serves as the mxfp8 gather buffer, only all-gathers in flight are completed. The
+    optimizer has not filled the buffer for any other, and it would turn gradient bytes into weights.
     """
     groups = bucket_groups(chunk)
+    if not groups or not (chunk.ddp_config.use_distributed_optimizer or chunk.use_forward_hook):
+        return  # every rank updates all parameters
     if getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         for group in groups:
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
     elif any(group.param_gather_handle is not None or not group.param_gather_dispatched for group in groups):
-        with _no_grad():
+        import torch
+
+        with torch.no_grad():
             chunk.start_param_sync(force_sync=True)
 
 
 @contextmanager
 def preserved_hooks(model: Model) -> Iterator[None]:
-    """Whatever the body does, and also when it raises, the hooks end in the state they were found in.
+    """Put the forward pre-hooks, after the body has returned or raised, back into the state of before.
 
-    For saving: hosts switch the hooks off, save and switch them on, so that a save between two rollouts
-    would leave them on, and a save that raises would leave them off.
+    Frameworks switch the hooks off, save a checkpoint and switch them on. A save between two rollouts would
+    leave them on, and a save that raises would leave them off.
+
+    Args:
+        model: list of model chunks, or one chunk; chunks without forward pre-hooks are left alone.
     """
-    chunks = [chunk for chunk in as_model(model) if getattr(chunk, "use_forward_hook", False)]
+    chunks = [chunk for chunk in as_chunks(model) if getattr(chunk, "use_forward_hook", False)]
     were_on = [bool(chunk.remove_forward_pre_hook_handles) for chunk in chunks]
     try:
         yield
@@ -89,11 +91,8 @@ def preserved_hooks(model: Model) -> Iterator[None]:
 
 
 def _is_mismatch(error: KeyError | AssertionError, chunk: Chunk) -> bool:
-    """Did upstream stop because handles and module tree differ, rather than in the all-gather after it?
-
-    A submodule added since: ``KeyError`` with the module as its key. One taken away: a handle is left over.
-    """
-    if chunk.remove_forward_pre_hook_handles:
+    """Return whether upstream stopped since handles and modules differ, not in the all-gather after it."""
+    if chunk.remove_forward_pre_hook_handles:  # of a submodule that was taken away
         return True
     return isinstance(error, KeyError) and any(error.args[0] is module for module in chunk.module.modules())
 
@@ -102,11 +101,3 @@ def _remove(handles: dict[Any, Any]) -> None:
     for handle in handles.values():
         handle.remove()
     handles.clear()
-
-
-def _no_grad() -> Any:
-    try:
-        import torch
-    except ImportError:  # mocked chunks
-        return nullcontext()
-    return torch.no_grad()

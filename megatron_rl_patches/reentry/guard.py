@@ -9,17 +9,18 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, TracebackType
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar, overload
 
+from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, distinct_configs
+from .._scoped import restore, snapshot
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
-from .chunks import Model, as_model, distinct_configs
 from .recovery import recover, synchronize_interrupted
-from .sync_functions import METHODS, belongs_to, clear_installed
+from .sync_functions import belongs_to, clear_installed
 
 _log = logging.getLogger("megatron_rl_patches")
-_ABSENT = object()
 #: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
 INTERVAL_TIMER = "interval-time"
 _CALLS_DEEP = 2
@@ -27,96 +28,84 @@ _CALLS_DEEP = 2
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+@dataclass(eq=False)
 class TrainGuard:
     """Context of one call of ``train``; see :func:`reentrant_train`.
 
-    At entry: sync functions installed by a former call are cleared, the interval timer is reset if it was
-    left running, and parameters are made whole if a former call broke off. In the end: garbage collection is
-    as it was. On an exception also: everything that the call changed on config, chunks, optimizer, timers and
-    rerun state machine is as at entry, outstanding collectives are waited for, bucket groups are reset; the
-    exception propagates unchanged.
+    At entry, parameters are gathered if a former call broke off, sync functions that a former call installed
+    are cleared, and the interval timer is reset if it was left running. At the end, garbage collection is
+    enabled or disabled as it was at entry. After an exception, everything else that the call changed on
+    config, modules, optimizer, timers and rerun state machine is as at entry too, outstanding collectives
+    have been waited for, and bucket groups are reset; the exception propagates unchanged.
 
     Args:
         model: list of model chunks, or one chunk.
         optimizer: the ``MegatronOptimizer``, if there is one.
-        timers: the host's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
-        config: the config that the host works with, if it is not the chunks' own.
-        installs: the body installs ``no_sync_func``, so it is cleared at entry. ``False`` for a loop that
-            relies on functions installed once by others (Megatron-Bridge): without them every microbatch
-            would reduce.
+        timers: the framework's ``megatron.core.timers.Timers``, if it uses others than ``config.timers``.
+        config: the config that the framework works with, if it is not the chunks' own.
+        installs: whether the body installs ``no_sync_func``, which is then cleared at entry. Pass ``False``
+            for a loop that relies on functions installed once by others (Megatron-Bridge): without them
+            gradients would be reduced after every microbatch.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any = None,
-        timers: Any = None,
-        config: Any = None,
-        installs: bool = True,
-    ) -> None:
-        self._installs = installs
-        self._model: Model = as_model(model)
-        self._optimizer = optimizer
-        self._timers = timers
-        self._config = config
+    model: Any
+    optimizer: Any = None
+    timers: Any = None
+    config: Any = None
+    installs: bool = True
 
     def __enter__(self) -> None:
-        model = self._model
-        self._collecting = gc.isenabled()
-        self._configs = distinct_configs(model, self._config)
-        if self._timers is None:
-            self._timers = next((config.timers for config in self._configs if _has_timers(config)), None)
-        self._at_entry = [
-            (config, {name: getattr(config, name, _ABSENT) for name in (*METHODS, "timers")})
-            for config in self._configs
+        self._model = model = as_chunks(self.model)
+        # This may raise, so it comes before the first change: nobody calls __exit__ then.
+        synchronize_interrupted(model, self.optimizer)
+        self._gc_was_enabled = gc.isenabled()
+        self._configs = distinct_configs(model, self.config)
+        timers = (self.timers, *(getattr(config, "timers", None) for config in self._configs))
+        self._timers = next((each for each in timers if each is not None), None)
+        self._attributes_at_entry = [
+            *((config, snapshot(config, *SYNC_FUNCTIONS, "timers")) for config in self._configs),
+            *((chunk, snapshot(chunk, "force_all_reduce")) for chunk in model),
+            (self.optimizer, snapshot(self.optimizer, "step")),
         ]
-        self._modes = [(chunk, getattr(chunk, "training", None)) for chunk in model]
-        self._reducing = [(chunk, getattr(chunk, "force_all_reduce", _ABSENT)) for chunk in model]
-        self._step = _own(self._optimizer, "step")
+        self._modules = _modules(model)
+        self._modes = [getattr(module, "training", None) for module in self._modules]
         machine = _rerun_state_machine()
         self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
         megatron_timers.reset_if_running(self._timers, INTERVAL_TIMER)
-        self._running = megatron_timers.running(self._timers)
-        if self._installs:
+        self._running_timers = megatron_timers.running(self._timers)
+        if self.installs:
             clear_installed(model, *self._configs)
-        synchronize_interrupted(model, self._optimizer)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if gc.isenabled() != self._collecting:
-            (gc.enable if self._collecting else gc.disable)()
-        if error is not None:
-            for clean_up in (self._as_at_entry, lambda: recover(self._model, error)):
-                try:
-                    clean_up()
-                except Exception as failure:
-                    # The caller's exception is the news.
-                    _log.warning("cleaning up after it failed: %s: %s", type(failure).__name__, failure)
-        else:
-            self._warn_if_left_out()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if gc.isenabled() != self._gc_was_enabled:
+            (gc.enable if self._gc_was_enabled else gc.disable)()
+        if error is None:
+            self._warn_if_not_installed()
+            return
+        for clean_up in (self._restore, lambda: recover(self._model, error)):
+            try:
+                clean_up()
+            except Exception as failure:
+                # Only a warning, since the caller has to see the exception of the training step.
+                _log.warning("cleaning up after it failed: %s: %s", type(failure).__name__, failure)
 
-    def _as_at_entry(self) -> None:
-        for config, values in self._at_entry:
-            _restore(config, values)
-        for chunk, training in self._modes:
-            if training is not None and chunk.training != training:
-                chunk.train(training)
-        for chunk, reducing in self._reducing:
-            _restore(chunk, {"force_all_reduce": reducing})
-        if _own(self._optimizer, "step") is not self._step:
-            _restore(self._optimizer, {"step": self._step})
+    def _restore(self) -> None:
+        for owner, attributes in self._attributes_at_entry:
+            restore(owner, attributes)
+        for module, training in zip(self._modules, self._modes, strict=True):
+            if training is not None:
+                module.training = training
         if self._rerun is not None:
             machine, state, mode = self._rerun
             machine.state, machine.mode = state, mode
-        elif (machine := _rerun_state_machine()) is not None:  # made by this call
+        elif (machine := _rerun_state_machine()) is not None:  # this call has created it
             machine.state = type(machine.state).NOT_RUNNING_YET
-        megatron_timers.reset_new(self._timers, self._running, but=INTERVAL_TIMER)
+        megatron_timers.reset_started_since(self._running_timers, self._timers, except_for=INTERVAL_TIMER)
 
-    def _warn_if_left_out(self) -> None:
-        for config, values in self._at_entry:
-            installed = values["no_sync_func"]
-            if belongs_to(self._model, installed, "no_sync_func") and config.no_sync_func is None:
+    def _warn_if_not_installed(self) -> None:
+        for config, attributes in self._attributes_at_entry[: len(self._configs)]:
+            installed = attributes["no_sync_func"]
+            if config.no_sync_func is None and belongs_to(self._model, installed, "no_sync_func"):
                 config.no_sync_func = installed
                 _log.warning(
                     "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
@@ -124,14 +113,44 @@ class TrainGuard:
                 )
 
 
-def installs_sync_functions(function: Callable[..., Any]) -> bool:
-    """Does the function set ``no_sync_func``, as Megatron's ``train`` does, or one that it calls?
+def _modules(model: Model) -> list[Any]:
+    """Return every module of the chunks, and ``None`` for a child that is ``None``.
 
-    Judged by the code, two calls deep within its package; seen are functions that are called by their global
-    name, not methods.
+    This takes a fifth of the time of ``Module.modules()``, which looks for modules that occur twice.
     """
-    function = inspect.unwrap(function)
-    return _sets_sync_functions(getattr(function, "__func__", function), _CALLS_DEEP)
+    modules = list(model)
+    for module in modules:  # the list grows while it is walked
+        if children := getattr(module, "_modules", None):
+            modules += children.values()
+    return modules
+
+
+def _rerun_state_machine() -> Any:
+    # get_rerun_state_machine() would create one, and log that it did.
+    module = sys.modules.get("megatron.core.rerun_state_machine")
+    return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+
+
+def installs_sync_functions(function: Callable[..., Any]) -> bool:
+    """Return whether the function sets ``no_sync_func``, as Megatron's ``train`` does, or one it calls does.
+
+    The bytecode decides, two calls deep within the function's package; calls are followed if they are made by
+    a global name, so methods are not.
+
+    Nothing can decide this while the function runs: a loop that installs has to read ``None`` first, and a
+    schedule below a loop that does not install has to read the function.
+    """
+    return _sets_sync_functions(_python_function(function), _CALLS_DEEP)
+
+
+def _python_function(target: Any) -> Any:
+    """Return the function behind decorators, partials, bound methods and objects with ``__call__``."""
+    target = inspect.unwrap(target)
+    if isinstance(target, functools.partial):
+        return _python_function(target.func)
+    if inspect.ismethod(target):
+        return _python_function(target.__func__)
+    return target if inspect.isroutine(target) else _python_function(type(target).__call__)
 
 
 @functools.lru_cache(maxsize=256)
@@ -151,38 +170,15 @@ def _sets_sync_functions(function: Callable[..., Any], calls_deep: int) -> bool:
 
 
 def _operations(code: CodeType) -> Iterator[dis.Instruction]:
-    """Of a function and of those that are defined in it."""
+    """Yield the operations of a function, and of the functions that are defined in it."""
     yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _operations(constant)
 
 
-def _own(target: Any, name: str) -> Any:
-    """The instance's own attribute, not its class's."""
-    return getattr(target, "__dict__", {}).get(name, _ABSENT)
-
-
-def _has_timers(config: Any) -> bool:
-    return getattr(config, "timers", None) is not None
-
-
-def _restore(target: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if value is not _ABSENT:
-            setattr(target, name, value)
-        elif name in vars(target):
-            delattr(target, name)
-
-
-def _rerun_state_machine() -> Any:
-    # Looked up, not asked for: get_rerun_state_machine() would create one and log about it.
-    module = sys.modules.get("megatron.core.rerun_state_machine")
-    return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
-
-
 @overload
-def reentrant_train(target: Function) -> Function: ...
+def reentrant_train(target: Function, **options: Any) -> Function: ...
 @overload
 def reentrant_train(
     target: Any, *, optimizer: Any = None, timers: Any = None, config: Any = None, installs: bool = True
@@ -200,41 +196,62 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             ...
 
     The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
-    it. A decorated function that does not (:func:`installs_sync_functions`) is taken to rely on one that is
-    installed already, which then stays.
+    it. A decorated function that does not is taken to rely on one that is installed already, which stays.
 
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.
 
     Args:
-        target: the function, or the list of model chunks (one chunk will do).
+        target: the list of model chunks (one chunk will do), or what takes them as its argument ``model``: a
+            function, a method, a ``functools.partial``, or an object with ``__call__`` that is no module.
         options: of :class:`TrainGuard`.
 
     Raises:
-        MegatronRLPatchesError: the decorated function has no parameter named ``model``, or it is a generator
-            or a coroutine function.
+        MegatronRLPatchesError: the function has no parameter named ``model``, its body runs after the call (a
+            generator or a coroutine function), or the target is a class.
     """
-    if not inspect.isroutine(target):
+    if inspect.isclass(target):
+        raise MegatronRLPatchesError(
+            f"{target.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
+        )
+    if not callable(target) or hasattr(target, "modules"):
         return TrainGuard(target, **options)
-    signature = inspect.signature(target)
-    if "model" not in signature.parameters:
-        raise MegatronRLPatchesError(
-            f"{target.__qualname__}{signature} has no parameter named 'model' (the list of model chunks); "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
-    if inspect.isgeneratorfunction(target) or inspect.iscoroutinefunction(target):
-        raise MegatronRLPatchesError(
-            f"{target.__qualname__} is a generator or a coroutine function, whose body runs after the call; "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
-    installs = installs_sync_functions(target)
+    bind = _model_binder(target)
+    options.setdefault("installs", installs_sync_functions(target))
 
-    @functools.wraps(target)
+    # The attributes of a function are copied; those of an object are its own state.
+    @functools.wraps(target, updated=("__dict__",) if inspect.isroutine(target) else ())
     def train(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        of = bound.arguments
-        with TrainGuard(of["model"], optimizer=of.get("optimizer"), installs=installs):
+        arguments = bind(args, kwargs)
+        with TrainGuard(arguments["model"], **{"optimizer": arguments.get("optimizer"), **options}):
             return target(*args, **kwargs)
 
     return train
+
+
+def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """Return a function from ``args`` and ``kwargs`` of a call of the target to the arguments by name."""
+    # The signature of a partial lacks the arguments that are bound already, so its function's is used.
+    partial = functools.partial(target)
+    function = partial.func
+    signature = inspect.signature(function)
+    name = _python_function(function).__qualname__
+    if "model" not in signature.parameters:
+        raise MegatronRLPatchesError(
+            f"{name}{signature} has no parameter named 'model' (the list of model chunks); "
+            "use 'with reentrant_train(model):' inside it instead"
+        )
+    called = function if inspect.isroutine(function) else type(function).__call__
+    runs_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+    if any(does(called) for does in runs_later):
+        raise MegatronRLPatchesError(
+            f"{name} is a generator or a coroutine function, whose body runs after the call; "
+            "use 'with reentrant_train(model):' inside it instead"
+        )
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = signature.bind(*partial.args, *args, **{**partial.keywords, **kwargs})
+        bound.apply_defaults()
+        return bound.arguments
+
+    return bind

@@ -1,4 +1,4 @@
-"""``no_sync_func`` and its kin on the config: told apart by who put them there.
+"""``no_sync_func``, ``grad_sync_func`` and ``param_sync_func`` of the config, and whose functions they are.
 
 Megatron's training loops assert ``config.no_sync_func is None`` before they install the ``no_sync`` of their
 own model chunks. The assertion protects a *custom* function from being overwritten; on the second call it
@@ -10,38 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .chunks import Model, config_of, distinct_configs, is_data_parallel
-
-#: Attribute of the config -> method of the chunk that hosts install there.
-METHODS = {
-    "no_sync_func": "no_sync",
-    "grad_sync_func": "start_grad_sync",
-    "param_sync_func": "start_param_sync",
-}
+from .._chunks import SYNC_FUNCTIONS, Model, config_of, distinct_configs, is_data_parallel
 
 
 def clear_installed(model: Model, *configs: Any) -> None:
-    """Make room for the host to install its functions afresh.
+    """Clear the functions that a former call installed, so that the framework can install them afresh.
 
     ``no_sync_func`` becomes ``None`` when it consists only of ``no_sync`` methods of data-parallel chunks, of
-    this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no host asserts,
-    become ``None`` when they belong to a former model. A foreign callable stays, and the host's assertion
-    fires on it as its authors intended.
-
-    Args:
-        model: the chunks about to be trained.
-        configs: configs to clear besides those of the chunks.
+    this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no framework asserts,
+    become ``None`` when they belong to a former model. A foreign callable stays, and the framework's
+    assertion fires on it as its authors intended. ``configs`` are cleared besides those of the chunks.
     """
     for config in distinct_configs(model, *configs):
-        for attribute in METHODS:
+        for attribute in SYNC_FUNCTIONS:
             functions = getattr(config, attribute, None)
-            ours = _owners(functions, METHODS[attribute], model)
-            if ours and (attribute == "no_sync_func" or not belongs_to(model, functions, attribute)):
+            owners = _owners(functions, SYNC_FUNCTIONS[attribute], model)
+            if owners and (attribute == "no_sync_func" or not belongs_to(model, functions, attribute)):
                 setattr(config, attribute, None)
 
 
 def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> None:
-    """Run a host's installer that handles one chunk per config on chunks that share one.
+    """Run a framework's installer, which expects one config for each chunk, on chunks that share a config.
 
     verl's ``register_megatron_training_hooks`` loops over the chunks and asserts in the second round that the
     shared config has no ``no_sync_func`` yet, which the first round has just installed
@@ -51,35 +40,35 @@ def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> Non
     installed: list[dict[str, Any]] = []
     for chunk in model:
         config = config_of(chunk)
-        for attribute in METHODS:
-            if _owners(getattr(config, attribute, None), METHODS[attribute], model):
+        for attribute in SYNC_FUNCTIONS:
+            if _owners(getattr(config, attribute, None), SYNC_FUNCTIONS[attribute], model):
                 setattr(config, attribute, None)
         install([chunk])
-        installed.append({attribute: getattr(config, attribute, None) for attribute in METHODS})
+        installed.append({attribute: getattr(config, attribute, None) for attribute in SYNC_FUNCTIONS})
     if len(model) == 1:
         return
     for config in distinct_configs(model):
-        for attribute in METHODS:
+        for attribute in SYNC_FUNCTIONS:
             functions = [functions[attribute] for functions in installed if functions[attribute] is not None]
             if len(functions) == len(model):
                 setattr(config, attribute, functions)
 
 
 def belongs_to(model: Model, functions: Any, attribute: str) -> bool:
-    """Are these what a host installs as ``config.<attribute>`` for this very model?"""
-    owners = _owners(functions, METHODS[attribute], model)
+    """Return whether these are what a framework installs as ``config.<attribute>`` for this very model."""
+    owners = _owners(functions, SYNC_FUNCTIONS[attribute], model)
     return bool(owners) and all(_is_among(owner, model) for owner in owners)
 
 
 def _owners(functions: Any, method: str, model: Model) -> list[Any]:
-    """The chunks whose method this is (or these are); empty when any of it is foreign."""
+    """Return the chunks whose method this is (or these are); an empty list if any function is foreign."""
     functions = functions if isinstance(functions, list | tuple) else [functions]
     owners = [getattr(function, "__self__", None) for function in functions]
-    ours = all(
+    none_is_foreign = all(
         getattr(function, "__name__", None) == method and (_is_among(owner, model) or is_data_parallel(owner))
         for function, owner in zip(functions, owners, strict=True)
     )
-    return owners if ours else []
+    return owners if none_is_foreign else []
 
 
 def _is_among(chunk: Any, model: Sequence[Any]) -> bool:

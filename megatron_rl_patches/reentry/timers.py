@@ -1,5 +1,5 @@
-"""Megatron's timers assert that they are not started twice; an early return or an exception leaves some
-on."""
+"""Megatron's timers assert that they are not started twice, and an early return or an exception leaves some
+of them running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def running(timers: Any) -> list[Any]:
-    """The started timers of a ``megatron.core.timers.Timers``; empty for ``None``."""
+    """Return the started timers of a ``megatron.core.timers.Timers``; for ``None`` an empty list."""
     return [timer for timer in getattr(timers, "_timers", {}).values() if timer._started]
 
 
@@ -20,29 +20,28 @@ def reset_if_running(timers: Any, name: str) -> None:
         timer.reset()
 
 
-def reset_new(timers: Any, before: list[Any], but: str) -> None:
-    """Reset the timers that run now and did not run then, all but one."""
-    spared = getattr(timers, "_timers", {}).get(but)
+def reset_started_since(before: list[Any], timers: Any, except_for: str) -> None:
+    """Reset the timers that are running now and were not among those ``before``, except for one name."""
+    exception = getattr(timers, "_timers", {}).get(except_for)
     for timer in running(timers):
-        if timer is not spared and not any(timer is other for other in before):
+        if timer is not exception and not any(timer is other for other in before):
             timer.reset()
 
 
 @contextmanager
 def started(timers: Any, name: str) -> Iterator[None]:
-    """For a body that stops this timer first and starts it last: it may now also be called when it is off.
+    """Start a timer for a body that stops it first and starts it last, unless it is running already.
 
-    When the body raises, no timer is left running that was not.
+    When the body raises, no timer is left running that was not running before.
     """
-    timer = getattr(timers, "_timers", {}).get(name)
-    was_running = timer is not None and timer._started
     before = running(timers)
+    was_running = getattr(timers, "_timers", {}).get(name) in before
     if not was_running:
         timers(name, log_level=0).start()
     try:
         yield
     except BaseException:
-        reset_new(timers, before, but=name)
+        reset_started_since(before, timers, except_for=name)
         raise
     finally:
         if not was_running:

@@ -1,34 +1,32 @@
-"""``torch.cuda`` on a machine without a GPU: what names the GPU goes to the CPU.
+"""``torch.cuda`` on a machine without a GPU: tensors and calls that name the GPU go to the CPU.
 
-Two mechanisms, each for what the other cannot reach:
+There are two mechanisms, as neither reaches everything:
 
 * :class:`CudaToCpu`, a function mode, rewrites the *arguments* of factory calls and of ``.to``;
-* :func:`replacements` lists plain attributes that are swapped while the redirect is on.
+* :func:`replacements` lists attributes that are replaced while the redirect is on.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
 import torch
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 
+#: An object, and the values that its attributes have while the redirect is on.
+Replacements = tuple[Any, dict[str, Any]]
 _TENSOR_TYPES = ("Bool", "Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double")
 
 
-class Replacement(NamedTuple):
-    """``setattr(owner, name, value)``, to be undone later."""
-
-    owner: Any
-    name: str
-    value: Any
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 def _names_cuda(device: object) -> bool:
@@ -60,10 +58,11 @@ class CudaToCpu(TorchFunctionMode):
 
 
 class _Engine:
-    """The autograd engine, running with the redirect on.
+    """Wraps the autograd engine, so that backward passes run with the redirect on.
 
-    ``Tensor.backward`` is itself a torch function, and torch switches a mode off while it handles one:
-    custom backward functions, of sequence parallelism for one, would ask for CUDA buffers.
+    ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode
+    handles one. Custom backward functions run within it, and those of sequence parallelism allocate CUDA
+    buffers, which would then not be redirected.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -78,22 +77,13 @@ class _Engine:
 
 
 class Stream:
-    """Stands for every CUDA stream: work is done when the call returns, so there is nothing to order."""
+    """Stands for every CUDA stream. Work is done when a call returns, so there is nothing to order."""
 
     cuda_stream = 0
     priority = 0
     device = torch.device("cpu")
-
-    def __init__(self, *args: object, **kwargs: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def wait_event(self, event: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = _constant(None)
+    query = _constant(True)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -103,61 +93,41 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(self, *exc_info: object) -> None: ...
-
 
 class Event:
     """Stands for a CUDA event; :meth:`elapsed_time` is wall time in milliseconds."""
 
+    wait = synchronize = _constant(None)
+    query = _constant(True)
+
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._recorded = time.perf_counter()
+        self.record()
 
     def record(self, stream: object = None) -> None:
         self._recorded = time.perf_counter()
 
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
     def elapsed_time(self, end_event: Event) -> float:
         return (end_event._recorded - self._recorded) * 1e3
-
-
-_STREAM = Stream()
-
-
-def _memory_of_the_machine(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes: callers divide by the latter."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-
-
-def _constant(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
 
 
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
 
-def _null_context(*args: object, **kwargs: object) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @contextmanager
-def _nvtx_range(*args: object, **kwargs: object) -> Iterator[None]:
-    # Also a decorator, as the original is.
-    yield
+def _null_context(*args: object, **kwargs: object) -> Iterator[None]:
+    yield  # in contrast to nullcontext this is a decorator too, as torch.cuda.nvtx.range is
 
 
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``Tensor.type()`` name CUDA types, and ``Tensor.type(dtype)`` accept them.
+
+    Megatron's optimizer sorts parameters by the name of their type, and refuses those that are not on a GPU.
+    """
+
     def type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            # Megatron's optimizer sorts parameters by this name and refuses what is not on a GPU.
-            # Under a function mode torch looks the method up again and comes through here twice.
+            # Under a function mode torch looks the method up again, so the name may have its prefix already.
             return "torch.cuda." + original(self).removeprefix("torch.").removeprefix("cuda.")
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
@@ -170,48 +140,36 @@ def _eager(model: Any = None, **options: object) -> Any:
     return model if model is not None else _itself
 
 
-def replacements() -> list[Replacement]:
-    """Everything of torch, except ``torch.distributed``, that is swapped while the redirect is on."""
-    cuda = torch.cuda
+def replacements() -> list[Replacements]:
+    """Return everything of torch, ``torch.distributed`` apart, that is replaced while the redirect is on."""
+    cuda, stream = torch.cuda, _constant(Stream())
     properties = SimpleNamespace(
         name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
     )
+    by_value: list[tuple[Any, str]] = [
+        # With is_initialized torch's own lazy initialization returns, also where a module has a copy of it.
+        (True, "is_available is_initialized is_bf16_supported"),
+        (False, "is_current_stream_capturing"),
+        (None, "init set_device synchronize ipc_collect set_stream empty_cache"),
+        (None, "reset_peak_memory_stats reset_max_memory_allocated"),
+        (0, "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"),
+        (0, "utilization"),
+        (1, "device_count"),
+        ("", "memory_summary"),
+        (properties.name, "get_device_name"),
+        ((properties.major, properties.minor), "get_device_capability"),
+        (properties, "get_device_properties"),
+    ]
     cuda_functions = {
-        "is_available": _constant(True),
-        # With this one, torch's own lazy initialisation returns at once, also for those who copied it.
-        "is_initialized": _constant(True),
-        "init": _constant(None),
-        "device_count": _constant(1),
-        "current_device": _constant(0),
-        "set_device": _constant(None),
-        "device": _null_context,
-        "device_of": _null_context,
-        "get_device_name": _constant(properties.name),
-        "get_device_capability": _constant((properties.major, properties.minor)),
-        "get_device_properties": _constant(properties),
-        "is_bf16_supported": _constant(True),
-        "synchronize": _constant(None),
-        "ipc_collect": _constant(None),
-        "Stream": Stream,
-        "ExternalStream": Stream,
+        **{name: _constant(value) for value, names in by_value for name in names.split()},
+        **dict.fromkeys(("device", "device_of", "stream"), _null_context),
+        **dict.fromkeys(("Stream", "ExternalStream"), Stream),
+        **dict.fromkeys(("current_stream", "default_stream"), stream),
         "Event": Event,
-        "stream": _null_context,
-        "set_stream": _constant(None),
-        "current_stream": _constant(_STREAM),
-        "default_stream": _constant(_STREAM),
-        "is_current_stream_capturing": _constant(False),
-        "empty_cache": _constant(None),
-        "memory_allocated": _constant(0),
-        "max_memory_allocated": _constant(0),
-        "memory_reserved": _constant(0),
-        "max_memory_reserved": _constant(0),
-        "reset_peak_memory_stats": _constant(None),
-        "reset_max_memory_allocated": _constant(None),
-        "mem_get_info": _memory_of_the_machine,
+        **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES},
+        "mem_get_info": lambda device=None: psutil.virtual_memory()[1::-1],
         "memory_stats": lambda *args, **kwargs: defaultdict(int),
-        "memory_summary": _constant(""),
-        "utilization": _constant(0),
-        # One generator plays the CPU's and the GPU's; torch.cuda.random works on it unchanged.
+        # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
         "default_generators": (torch.default_generator,),
     }
     tensor_methods = {
@@ -220,15 +178,13 @@ def replacements() -> list[Replacement]:
         "record_stream": _constant(None),
         "type": _tensor_type(torch.Tensor.type),
     }
-    tables: list[tuple[Any, dict[str, Any]]] = [
+    return [
         (cuda, cuda_functions),
-        (cuda, {f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES}),
         (cuda.random, {"current_device": _constant(0), "device_count": _constant(1)}),
-        (cuda.nvtx, {"range_push": _constant(0), "range_pop": _constant(0)}),
-        (cuda.nvtx, {"range": _nvtx_range, "mark": _constant(None)}),
+        (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
+        (cuda.nvtx, {"range": _null_context}),
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
         (torch, {"compile": _eager}),
     ]
-    return [Replacement(owner, name, value) for owner, table in tables for name, value in table.items()]

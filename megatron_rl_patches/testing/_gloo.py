@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
-from ._cuda_redirect import Replacement
+from ._cuda_redirect import Replacements
 
 
 def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that creates process groups create gloo groups, whatever backend it is asked for."""
+    """Adapt a function that creates process groups, so that it creates gloo groups in place of NCCL's."""
 
     @functools.wraps(create)
     def with_gloo(*args: Any, **kwargs: Any) -> Any:
@@ -21,9 +21,8 @@ def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
         args = tuple("gloo" if isinstance(arg, str) and "nccl" in arg else arg for arg in args)
         if "nccl" in (kwargs.get("backend") or ""):
             kwargs["backend"] = "gloo"
-        for gpu_only in ("pg_options", "device_id"):
-            kwargs.pop(gpu_only, None)
-        return create(*args, **kwargs)
+        on_cpu = {name: value for name, value in kwargs.items() if name not in ("pg_options", "device_id")}
+        return create(*args, **on_cpu)
 
     return with_gloo
 
@@ -37,9 +36,9 @@ def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sending_a_view(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """Pipeline schedules free ``tensor.data`` right after an asynchronous send.
+    """Adapt ``isend`` to pipeline schedules, which free ``tensor.data`` right after an asynchronous send.
 
-    NCCL's stream keeps the memory alive until it is sent; gloo would send what has replaced it (NaN in
+    NCCL's stream keeps the memory alive until it is sent. Gloo would send what has replaced it (NaN in
     interleaved runs), unless it holds a view of its own.
     """
 
@@ -50,8 +49,8 @@ def _sending_a_view(isend: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
-def replacements() -> list[Replacement]:
-    """Everything of ``torch.distributed`` that is swapped while the redirect is on."""
+def replacements() -> list[Replacements]:
+    """Return everything of ``torch.distributed`` that is replaced while the redirect is on."""
     adapters = {
         "init_process_group": _on_gloo,
         "new_group": _on_gloo,
@@ -59,9 +58,5 @@ def replacements() -> list[Replacement]:
         "isend": _sending_a_view,
     }
     adapted = {name: adapt(getattr(distributed_c10d, name)) for name, adapt in adapters.items()}
-    # Both places: P2POp compares its operation with the defining module's by identity.
-    return [
-        Replacement(module, name, function)
-        for module in (torch.distributed, distributed_c10d)
-        for name, function in adapted.items()
-    ]
+    # P2POp compares its operation with the defining module's by identity, so both modules get the same one.
+    return [(torch.distributed, adapted), (distributed_c10d, adapted)]

@@ -13,8 +13,8 @@ _installed = ExitStack()
 _depth = 0
 
 
-def _rng_is_shared(record: logging.LogRecord) -> bool:
-    # Megatron warns when the CPU generator moves inside a CUDA generator's context: here they are one.
+def _is_not_about_rng(record: logging.LogRecord) -> bool:
+    # Megatron warns when the CPU's generator moves in the context of a CUDA generator: they are one here.
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
@@ -26,59 +26,49 @@ def _install() -> ExitStack:
     from . import _cuda_redirect, _gloo, _megatron_gaps
 
     with ExitStack() as stack:
-        for owner, name, value in _cuda_redirect.replacements() + _gloo.replacements():
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, value))
+        for owner, values in _cuda_redirect.replacements() + _gloo.replacements():
+            present = {name: value for name, value in values.items() if hasattr(owner, name)}
+            stack.enter_context(mock.patch.multiple(owner, **present))
         if "torch._dynamo" in sys.modules:
-            # Functions that were compiled before, at the import of megatron.core, run eagerly meanwhile.
+            # Functions that the import of megatron.core has compiled before run eagerly for as long.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_megatron_gaps.filled())
         rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
-        rng_logger.addFilter(_rng_is_shared)
-        stack.callback(rng_logger.removeFilter, _rng_is_shared)
+        rng_logger.addFilter(_is_not_about_rng)
+        stack.callback(rng_logger.removeFilter, _is_not_about_rng)
         return stack.pop_all()
-
-
-def _acquire() -> None:
-    global _depth, _installed
-    with _lock:
-        if _depth == 0:
-            _installed = _install()
-        _depth += 1
-
-
-def _release() -> None:
-    global _depth
-    with _lock:
-        _depth -= 1
-        if _depth == 0:
-            _installed.close()
 
 
 @contextmanager
 def cpu_backend() -> Iterator[None]:
     """Run unmodified megatron-core, and code written for it, on the CPU.
 
-    Inside, ``device="cuda"`` means the CPU, CUDA streams and events do nothing, and process groups asked
-    for with the NCCL backend are gloo groups. It always does so, also where there is a GPU. On exit every
-    attribute it replaced is the identical original again, also when the body raises. Nesting is fine.
+    Inside the block ``device="cuda"`` means the CPU, CUDA streams and events do nothing, and process groups
+    with the NCCL backend are gloo groups, also on a machine that has a GPU. On exit every attribute that was
+    replaced is the identical original again, also when the body raises. Blocks may be nested.
 
-    The redirect of device arguments holds for the thread that entered (torch's function modes are per
-    thread) and for the backward passes that it starts; replaced attributes are seen by all threads.
+    The redirect of device arguments holds for the thread that entered (torch's function modes belong to a
+    thread) and for the backward passes that it starts; all threads see the replaced attributes.
 
-    Enter it **before** megatron is imported if you can. Bound at import, and therefore kept, are: the
-    ``torch.compile`` that decorates Megatron's fused functions (entered before, they are plain functions,
-    and stay so after exit; entered after, they are compiled already, and torch is told to run them eagerly
-    while inside), and anybody's ``from torch.distributed import isend``-like copy of a replaced function.
-    megatron-core itself, 0.12 to 0.19, keeps none that matters, so entering late works too.
+    Enter the block **before** megatron is imported if you can: then its functions decorated with
+    ``torch.compile`` are plain ones for good. Functions that are compiled already torch runs eagerly inside
+    the block. A module that does ``from torch.distributed import isend`` keeps the function that it has
+    imported; megatron-core 0.12 to 0.19 does this nowhere that matters, so entering late works too.
 
-    What it cannot show: races between streams, memory figures, TransformerEngine, FP8, CUDA graphs.
+    The CPU cannot show races between streams, memory figures, TransformerEngine, FP8 and CUDA graphs.
     """
-    _acquire()
+    global _depth, _installed
+    with _lock:
+        if _depth == 0:
+            _installed = _install()
+        _depth += 1
     try:
         from ._cuda_redirect import CudaToCpu
 
         with CudaToCpu():
             yield
     finally:
-        _release()
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                _installed.close()

@@ -1,4 +1,4 @@
-"""Modules, parameters and configuration for :mod:`.mock_ddp`: the little that it needs."""
+"""The modules, parameters, configuration and process groups that :mod:`.mock_ddp` needs."""
 
 from __future__ import annotations
 
@@ -38,21 +38,36 @@ class MockParameter:
     requires_grad: bool = True
 
 
+class MockProcessGroup:
+    """A process group of this rank alone: there is nobody to communicate with."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
 class MockHandle:
     """What ``register_forward_pre_hook`` and asynchronous collectives return."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
 
-    def remove(self) -> None:
-        self._action()
-
     def wait(self) -> None:
         self._action()
 
+    remove = wait
+
 
 class MockModule:
-    """A node of a module tree. ``params`` is how many parameters it holds itself."""
+    """A node of a module tree, which may be changed through ``children``.
+
+    Args:
+        children: the modules below it.
+        params: how many parameters it holds itself.
+        expert: whether these belong to an expert, and so to a bucket group of experts.
+    """
 
     def __init__(self, *children: MockModule, params: int = 0, expert: bool = False) -> None:
         self.children = list(children)
@@ -60,13 +75,18 @@ class MockModule:
         self.forward_pre_hooks: list[Callable[..., None]] = []
         self._parameters = [MockParameter(allreduce=not expert) for _ in range(params)]
 
+    @property
+    def _modules(self) -> dict[str, MockModule]:
+        # Where torch modules have their children.
+        return {str(number): child for number, child in enumerate(self.children)}
+
     @classmethod
     def tiny(cls) -> MockModule:
-        """An embedding, two layers in a decoder, and a head: six parameters in four bucket groups."""
+        """Return an embedding, two layers in a decoder, and a head: six parameters in four bucket groups."""
         return cls(cls(params=1), cls(cls(params=2), cls(params=2)), cls(params=1))
 
     def modules(self) -> Iterator[MockModule]:
-        """This module and all below it, itself first."""
+        """Yield this module, then all modules below it."""
         yield self
         for child in self.children:
             yield from child.modules()

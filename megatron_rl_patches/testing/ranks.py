@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_context, get_start_method, parent_process
+from multiprocessing import connection, get_start_method, parent_process
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from unittest import mock
 
 from ..errors import MegatronRLPatchesError
 
-# How long ranks may go on after the first failure: those that fail for the same reason are reported too.
+# Ranks may go on for so long after the first failure, so that others with the same fault are reported too.
 _GRACE_SECONDS = 2.0
 
 
@@ -31,7 +32,10 @@ class RanksFailed(MegatronRLPatchesError):
     """Some rank raised, died or did not finish in time.
 
     The message holds the traceback of every failed rank, the first to fail first, and the stacks of the
-    ranks that were still running. ``ranks`` are the failed ranks in that order (empty on a mere timeout).
+    ranks that were still running.
+
+    Attributes:
+        ranks: the failed ranks, the first to fail first; empty if ranks hang and none has failed.
     """
 
     def __init__(self, message: str, ranks: Sequence[int]) -> None:
@@ -40,7 +44,7 @@ class RanksFailed(MegatronRLPatchesError):
 
 
 class _Outcome(NamedTuple):
-    """What a rank leaves behind in its file."""
+    """Result or traceback, which the rank writes to its file."""
 
     value: Any
     traceback: str | None
@@ -54,15 +58,15 @@ class _Rank(NamedTuple):
     stack_file: Path
 
     def outcome(self) -> _Outcome | None:
-        """What the rank left behind; ``None`` while it runs; a made-up failure when it died silently."""
+        """Return the rank's outcome: ``None`` while it runs, and a failure if it died without a traceback."""
         if self.process.exitcode is None:
             return None
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):
             return pickle.loads(self.outcome_file.read_bytes())
-        last_words = f"exit code {self.process.exitcode}, no traceback\n{self.stack()}"
-        return _Outcome(None, last_words, time.monotonic())
+        death = f"exit code {self.process.exitcode}, no traceback\n{self.stacks()}"
+        return _Outcome(None, death, time.monotonic())
 
-    def stack(self) -> str:
+    def stacks(self) -> str:
         return self.stack_file.read_text() if self.stack_file.exists() else ""
 
 
@@ -76,87 +80,67 @@ def spawn_ranks(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on ``world_size`` ranks and return what each returned, by rank.
 
-    Each rank is a fresh interpreter with ``torch.distributed`` initialised on gloo, one torch thread, and
+    Each rank is a fresh interpreter with ``torch.distributed`` initialized on gloo, one torch thread, and
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set;
-    runs do not disturb each other. Environment variables are inherited, ``env`` added, and are there from
-    the start of the interpreter. ``function``, its arguments and results must be picklable; as with any
-    spawned process, a script that calls this needs ``if __name__ == "__main__":``.
+    runs do not disturb each other. No process outlives the call.
 
-    Many short runs spend most of their time on imports. With ``forkserver`` as the program's start method
-    (``multiprocessing.set_start_method``) and, say, ``set_forkserver_preload(["megatron.core"])`` from there,
-    a rank is a fork of a process that has imported these modules once. The variables are then set after the
-    imports, so a run with an ``env`` gets fresh interpreters all the same.
+    With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and, say,
+    ``set_forkserver_preload(["megatron.core"])``, a rank is a fork of a process that has imported these
+    modules once, unless ``env`` is given.
 
-    ``timeout`` is in seconds for the whole run; a collective gives up after half of it.
+    Args:
+        function: a picklable function, and so are its arguments and results. As with any spawned process, a
+            script that calls this needs ``if __name__ == "__main__":``.
+        world_size: how many ranks to start.
+        args: positional arguments of the function, as ``kwargs`` are its keyword arguments.
+        timeout: seconds for the whole run; a collective gives up after half of it.
+        env: environment variables, set from the start of the interpreter, besides those inherited.
 
-    Raises :class:`RanksFailed` when a rank raises, dies, or is not done in time. No process outlives the
-    call.
+    Raises:
+        RanksFailed: a rank raised, died, or was not done in time.
     """
     deadline = time.monotonic() + timeout
     payload = pickle.dumps((function, args, kwargs))
+    # Forks get their variables after the imports, which is too late for those of the caller.
+    forked = not env and get_start_method(allow_none=True) == "forkserver"
+    context = ForkServerContext() if forked else SpawnContext()
+    variables = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+        # The machine's own name often does not resolve on a laptop without a network.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        **(env or {}),
+    }
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         ranks: list[_Rank] = []
         try:
-            port = _free_port()
             for number in range(world_size):
-                ranks.append(_start(number, world_size, port, Path(folder), payload, timeout, env or {}))
+                outcome_file, stack_file = (Path(folder, f"{kind}{number}") for kind in ("outcome", "stack"))
+                with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
+                    process = context.Process(
+                        target=_run_rank,
+                        args=(payload, dict(os.environ), f"{folder}/rendezvous", outcome_file, stack_file),
+                        kwargs={"collective_timeout": timeout / 2},
+                        name=f"rank {number}",
+                    )
+                    process.start()
+                ranks.append(_Rank(number, process, outcome_file, stack_file))
             return _collect(ranks, deadline, timeout)
         finally:
             for rank in ranks:
                 _kill(rank.process)
 
 
-def _start(
-    number: int,
-    world_size: int,
-    port: int,
-    folder: Path,
-    payload: bytes,
-    timeout: float,
-    env: Mapping[str, str],
-) -> _Rank:
-    outcome_file, stack_file = folder / f"outcome{number}", folder / f"stack{number}"
-    variables = {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        # The machine's own name often does not resolve on a laptop without a network.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        **env,
-    }
-    forked = not env and get_start_method(allow_none=True) == "forkserver"
-    context = get_context("forkserver") if forked else get_context("spawn")
-    with mock.patch.dict(os.environ, variables):
-        process = context.Process(
-            target=_run_rank,
-            args=(
-                payload,
-                dict(os.environ),
-                str(folder / "rendezvous"),
-                str(outcome_file),
-                str(stack_file),
-                timeout / 2,
-            ),
-            name=f"rank {number}",
-        )
-        process.start()
-    return _Rank(number, process, outcome_file, stack_file)
-
-
 def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[Any]:
     outcomes: dict[int, _Outcome] = {}
     failed: list[int] = []
     while len(outcomes) < len(ranks) and (remaining := deadline - time.monotonic()) > 0:
-        running = [rank.process.sentinel for rank in ranks if rank.number not in outcomes]
-        connection.wait(running, remaining)
-        for rank in ranks:
-            outcome = rank.outcome() if rank.number not in outcomes else None
-            if outcome is not None:
-                outcomes[rank.number] = outcome
+        running = [rank for rank in ranks if rank.number not in outcomes]
+        connection.wait([rank.process.sentinel for rank in running], remaining)
+        outcomes |= {rank.number: outcome for rank in running if (outcome := rank.outcome()) is not None}
         if not failed and any(outcome.traceback for outcome in outcomes.values()):
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         failed = [number for number, outcome in outcomes.items() if outcome.traceback]
@@ -165,40 +149,33 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[An
         return [outcomes[rank.number].value for rank in ranks]
     failed.sort(key=lambda number: outcomes[number].finished)
     unfinished = [rank for rank in ranks if rank.number not in outcomes]
-    raise RanksFailed(_message(failed, outcomes, unfinished, timeout), failed)
-
-
-def _message(
-    failed: Sequence[int], outcomes: Mapping[int, _Outcome], unfinished: Sequence[_Rank], timeout: float
-) -> str:
-    running = ", ".join(str(rank.number) for rank in unfinished)
     if failed:
-        headline = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
+        message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
-        headline = f"no result after {timeout:g} s; still running: rank {running}"
-    parts = [headline]
-    parts += [f"--- rank {number} ---\n{outcomes[number].traceback}" for number in failed]
-    parts += [
-        f"--- rank {rank.number}, still running, was here ---\n{_interrupt(rank)}" for rank in unfinished
-    ]
-    return "\n".join(parts)
+        numbers = ", ".join(str(rank.number) for rank in unfinished)
+        message = f"no result after {timeout:g} s; still running: rank {numbers}"
+    for number in failed:
+        message += f"\n--- rank {number} ---\n{outcomes[number].traceback}"
+    for rank in unfinished:
+        message += f"\n--- rank {rank.number}, still running, was here ---\n{_stacks_of_running(rank)}"
+    raise RanksFailed(message, failed)
 
 
-def _interrupt(rank: _Rank) -> str:
-    """The stacks of a running rank's threads."""
+def _stacks_of_running(rank: _Rank) -> str:
+    """Make a running rank write the stacks of its threads, and return them."""
     if not rank.stack_file.exists():
         return "(starting)"
     with suppress(ProcessLookupError):
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
-    give_up = time.monotonic() + 1.0
-    while not rank.stack() and time.monotonic() < give_up:
+    deadline = time.monotonic() + 1.0
+    while not rank.stacks() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.02)
-    return rank.stack()
+    return rank.stacks()
 
 
 def _kill(process: BaseProcess) -> None:
-    # The rank leads a process group of its own, so what it started goes with it.
+    # The rank leads a process group, so the processes that it has started are killed, too.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid or 0, signal.SIGKILL)
     process.kill()
@@ -216,11 +193,11 @@ def _run_rank(
     payload: bytes,
     variables: Mapping[str, str],
     rendezvous: str,
-    outcome_file: str,
-    stack_file: str,
+    outcome_file: Path,
+    stack_file: Path,
     collective_timeout: float,
 ) -> None:
-    """The life of one rank, in its own process."""
+    """Run the function in the process of its rank, and write its outcome."""
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(variables)
@@ -229,14 +206,17 @@ def _run_rank(
         faulthandler.enable(stack)
         faulthandler.register(signal.SIGUSR1, stack)
         try:
-            outcome = _Outcome(_call(payload, rendezvous, collective_timeout), None, time.monotonic())
-            result = pickle.dumps(outcome)
+            value, failure = _call(payload, rendezvous, collective_timeout), None
+            result = pickle.dumps(_Outcome(value, None, time.monotonic()))
         except BaseException:
-            result = pickle.dumps(_Outcome(None, traceback.format_exc(), time.monotonic()))
-            _hand_over(result, outcome_file)
-            # An orderly shutdown would join gloo's threads, which may wait for a rank that is gone.
+            failure = traceback.format_exc()
+            result = pickle.dumps(_Outcome(None, failure, time.monotonic()))
+        outcome_file.write_bytes(result)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if failure:
+            # An orderly shutdown would join gloo's threads, which may wait for a rank that has died.
             os._exit(1)
-        _hand_over(result, outcome_file)
 
 
 def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
@@ -250,19 +230,13 @@ def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=collective_timeout),
     )
+    # A rank that is done at once would close connections that another rank is still making.
+    torch.distributed.barrier()
     function, args, kwargs = pickle.loads(payload)
     value = function(*args, **kwargs)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return value
-
-
-def _hand_over(result: bytes, outcome_file: str) -> None:
-    partial = Path(outcome_file + ".partial")
-    partial.write_bytes(result)
-    partial.rename(outcome_file)
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def _die_with_parent() -> None:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.docs.pages import ROOT
 
 PACKAGE = ROOT / "megatron_rl_patches"
-PUBLIC = ("", "reentry", "inference", "losses", "testing")
+PUBLIC = ("", ".reentry", ".inference", ".losses", ".testing")
 _LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
 
 
+@cache
 def public_names() -> set[str]:
-    """What the public packages offer; read, so that no test needs torch to be collected."""
-    names: set[str] = set()
-    for package in PUBLIC:
-        for node in ast.parse((PACKAGE / package / "__init__.py").read_text("utf-8")).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                names.update(ast.literal_eval(node.value))
-    return names
+    """Return the names that the public packages offer."""
+    packages = (importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC)
+    return {name for package in packages for name in package.__all__}
 
 
 def examples() -> dict[str, str]:
-    """Runnable code by the name that it is the example of."""
+    """Return the code of each example by the name of the function or class that it belongs to."""
     known = public_names()
     return {
         name: code
@@ -47,8 +46,8 @@ def _docstrings(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _literal_blocks(docstring: str) -> Iterator[str]:
-    for found in _LITERAL.finditer(docstring + "\n"):
-        code = textwrap.dedent(found[1])
-        if re.search(r"^return ", code, re.MULTILINE):  # the end of a function of the reader's
+    for block in _LITERAL.finditer(docstring + "\n"):
+        code = textwrap.dedent(block[1])
+        if re.search(r"^return ", code, re.MULTILINE):  # the reader's own function ends here
             code = f"def example():\n{textwrap.indent(code, '    ')}\nexample()\n"
         yield code

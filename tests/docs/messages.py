@@ -1,4 +1,4 @@
-"""The messages that this package can raise or log, read from its sources."""
+"""The messages that this package can raise or log, read from its sources; ``…`` stands for a value."""
 
 from __future__ import annotations
 
@@ -7,85 +7,75 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from tests.docs.pages import ROOT
 
-HOLE = "…"
-# Raised for those who program this package, or what a message is looked up by; never told to a user.
-_SILENT = {"AttributeError", "NotImplementedError", "Exit", "KeyError", "TypeError"}
-_LOGS = {"warning", "error", "_say"}
-
-
-class Message(NamedTuple):
-    """What is told, with ``…`` where a value goes."""
-
-    place: str
-    text: str
+ELLIPSIS = "…"
+# Errors for those who change this package, or that Python's own protocols need; no user sees their text.
+_INTERNAL_ERRORS = {"AttributeError", "NotImplementedError", "Exit", "KeyError", "TypeError"}
+_LOG_FUNCTIONS = {"warning", "error", "_say"}
 
 
 @cache
-def all_messages() -> tuple[Message, ...]:
-    """What is raised or logged in words of its own."""
-    return tuple(
-        Message(f"{path.relative_to(ROOT)}:{node.lineno}", text)
+def templates() -> dict[str, str]:
+    """Return each message that is raised or logged, with the file and the line where."""
+    return {
+        text: f"{path.relative_to(ROOT)}:{node.lineno}"
         for path, node in _nodes()
-        if isinstance(node, ast.Call) and _tells(node) and (text := _first_text(node))
-    )
+        if isinstance(node, ast.Call) and _reports(node) and (text := _first_text(node))
+    }
 
 
 @cache
-def all_texts() -> tuple[str, ...]:
-    """Every string of the sources: messages that are put together, or handed on, are among them."""
+def strings() -> frozenset[str]:
+    """Return every string of the sources, as a message may be put together elsewhere than it is raised."""
     kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
-    return tuple({one_line(text_of(node)) for _, node in _nodes() if isinstance(node, kinds)} - {"", HOLE})
+    return frozenset(one_line(_text(node)) for _, node in _nodes() if isinstance(node, kinds))
 
 
-def begins_as(text: str, quoted: str) -> bool:
-    """Is ``quoted``, with ``…`` for anything, how the text begins?"""
-    pieces = map(re.escape, quoted.rstrip(f"{HOLE} ").split(HOLE))
-    return re.match(".*".join(pieces), text) is not None
+def begins_with(template: str, quote: str) -> bool:
+    """Return whether ``template`` begins with ``quote``, in which ``…`` stands for anything."""
+    return re.match(_pattern(quote.rstrip(f"{ELLIPSIS} ")), template) is not None
 
 
-def raised_as(text: str) -> list[Message]:
-    """The messages that this text is, with values filled in."""
-    return [
-        message
-        for message in all_messages()
-        if len(message.text) > 20
-        and re.fullmatch(".*".join(map(re.escape, message.text.split(HOLE))), one_line(text))
-    ]
+def is_quoted_from_sources(message: str) -> bool:
+    """Return whether the message is a string of the sources, or a template with values filled in."""
+    return message in strings() or any(
+        len(template) > 20 and re.fullmatch(_pattern(template), message) for template in templates()
+    )
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def text_of(node: ast.AST) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[sdr]", HOLE, node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text_of, node.values))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return text_of(node.left) + text_of(node.right)
-    return HOLE
+def _pattern(text: str) -> str:
+    return ".*".join(map(re.escape, text.split(ELLIPSIS)))
 
 
 def _nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in [
-        *sorted((ROOT / "megatron_rl_patches").rglob("*.py")),
-        ROOT / "_megatron_rl_patches_startup.py",
-    ]:
+    package = sorted((ROOT / "megatron_rl_patches").rglob("*.py"))
+    for path in [*package, ROOT / "_megatron_rl_patches_startup.py"]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             yield path, node
 
 
-def _tells(call: ast.Call) -> bool:
+def _reports(call: ast.Call) -> bool:
     function = call.func
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return name in _LOGS or (name.endswith("Error") and name not in _SILENT)
+    return name in _LOG_FUNCTIONS or (name.endswith("Error") and name not in _INTERNAL_ERRORS)
 
 
 def _first_text(call: ast.Call) -> str:
-    texts = (one_line(text_of(argument)) for argument in call.args)
-    return next((text for text in texts if text.strip(f"{HOLE}: ,.()")), "")
+    texts = (one_line(_text(argument)) for argument in call.args)
+    return next((text for text in texts if text.strip(f"{ELLIPSIS}: ,.()")), "")
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[sdr]", ELLIPSIS, node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left) + _text(node.right)
+    return ELLIPSIS

@@ -28,7 +28,7 @@ class Block:
 
     @property
     def head(self) -> str:
-        """The first line that says something: by this the tables of exceptions name a block."""
+        """Return the first line that is not empty; tables of exceptions name a block by its beginning."""
         lines = [line.strip() for line in self.code.splitlines()]
         return next((line for line in lines if line), "")
 
@@ -46,19 +46,19 @@ def blocks() -> tuple[Block, ...]:
     return tuple(block for path in paths() for block in _blocks(name_of(path), path.read_text("utf-8")))
 
 
-def of(*languages: str) -> list[Block]:
+def in_language(*languages: str) -> list[Block]:
     return [block for block in blocks() if block.language in languages]
 
 
 def inline_code() -> Iterator[tuple[str, str]]:
-    """Page, and what is between backticks in its prose."""
+    """Yield pairs of a page and the code between backticks in its prose."""
     for path in paths():
         for _, code in re.findall(r"(`+)([^\n]+?)\1", path.read_text("utf-8")):
             yield name_of(path), code.strip()
 
 
 def dotted_names() -> list[str]:
-    """``megatron_rl_patches.…`` wherever it stands, file names apart."""
+    """Return every ``megatron_rl_patches.…`` on the pages that is not the name of a file."""
     text = "\n".join(path.read_text("utf-8") for path in paths())
     names = set(re.findall(r"\bmegatron_rl_patches(?:\.[A-Za-z_]+)+(?![\w/])", text))
     files = (".py", ".pth", ".git", ".start", ".md", ".patches")

@@ -18,11 +18,11 @@ Code = Sequence[tuple[int, str]]
 def follow(
     pages: Mapping[str, Code], examples: Mapping[str, str], names: Sequence[str], folder: str
 ) -> dict[str, str]:
-    """Run the blocks of each page in one namespace, and each example of a docstring in one of its own; find
-    the dotted names.
+    """Run the blocks of each page in one namespace, each example of a docstring in one of its own, and look
+    up the dotted names.
 
     Returns:
-        the traceback of every page, example and name that failed.
+        page, example or dotted name -> traceback, for each that failed.
     """
     failures = {}
     with cpu_backend():

@@ -1,7 +1,7 @@
-"""Runs the shell blocks of the pages: real commands where that is cheap, checked stand-ins for the others.
+"""A sandbox for the shell blocks of the pages: cheap commands run, and stand-ins replace the others.
 
-Stand-ins for ``ray``, ``pip``, ``make``, ... come first on ``PATH``; each keeps what it was called with.
-Those that launch something run it here, in one process, with the variables that its workers would have.
+Stand-ins for ``ray``, ``pip``, ``make``, ... come first on ``PATH``; each records its arguments. The stand-in
+of a launcher runs the program here, in one process, with the variables that its workers would have.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def launched(arguments, **variables):
 
 if name == "ray" and arguments[:2] == ["job", "submit"]:
     split = arguments.index("--")
-    given = next(a for a in arguments[:split] if a.startswith("--runtime-env-json="))
-    launched(arguments[split + 1 :], **json.loads(given.partition("=")[2])["env_vars"])
+    option = next(a for a in arguments[:split] if a.startswith("--runtime-env-json="))
+    launched(arguments[split + 1 :], **json.loads(option.partition("=")[2])["env_vars"])
 if name == "torchrun":
     script = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
     launched([sys.executable, *arguments[script:]], RANK="0", WORLD_SIZE="1")
@@ -51,7 +51,7 @@ class Call:
 
 
 class Sandbox:
-    """A folder with the programs that the pages start, and what was called in it."""
+    """A folder with the programs that the pages start, and a record of the calls in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,14 +65,14 @@ class Sandbox:
         self._path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def add_program(self, name: str) -> None:
-        """A trainer of a host: reports the patches that are in place once Megatron is imported."""
+        """Add a framework's training script, which imports Megatron and prints the patches in place."""
         program = self.folder / name
         program.parent.mkdir(parents=True, exist_ok=True)
         trainer = Path(__file__).with_name("trainer.py").read_text()
         program.write_text(f"import sys; sys.path.insert(0, {str(STAND_IN_HOST)!r})\n{trainer}")
 
     def run(self, code: str, *, checkout: str = "", timeout: float = 200) -> subprocess.CompletedProcess[str]:
-        """The lines in a shell; ``checkout`` is a folder whose packages they can import."""
+        """Run the lines in a shell; ``checkout`` is a folder whose packages they can import."""
         inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
         path = os.pathsep.join(filter(None, (self._place(checkout), str(ROOT), os.environ.get("PYTHONPATH"))))
         return subprocess.run(
@@ -88,7 +88,7 @@ class Sandbox:
         return str(self.folder / folder) if folder else ""
 
     def calls(self) -> list[Call]:
-        """Since the last time that this was asked."""
+        """Return the calls since the last time that this method was called."""
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         self._log.unlink(missing_ok=True)
         return [Call(**json.loads(line)) for line in lines]

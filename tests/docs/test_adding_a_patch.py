@@ -1,4 +1,4 @@
-"""Follows ``docs/adding-a-patch.md``, and the short form in the README, in a copy of the repository."""
+"""Follows ``docs/adding-a-patch.md`` in a copy of the repository."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from tests.docs import pages
 from tests.docs.pages import ROOT
 
 PAGE = "docs/adding-a-patch.md"
-README = next(
-    block for block in pages.of("python") if block.page == "README.md" and "quiet-eval" in block.code
-)
 FILES = {
     block.head.removeprefix("# "): block.code
-    for block in pages.of("python")
+    for block in pages.in_language("python")
     if block.page == PAGE and block.head.endswith(".py")
 }
-ENTRY_POINT = next(block.code for block in pages.of("toml") if block.page == PAGE)
+ENTRY_POINT = next(block.code for block in pages.in_language("toml") if block.page == PAGE)
 CORE = "megatron_rl_patches/quiet.py"
 PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
@@ -65,7 +62,8 @@ def repository(tmp_path: Path) -> Path:
     for name in (CORE, PATCH, TEST):
         (tmp_path / name).write_text(FILES[name])
     arrows = tmp_path / "tests/unit/test_architecture.py"
-    _replace(arrows, '    "errors": set(),\n', '    "errors": set(),\n    "quiet": set(),\n')
+    opening = "ARROWS: dict[str, set[str]] = {\n"
+    _replace(arrows, opening, opening + '    "quiet": set(),\n')
     _replace(arrows, '    "patches": {', '    "patches": {"quiet", ')
     return tmp_path
 
@@ -74,7 +72,7 @@ def _add_root(repository: Path) -> None:
     _replace(
         repository / "_megatron_rl_patches_startup.py",
         '_ROOTS = ("megatron", ',
-        '_ROOTS = ("megatron", "host", ',
+        '_ROOTS = ("megatron", "framework", ',
     )
 
 
@@ -91,7 +89,6 @@ def test_every_file_of_the_page_is_used() -> None:
     assert set(FILES) == {CORE, PATCH, TEST, OURS}
 
 
-@pytest.mark.slow
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     told = _tests(repository, "root")
     assert "1 failed" in told and "test_the_startup_trigger_knows_every_root" in told, told
@@ -99,14 +96,6 @@ def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     told = _tests(repository)
     assert re.search(r"^\d+ passed", told, re.MULTILINE), told
     assert "quiet-eval" in _run("-m", "megatron_rl_patches", "list", path=repository).stdout
-
-
-@pytest.mark.slow
-def test_the_short_form_of_the_readme_does_the_same(repository: Path) -> None:
-    (repository / PATCH).write_text(README.code)
-    _add_root(repository)
-    told = _tests(repository)
-    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
 
 
 def test_a_package_of_ones_own(tmp_path: Path) -> None:
@@ -122,14 +111,14 @@ def test_a_package_of_ones_own(tmp_path: Path) -> None:
         "my_package-1.0.dist-info/entry_points.txt": "\n".join(lines),
         "my_package/__init__.py": "",
         OURS: FILES[OURS],
-        "host/__init__.py": "",
-        "host/training/__init__.py": "",
-        "host/training/loop.py": HOST,
+        "framework/__init__.py": "",
+        "framework/training/__init__.py": "",
+        "framework/training/loop.py": HOST,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    code = "from host.training.loop import evaluate; print(evaluate(None))"
-    variables = {"MEGATRON_RL_PATCHES": "quiet-eval", "MEGATRON_RL_PATCHES_ROOTS": "host"}
+    code = "from framework.training.loop import evaluate; print(evaluate(None))"
+    variables = {"MEGATRON_RL_PATCHES": "quiet-eval", "MEGATRON_RL_PATCHES_ROOTS": "framework"}
     assert _run("-c", code, path=tmp_path).stdout == "evaluated\n1.0\n"
     assert _run("-c", code, path=tmp_path, **variables).stdout == "1.0\n"
     applied = f"import megatron_rl_patches; megatron_rl_patches.apply('quiet-eval'); {code}"

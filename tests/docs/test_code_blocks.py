@@ -24,7 +24,6 @@ LANGUAGES = {"bash", "console", "mermaid", "python", "text", "toml"}
 ADDING = "docs/adding-a-patch.md"
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
-    ("README.md", "from ..engine.spec import Patch"): "test_adding_a_patch.py",
     (ADDING, "# megatron_rl_patches/patches/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# megatron_rl_patches/quiet.py"): "test_adding_a_patch.py",
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
@@ -35,7 +34,6 @@ A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs t
 A_FORMULA = "a formula; tests/unit/losses compare the functions with float64 autograd of it"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
-    ("README.md", "megatron_rl_patches 0.1.0: inference-only"): A_RECORD,
     ("docs/demo.md", "megatron_rl_patches 0.1.0: inference-only"): A_RECORD,
     ("docs/demo.md", "rollout   1  routed: ascending"): A_RECORD,
     ("docs/demo.md", "rollout   1  reward"): A_RECORD,
@@ -51,23 +49,17 @@ def _entry(table: dict[tuple[str, str], str], block: Block) -> tuple[str, str] |
     return next((key for key in table if key[0] == block.page and block.head.startswith(key[1])), None)
 
 
-def _id(block: Block) -> str:
-    return block.place
-
-
 def _is_test(block: Block) -> bool:
     return bool(re.search(r"^def test_", block.code, re.MULTILINE))
 
 
-PYTHON = [block for block in pages.of("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
+PYTHON = [block for block in pages.in_language("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
 TESTS = [block for block in PYTHON if _is_test(block)]
 PROGRAMS = [block for block in PYTHON if not _is_test(block)]
-EXAMPLES = docstrings.examples()
 
 
-@pytest.mark.parametrize("block", pages.blocks(), ids=_id)
-def test_has_a_language_that_is_followed(block: Block) -> None:
-    assert block.language in LANGUAGES, "name the language after the backticks"
+def test_every_block_names_a_language_that_is_followed() -> None:
+    assert [block.place for block in pages.blocks() if block.language not in LANGUAGES] == []
 
 
 def test_no_table_has_an_entry_too_many() -> None:
@@ -77,38 +69,37 @@ def test_no_table_has_an_entry_too_many() -> None:
 
 
 def test_every_toml_is_followed() -> None:
-    assert [block.place for block in pages.of("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
+    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
 
 
 # --- Python
 
 
-@pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What failed on the one rank that follows all pages and docstrings."""
+@pytest.mark.slow
+def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
+    """One rank runs every page, every example of a docstring, and looks up every dotted name."""
     by_page = defaultdict(list)
     for block in PROGRAMS:
         by_page[block.page].append((block.line, block.code))
-    folder = tmp_path_factory.mktemp("pages")
-    (found,) = spawn_ranks(
-        ranks.follow, 1, dict(by_page), EXAMPLES, pages.dotted_names(), str(folder), timeout=200
+    [failures] = spawn_ranks(
+        ranks.follow,
+        1,
+        dict(by_page),
+        docstrings.examples(),
+        pages.dotted_names(),
+        str(tmp_path),
+        timeout=200,
     )
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*dict.fromkeys(block.page for block in PROGRAMS), *EXAMPLES])
-def test_python(name: str, failures: dict[str, str]) -> None:
-    assert name not in failures, failures[name]
-
-
-@pytest.mark.slow
-def test_dotted_names_in_prose_and_blocks_exist(failures: dict[str, str]) -> None:
-    assert [name for name in failures if name in pages.dotted_names()] == []
+    assert not failures, "\n".join(f"{name}: {failure}" for name, failure in failures.items())
 
 
 def test_docstrings_have_examples() -> None:
-    assert {"TeacherPool", "checkpointed", "make_loss_func", "reentrant_train"} <= EXAMPLES.keys()
+    assert {
+        "TeacherPool",
+        "checkpointed",
+        "make_loss_func",
+        "reentrant_train",
+    } <= docstrings.examples().keys()
 
 
 @pytest.mark.slow
@@ -139,24 +130,23 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 # --- text
 
 
-def _compared(block: Block) -> bool:
-    return _entry(NOT_COMPARED, block) is None
+def test_text_is_what_it_quotes() -> None:
+    """A text is the startup file, or an error message of ours or of the demo's own assertion."""
+    texts = [block for block in pages.in_language("text") if not _entry(NOT_COMPARED, block)]
+    assert [block.place for block in texts if not _is_quoted(block)] == [], "compare it, or say why not"
 
 
-@pytest.mark.parametrize("block", [*filter(_compared, pages.of("text"))], ids=_id)
-def test_text_is_what_it_quotes(block: Block) -> None:
-    """The startup file, or an error message of ours or of the demo's own assertion."""
+def _is_quoted(block: Block) -> bool:
     if block.head.startswith("import os;"):
-        assert block.code == (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
-        return
+        return block.code == (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
     name, _, message = messages.one_line(block.code).partition(": ")
-    assert re.fullmatch(r"[A-Z]\w*(Error|Failed)", name), "not a message; compare it, or say why not"
-    assert message in messages.all_texts() or messages.raised_as(message), "nothing in the sources says so"
+    is_error = bool(re.fullmatch(r"[A-Z]\w*(Error|Failed)", name))
+    return is_error and messages.is_quoted_from_sources(message)
 
 
-@pytest.mark.parametrize("block", pages.of("mermaid"), ids=_id)
-def test_diagrams_are_well_formed(block: Block) -> None:
-    first, *lines = block.code.split("\n")
-    assert first == "stateDiagram-v2"
-    step = re.compile(r"(\[\*\]|[A-Z]\w+) --> [A-Z]\w+(: .+)?|direction (TB|LR)")
-    assert [line for line in map(str.strip, lines) if line and not step.fullmatch(line)] == []
+def test_diagrams_are_well_formed() -> None:
+    step = re.compile(r"(\[\*\]|[A-Z]\w+) --> [A-Z]\w+(: .+)?|direction (TB|LR)|")
+    for block in pages.in_language("mermaid"):
+        first, *lines = block.code.split("\n")
+        assert first == "stateDiagram-v2", block.place
+        assert [line for line in map(str.strip, lines) if not step.fullmatch(line)] == [], block.place

@@ -1,4 +1,4 @@
-"""The FAQ and the pages of messages: what they quote is what is said, and nothing that is said is missing."""
+"""The FAQ and the pages of messages quote what the sources say, and leave no message out."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
 from tests.docs import messages
 from tests.docs.pages import ROOT
 
 PAGES = sorted((ROOT / "docs" / "messages").glob("*.md"))
-# Wrapped around another message, or so short that any text would do.
-WRAPPERS = re.compile(r"[^a-z]*([a-z]{0,12}|megatron_rl_patches)[^a-z]*")
-# Headings of the FAQ that are no message, but what is seen.
-SIGHTS = (
+# Prefixes of another message, and texts so short that any string would match them.
+PREFIXES = re.compile(r"[^a-z]*([a-z]{0,12}|megatron_rl_patches)[^a-z]*")
+# Headings of the FAQ that describe a symptom instead of quoting a message.
+SYMPTOMS = (
     "Parameters that are stale",
     "A hang in backward",
     "The learning rate is another",
@@ -23,15 +21,19 @@ SIGHTS = (
 )
 
 
-# Where the host says it: in the installed megatron-core and torch, in our stand-ins for hosts, or elsewhere.
 def _folder(package: str) -> Path:
     spec = find_spec(package)
-    return Path(next(iter(spec.submodule_search_locations or ()))) if spec else Path(f"no {package} here")
+    return (
+        Path(next(iter(spec.submodule_search_locations or ())))
+        if spec
+        else Path(f"{package} is not installed")
+    )
 
 
 MEGATRON, RAY, TORCH = map(_folder, ("megatron.core", "ray", "torch"))
-STAND_INS = ROOT / "tests" / "hosts" / "stand_in"
-SAID_IN = {
+STAND_INS = ROOT / "tests" / "frameworks" / "stand_in"
+# Headings that quote a framework, and the source that has the message.
+QUOTED_FROM = {
     "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None": STAND_INS,
     "assert len(self.remove_forward_pre_hook_handles) == 0": MEGATRON / "distributed",
     "AssertionError: timer has already been started": MEGATRON / "timers.py",
@@ -45,68 +47,64 @@ SAID_IN = {
     "assert args.consumed_train_samples == 0": STAND_INS,
     "TypeError: runtime_env['env_vars'] must be of type Dict[str, str]": RAY / "_private" / "runtime_env",
 }
-# Made from a value, or in a compiled library; where it was seen.
-SEEN_IN = {
+# Headings whose message is made from a value or in a compiled library, and where it was observed.
+OBSERVED_IN = {
     "KeyError: Float16Module(": "tests/real/test_mock_ddp_contract.py: the KeyError of a real module",
     "torch.OutOfMemoryError: CUDA out of memory": "torch, on a GPU; what is allocated is in docs/benchmarks",
     "one of the variables needed for gradient computation has been modified by an inplace operation": ""
-    "torch; tests/hosts/test_real_lean_loss.py",
+    "torch; tests/frameworks/test_real_lean_loss.py",
     "argument --loss-type: invalid choice: 'topk_opd_loss'": "argparse, with the choices of slime",
 }
 
 
-def _quoted(page: Path) -> list[str]:
-    """The messages in the first column of the tables."""
-    rows = re.findall(r"^\| (.+?) \| ", page.read_text("utf-8"), re.MULTILINE)
-    spans = [span for row in rows for _, span in re.findall(r"(`+)(.+?)\1", row)]
-    return [span.strip() for span in spans]
+def _quotes() -> dict[str, str]:
+    """Return the messages in the first column of the tables, without backticks, with their page."""
+    return {
+        _flat(span): page.name
+        for page in PAGES
+        for row in re.findall(r"^\| (.+?) \| ", page.read_text("utf-8"), re.MULTILINE)
+        for _, span in re.findall(r"(`+)(.+?)\1", row)
+        if span != "RanksFailed"
+    }
 
 
 def _flat(text: str) -> str:
     return messages.one_line(text.replace("`", ""))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_is_quoted_is_in_the_sources(page: Path) -> None:
-    said = [_flat(text) for text in messages.all_texts()]
-    unsaid = [
-        quote
-        for quote in _quoted(page)
-        if quote != "RanksFailed" and not any(messages.begins_as(text, _flat(quote)) for text in said)
+def test_what_is_quoted_is_in_the_sources() -> None:
+    strings = [_flat(text) for text in messages.strings() if text.strip(messages.ELLIPSIS)]
+    outdated = [
+        f"{page}: {quote}"
+        for quote, page in _quotes().items()
+        if not any(messages.begins_with(text, quote) for text in strings)
     ]
-    assert unsaid == []
+    assert outdated == [], "\n".join(outdated)
 
 
 def test_every_message_is_on_a_page() -> None:
-    quotes = [_flat(quote) for page in PAGES for quote in _quoted(page)]
     missing = [
-        f"{message.place}: {message.text}"
-        for message in messages.all_messages()
-        if not WRAPPERS.fullmatch(message.text.replace(messages.HOLE, ""))
-        and not any(messages.begins_as(_flat(message.text), quote) for quote in quotes)
+        f"{place}: {text}"
+        for text, place in messages.templates().items()
+        if not PREFIXES.fullmatch(text.replace(messages.ELLIPSIS, ""))
+        and not any(messages.begins_with(_flat(text), quote) for quote in _quotes())
     ]
-    assert missing == [], "add them to docs/messages"
+    assert missing == [], "\n".join(["add to docs/messages:", *missing])
 
 
-def _headings() -> list[str]:
+def test_the_faq_quotes_frameworks_as_their_sources_say() -> None:
     text = (ROOT / "docs" / "faq.md").read_text("utf-8")
-    return [heading.strip("`") for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)]
+    headings = {heading.strip("`") for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
+    assert {h for h in headings if not h.startswith(SYMPTOMS)} == {*QUOTED_FROM, *OBSERVED_IN}
+    outdated = {h: place for h, place in QUOTED_FROM.items() if place.exists() and not _is_in(h, place)}
+    assert outdated == {}
 
 
-def test_every_heading_of_the_faq_is_accounted_for() -> None:
-    messages_of_hosts = {h for h in _headings() if not h.startswith(SIGHTS)}
-    assert messages_of_hosts == {*SAID_IN, *SEEN_IN}
-
-
-@pytest.mark.parametrize("heading", SAID_IN)
-def test_a_message_of_a_host_is_in_its_source(heading: str) -> None:
-    place = SAID_IN[heading]
-    if not place.exists():
-        pytest.skip(str(place))
+def _is_in(heading: str, place: Path) -> bool:
     message = re.sub(r"^\w+Error: ", "", heading)
-    for path in [place] if place.is_file() else place.rglob("*.py"):
-        # Strings that go on in the next line.
-        source = re.sub(r"['\"]\s*\n\s*f?['\"]", "", path.read_text("utf-8"))
-        if message in source:
-            return
-    pytest.fail(f"{message!r} is nowhere in {place}")
+    # Join strings that go on in the next line.
+    sources = (
+        re.sub(r"['\"]\s*\n\s*f?['\"]", "", path.read_text("utf-8"))
+        for path in ([place] if place.is_file() else place.rglob("*.py"))
+    )
+    return any(message in source for source in sources)

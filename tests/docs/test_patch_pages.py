@@ -1,4 +1,4 @@
-"""Every patch has a page that answers the same five questions."""
+"""Every patch has a page with the same five sections."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _page(patch: Patch) -> Path:
 
 
 def _sections(patch: Patch) -> dict[str, str]:
-    """Heading -> text, of the second level."""
+    """Return the text of each section of the second level by its heading."""
     _, *parts = re.split(r"^## ", _page(patch).read_text("utf-8"), flags=re.MULTILINE)
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
 @by_patch
 def test_has_the_headings_in_this_order(patch: Patch) -> None:
-    found = _sections(patch)
-    assert [heading for heading in found if heading in HEADINGS] == list(HEADINGS)
-    assert all(found[heading].strip() for heading in HEADINGS)
+    sections = _sections(patch)
+    assert [heading for heading in sections if heading in HEADINGS] == list(HEADINGS)
+    assert all(sections[heading].strip() for heading in HEADINGS)
     assert _page(patch).read_text("utf-8").startswith(f"# `{patch.name}`\n")
 
 
@@ -47,15 +47,15 @@ def test_upstream_is_what_the_patch_says(patch: Patch) -> None:
 @by_patch
 def test_every_function_that_is_wrapped_is_named(patch: Patch) -> None:
     text = _page(patch).read_text("utf-8")
-    assert [s.target for s in patch.sites if not s.only_tells and s.qualname.split(".")[-1] not in text] == []
+    assert [s.target for s in patch.sites if s.qualname.split(".")[-1] not in text] == []
 
 
 @by_patch
 def test_tells_how_it_is_seen_and_switched_off(patch: Patch) -> None:
-    found = _sections(patch)
-    assert "megatron_rl_patches.status()" in found["Is it active?"]
+    sections = _sections(patch)
+    assert "megatron_rl_patches.status()" in sections["Is it active?"]
     off = f"all,-{patch.name}" if not patch.explicit else "off unless it is named"
-    assert off in found["Switch it off"] and f'revert("{patch.name}")' in found["Switch it off"]
+    assert off in sections["Switch it off"] and f'revert("{patch.name}")' in sections["Switch it off"]
 
 
 def test_every_page_is_of_a_patch() -> None:

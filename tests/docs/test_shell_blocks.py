@@ -41,7 +41,7 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
     box = Sandbox(folder)
     for name in PROGRAMS:
         box.add_program(name)
-    # Apart from the others: where a host can be imported, its sites are judged.
+    # Apart from the others: where a framework can be imported, its sites are judged.
     box.add_program("of_verl/verl/trainer/main_ppo.py")
     for package in ("verl", "verl/trainer"):
         (folder / "of_verl" / package / "__init__.py").touch()
@@ -55,8 +55,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
 
 
 def _make_checkouts(folder: Path) -> None:
-    """A repository of a host with a tag and a remote branch, and a folder that is a checkout."""
-    stand_in = ROOT / "tests" / "hosts" / "stand_in" / "slime"
+    """A repository of a framework with a tag and a remote branch, and a folder that is a checkout."""
+    stand_in = ROOT / "tests" / "frameworks" / "stand_in" / "slime"
     for place in ("slime", "path/to/new/checkout"):
         (folder / place).mkdir(parents=True)
         package = folder / place / "slime"
@@ -78,26 +78,39 @@ def _make_checkouts(folder: Path) -> None:
 # --- bash
 
 
-@pytest.mark.parametrize("block", pages.of("bash"), ids=lambda block: block.place)
-def test_bash(block: Block, sandbox: Sandbox) -> None:
+def _pages_with(language: str) -> list[str]:
+    return list(dict.fromkeys(block.page for block in pages.in_language(language)))
+
+
+def _blocks(page: str, language: str) -> list[Block]:
+    return [block for block in pages.in_language(language) if block.page == page]
+
+
+@pytest.mark.parametrize("page", _pages_with("bash"))
+def test_bash(page: str, sandbox: Sandbox) -> None:
+    for block in _blocks(page, "bash"):
+        _check_bash(block, sandbox)
+
+
+def _check_bash(block: Block, sandbox: Sandbox) -> None:
     _check_demo(block.code)
     only_exports = all(line.startswith("export ") for line in block.code.splitlines())
     code = f"{block.code}python train.py" if only_exports else block.code
     done = _run(sandbox, code, "of_verl" if "verl" in block.page else "")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, f"{block.place}\n{done.stdout}{done.stderr}"
     reached = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"patched"')]
     for call in sandbox.calls():
         _check_call(call)
     switched_on = VARIABLE in block.code and "doctor" not in block.code
-    assert reached or not switched_on, "no training process was reached"
+    assert reached or not switched_on, f"{block.place}: no training process was reached"
     for process in reached:
-        assert process["patched"] == switched_on, process
+        assert process["patched"] == switched_on, (block.place, process)
         if switched_on:
             _check_variables(process["variables"])
 
 
 def _run(sandbox: Sandbox, code: str, checkout: str = "") -> subprocess.CompletedProcess[str]:
-    """The same estimate, which takes seconds, is shown on two pages: it is made once."""
+    """Run the code, but an estimate only once, as it takes seconds and several pages show the same one."""
     code = DEMO.sub("true", code).strip()
     if not code.startswith("megatron-rl-patches estimate"):
         return sandbox.run(code, checkout=checkout)
@@ -152,8 +165,8 @@ def _check_pip(arguments: list[str]) -> None:
 
 def _check_make(arguments: list[str]) -> None:
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    asked = [a for a in arguments if "=" not in a]
-    assert asked and set(asked) <= set(targets)
+    called = [a for a in arguments if "=" not in a]
+    assert called and set(called) <= set(targets)
     variables = {a.partition("=")[0] for a in arguments if "=" in a}
     assert all(re.search(rf"\b{name}\b", (ROOT / "Makefile").read_text()) for name in variables)
     for argument in arguments:
@@ -170,15 +183,15 @@ def _check_torchrun(arguments: list[str]) -> None:
 # --- console: commands, and the beginning of what they print
 
 
-@pytest.mark.parametrize("block", pages.of("console"), ids=lambda block: block.place)
-def test_console(block: Block, sandbox: Sandbox) -> None:
-    for command, printed in _sessions(block.code):
+@pytest.mark.parametrize("page", _pages_with("console"))
+def test_console(page: str, sandbox: Sandbox) -> None:
+    sessions = [session for block in _blocks(page, "console") for session in _sessions(block.code)]
+    for command, printed in sessions:
         _check_demo(command)
         done = _run(sandbox, command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         if printed:
-            found = " ".join(done.stdout.split())
-            assert re.search(_pattern(printed), found), (
+            assert re.search(_pattern(printed), " ".join(done.stdout.split())), (
                 f"{printed}\n--- is not what is printed:\n{done.stdout}"
             )
     for call in sandbox.calls():

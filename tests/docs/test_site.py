@@ -1,4 +1,4 @@
-"""The site builds without a warning, and its API pages have every public name."""
+"""The site builds without a warning, and its API pages name everything public."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("mkdocstrings")
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
@@ -28,7 +28,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         capture_output=True,
         timeout=200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
     return folder
 
 
@@ -58,5 +58,5 @@ def test_nothing_is_fetched_at_build_time(site: Path) -> None:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = re.findall(r"^\s+- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    there = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(listed) == sorted(there)
+    existing = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted(existing)

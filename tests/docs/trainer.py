@@ -1,4 +1,4 @@
-"""In place of a host's training script: what the patches are in a process that was launched as a page says.
+"""Stand-in for a framework's training script: it prints the patches of a process launched as a page says.
 
 ``sandbox.py`` copies it, with the path of the stand-in for megatron-core in front.
 """
@@ -11,7 +11,7 @@ HYDRA = "+ray_kwargs.ray_init.runtime_env.env_vars."
 
 
 def workers_variables():
-    """Those that the arguments of a host hand to its training processes."""
+    """Those that the arguments of a framework hand to its training processes."""
     found = {}
     for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         if option == "--train-env-vars":

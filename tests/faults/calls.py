@@ -1,4 +1,4 @@
-"""SIGINT at a chosen function call: Ctrl-C that comes at the same place every time."""
+"""SIGINT at a chosen function call, so that Ctrl-C comes at the same place every time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 class Watched:
-    """Calls of functions whose file has one of these parts in its path, and of methods in C by their names.
+    """Records calls of functions by parts of their files' paths, and calls of methods in C by their names.
 
     Ranks that run the same code make the same calls, whatever else differs between them.
     """

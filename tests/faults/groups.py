@@ -1,4 +1,4 @@
-"""Process groups that give up soon, and can be made anew after they have."""
+"""Process groups whose collectives time out soon, and which can be replaced by new ones after that."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AT_MOST = timedelta(seconds=60)
 
 @contextmanager
 def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
-    """New groups, the default one included, whose collectives time out; also a store for appointments."""
+    """Replace all groups, also the default one, by some that time out; yield a store for :func:`meet`."""
     from megatron.core import parallel_state
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -38,17 +38,17 @@ def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
 
 @contextmanager
 def worlds_of(size: int, folder: Path, name: str) -> Iterator[int]:
-    """So many ranks each, as if somebody else had started the others; gives the number of the world."""
+    """Divide the ranks into worlds that do not know each other; yield the number of this rank's world."""
     world, rank = divmod(dist.get_rank(), size)
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / f"{name} {world}"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_AT_MOST)
-    dist.barrier()  # who is connected may leave at once, but not from those who still connect
+    dist.barrier()  # a rank that left now would close connections that others are still making
     yield world
 
 
 def appointments(folder: Path, name: str) -> dist.Store:
-    """For :func:`meet`, by no process group."""
+    """Return a store for :func:`meet` that does not depend on a process group."""
     store = dist.FileStore(str(folder / name), 2)
     store.set_timeout(_AT_MOST)
     return store
@@ -61,7 +61,7 @@ def meet(store: dist.Store, place: str, rank: int) -> None:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What a call raises, as it would be printed."""
+    """Return the error that a call raises, as it would be printed."""
     try:
         call()
     except Exception as raised:
@@ -70,5 +70,5 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def timed_out(error: str) -> bool:
-    """In gloo's words: the wait was over, or it had closed the connection for that reason just before."""
+    """Return whether gloo's error says that a wait timed out, or a connection was closed after one did."""
     return "Timed out" in error or "Application timeout" in error

@@ -1,4 +1,4 @@
-"""What a process holds that a failing call could leave behind."""
+"""Counts of everything that a failing call could leave behind in a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def held(model: Sequence[Any]) -> dict[str, int]:
-    """Counts, by name; garbage is collected first."""
+    """Return counts by name, after collecting garbage."""
     counts = {"live bytes": live_bytes()}
     things = [type(thing) for thing in gc.get_objects()]
     for name, kinds in _KINDS.items():

@@ -19,7 +19,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from tests.unit.losses.dense import dense_log_probs_and_entropy
+from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 
 from .positions import TAIL, Microbatch
 from .strange_logits import agree, dense_log_probs_at, is_spoilt

@@ -38,7 +38,7 @@ def _cut(folder: Path) -> None:
 def _pool_meets_faults(root: Path) -> None:
     """On rank 1 alone: a shard is cut; it vanishes after its size has been looked at."""
     from megatron_rl_patches.inference import TeacherPool
-    from megatron_rl_patches.inference._torch_dist import TorchDistCheckpoint
+    from megatron_rl_patches.inference.checkpoints.torch_dist import TorchDistCheckpoint
     from tests.real import checkpoints
     from tests.real.tiny_gpt import Options, Parallelism
 

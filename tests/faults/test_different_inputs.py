@@ -21,7 +21,7 @@ ROWS, VOCABULARY = 6, 32
 
 
 class Outcome(NamedTuple):
-    """One rank's account."""
+    """What one rank reports."""
 
     error: str
     as_before: bool  # weights and training mode
@@ -51,9 +51,9 @@ def scoring(trainee: Any, wrong: bool) -> None:
 def scoring_wrong_logits(trainee: Any, wrong: bool) -> None:
     from megatron_rl_patches.inference import forward_log_probs
 
-    def forward(chunk: Any, given: dict[str, Any]) -> torch.Tensor:
+    def forward(chunk: Any, batch: dict[str, Any]) -> torch.Tensor:
         positions = torch.arange(16).expand(2, -1)
-        logits: torch.Tensor = chunk(given["tokens"], positions, None)
+        logits: torch.Tensor = chunk(batch["tokens"], positions, None)
         return logits[:, : 16 - wrong]
 
     forward_log_probs(trainee.model, [_microbatch(16)], forward=forward, progress=False)
@@ -153,6 +153,7 @@ def _train_without_the_patch(folder: str) -> str:
             return error
 
 
+@pytest.mark.slow
 def test_a_rank_without_the_patch_is_no_hang(tmp_path: Path) -> None:
     patched, unpatched = spawn_ranks(_train_without_the_patch, 2, str(tmp_path), timeout=90)
     assert unpatched.startswith("AssertionError: When overlap_grad_reduce is True"), unpatched
@@ -165,7 +166,7 @@ def _one_without_the_patch() -> list[str]:
     with cpu_backend():
         import megatron.core.distributed  # noqa: F401
 
-        told = []
+        messages = []
         for rank in (0, 1):
             with applied("reentrant-train", settings=SETTINGS):
                 verify_ranks()
@@ -173,15 +174,15 @@ def _one_without_the_patch() -> list[str]:
                     revert("reentrant-train")
                 with pytest.raises(PatchError) as error:
                     verify_ranks()
-                told.append(str(error.value))
-        return told
+                messages.append(str(error.value))
+        return messages
 
 
 def test_a_rank_without_the_patch_is_named() -> None:
-    """Of two ranks neither is the usual one."""
-    told, told_to_other = spawn_ranks(_one_without_the_patch, 2, timeout=60)
-    assert told == told_to_other
-    for states, text in zip([("reverted", "applied"), ("applied", "reverted")], told, strict=True):
+    """With two ranks, neither of them is in the majority."""
+    messages, messages_of_other = spawn_ranks(_one_without_the_patch, 2, timeout=60)
+    assert messages == messages_of_other
+    for states, text in zip([("reverted", "applied"), ("applied", "reverted")], messages, strict=True):
         assert re.search(
             r"reentrant-train: megatron\.core\S+\.disable_forward_pre_hook: "
             rf"rank 0: {states[0]} \(code \w+\); rank 1: {states[1]} \(code \w+\)\n",

@@ -40,8 +40,9 @@ def test_random_layouts(choose: random.Random) -> None:
         places = [case.predictors()[number][1:] for number, _ in expected]
         assert layout.samples.tolist() == [sample for sample, _ in places]
         assert layout.positions.tolist() == [place for _, place in places]
-        assert layout.shifted_targets(tokens).tolist() == [
-            1000 * (token[0] + 1) + token[1] + 1 if token in numbers else -100 for token in stream
+        assert layout.response_targets(tokens).tolist() == [
+            1000 * (sample + 1) + case.totals[sample] - case.responses[sample] + place
+            for sample, place in places
         ]
         local = layout.local_parts(full)
         assert [len(part) for part in local] == list(layout.local_lengths)

@@ -29,8 +29,8 @@ ROUND = [
 
 
 @dataclass
-class Ordeal:
-    """One rank's account."""
+class Report:
+    """What one rank reports."""
 
     held: list[dict[str, int]]  # after the first call of every stage, and 50 and 100 calls later
     end: Any
@@ -38,7 +38,7 @@ class Ordeal:
     last_losses: tuple[list[float], list[float]]
 
 
-def _fail_again_and_again() -> Ordeal:
+def _fail_again_and_again() -> Report:
     with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
         from tests.faults.resources import held
         from tests.real.faults import Trainee, same_process_groups
@@ -56,7 +56,7 @@ def _fail_again_and_again() -> Ordeal:
             undisturbed = Trainee(Options())
         undisturbed.train(trainee.done)
         losses = trainee.losses, undisturbed.losses[-2:]
-        return Ordeal(found, trainee.checksums(), undisturbed.checksums(), losses)
+        return Report(found, trainee.checksums(), undisturbed.checksums(), losses)
 
 
 @pytest.mark.slow
@@ -64,10 +64,10 @@ def _fail_again_and_again() -> Ordeal:
 def test_a_hundred_failing_calls() -> None:
     assert ROUNDS * len(ROUND) == 100
     first, second = spawn_ranks(_fail_again_and_again, 2, timeout=200)
-    for ordeal in (first, second):
-        warm, *later = ordeal.held
+    for report in (first, second):
+        warm, *later = report.held
         assert warm["hooks"] > 0 and warm["live bytes"] > 0
         assert later == [warm, warm]
-        assert ordeal.end == ordeal.undisturbed
-        assert ordeal.last_losses[0] == ordeal.last_losses[1]
+        assert report.end == report.undisturbed
+        assert report.last_losses[0] == report.last_losses[1]
     assert first.end.params == second.end.params

@@ -1,10 +1,10 @@
-"""The losses over logits of any shape, dtype, stride and value: what float64 over the whole vocabulary says.
+"""The losses over logits of any shape, dtype, stride and value, against float64 over the whole vocabulary.
 
-NaN and infinities propagate as there: they spoil their own row, forward and backward, and no other. Where the
-definition is silent, this is what holds:
+NaN and infinities propagate as in the reference: they spoil their own row, forward and backward, no other.
+Where the definition is silent, these rules hold:
 
-* into a row that nothing flows into in backward, nothing flows out, whatever its logits are (autograd says
-  NaN there, as 0 * NaN is; so would rows that the loss mask leaves out);
+* a row whose values get a gradient of zero has a gradient of zero, whatever its logits are (autograd says NaN
+  there, as 0 * NaN is, and so do rows that a loss mask leaves out);
 * where a row's gradient is NaN, it may be so too in columns that the keep-mask leaves out;
 * of a row with NaN or +inf the tail is NaN, also where no id is left for it, and the top-k ids are some valid
   ids, each once.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.losses import (
     DistillationBatch,
     DistillationOptions,
@@ -30,8 +32,6 @@ from megatron_rl_patches.losses import (
     PolicyOptions,
     SequenceLayout,
     TopKDistribution,
-    divergences,
-    host_distillation,
     make_distillation_loss_func,
     make_loss_func,
     vocab_parallel_log_probs,
@@ -39,9 +39,10 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.distillation import Divergence
-from megatron_rl_patches.losses.loss_func import LossFunc
-from tests.unit.losses.dense import IGNORE, dense_log_probs_and_entropy
+from megatron_rl_patches.losses.megatron import LossFunc
+from megatron_rl_patches.losses.objectives import divergences
+from megatron_rl_patches.losses.objectives.distillation import Divergence
+from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
 
 from .strange_logits import (
     Logits,
@@ -58,26 +59,39 @@ BLOCKS = st.sampled_from([None, 1, 4096])
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
+def examples(campaign: int) -> Callable[[Callable[[Any], None]], Callable[[int], None]]:
+    """Test 30 random examples, and as many as a campaign has where slow tests are run."""
+
+    def decorate(check: Callable[[Any], None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("number", [30, pytest.param(campaign, marks=pytest.mark.slow)])
+        def test(number: int) -> None:
+            settings(max_examples=number)(given(data=st.data())(check))()
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
 def of_values(dtype: torch.dtype) -> float:
-    """Log-probabilities and entropies are of float32 at least."""
+    """Return the rounding of log-probabilities and entropies, which are in float32 at least."""
     return ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32]
 
 
 def largest_of_rows(gradient: Tensor) -> Tensor:
-    """What is below a tenth counts as that: weights are around one, and their sums are rounded."""
+    """Return the largest value of each row, at least 0.1: weights are around one, and sums are rounded."""
     finite = torch.where(gradient.isfinite(), gradient, 0.0)
     return finite.abs().amax(1, keepdim=True).clamp(min=0.1)
 
 
 def backward(values: list[Tensor], weights: list[Tensor], logits: Tensor) -> Tensor:
-    """The gradient that flows into the logits."""
+    """Return the gradient of the logits."""
     return torch.autograd.grad(values, logits, [w.to(v.dtype) for w, v in zip(weights, values, strict=True)])[
         0
     ]
 
 
-@settings(max_examples=400)
-@given(data=st.data())
+@examples(400)
 def test_log_probs_and_entropy(data: st.DataObject) -> None:
     logits = data.draw(strange_logits())
     check_log_probs(
@@ -91,7 +105,7 @@ def test_log_probs_and_entropy(data: st.DataObject) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_compiled_log_probs_and_entropy(data: st.DataObject) -> None:
-    """Of one variant; the others differ in what they read and write, and are in the unit tests."""
+    """One variant is compiled here; the unit tests have the others."""
     logits = data.draw(strange_logits(dtypes=(torch.float32,), strides=("contiguous",)))
     check_log_probs(data, logits, fused=True, kinds=("with entropy",))
 
@@ -151,8 +165,7 @@ def check_log_probs(
     assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
 
 
-@settings(max_examples=300)
-@given(data=st.data())
+@examples(300)
 def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
     logits = data.draw(strange_logits())
     seen, dtype = logits.seen, logits.values.dtype
@@ -187,8 +200,7 @@ def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
     assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
 
 
-@settings(max_examples=300)
-@given(data=st.data())
+@examples(300)
 def test_topk(data: st.DataObject) -> None:
     logits = data.draw(strange_logits())
     seen, dtype = logits.seen, logits.values.dtype
@@ -206,9 +218,8 @@ def test_topk(data: st.DataObject) -> None:
     assert agree(found.tail_log_prob, expected[1], of_values(dtype))
 
 
-@settings(max_examples=100)
-@given(data=st.data())
-def test_nothing_flows_out_of_rows_that_nothing_flows_into(data: st.DataObject) -> None:
+@examples(100)
+def test_rows_whose_values_have_no_gradient_have_none(data: st.DataObject) -> None:
     logits = data.draw(strange_logits(strides=("contiguous",)))
     n, width = logits.values.shape
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -281,10 +292,10 @@ def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace
     assert not found[1][1][~counts].any() and found[1][1][counts].any()
 
 
-@settings(max_examples=200)
-@given(data=st.data(), name=st.sampled_from(get_args(Divergence)))
-def test_divergences(data: st.DataObject, name: str) -> None:
+@examples(200)
+def test_divergences(data: st.DataObject) -> None:
     """Against the formula over the buckets, where -inf counts as -10,000; NaN spoils its own token."""
+    name = data.draw(st.sampled_from(get_args(Divergence)))
     n, k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
 
@@ -308,25 +319,27 @@ def test_divergences(data: st.DataObject, name: str) -> None:
 
     p, q, o = (torch.where(x == -torch.inf, -1e4, x.double()) for x in (student, teacher, old))
     m = torch.log(0.5 * p.exp() + 0.5 * q.exp()).maximum(torch.maximum(p, q) - math.log(2))
-    expected = {
+    terms = {
         "reverse_kl": p.exp() * (p - q) - p.exp() + q.exp(),
         "forward_kl": q.exp() * (q - p) - q.exp() + p.exp(),
         "jensen_shannon": 0.5 * p.exp() * (p - m) + 0.5 * q.exp() * (q - m),
-        "generalised_kl": (p.exp() * (p - q) - p.exp() + q.exp())[:, :k],
+        "generalized_kl": (p.exp() * (p - q) - p.exp() + q.exp())[:, :k],
         "importance_weighted_reverse_kl": p.exp() * (o - q),
-    }[name].sum(1)
-    assert agree(found, expected, 2e-5)
+    }[name]
+    expected = terms.sum(1)
+    # The terms of the importance-weighted divergence cancel out.
+    assert agree(found, expected, 2e-5, scale=1 + terms.abs().sum(1))
     spoilt = expected.isnan()
     assert gradient[~spoilt].isfinite().all()
 
 
-def test_of_one_id_a_filler_of_the_host_is_no_teacher() -> None:
+def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:
     """With k = 1 its one probability of one, at id 0, adds up to no more than it should."""
     indices = torch.tensor([[0], [3], [0], [0]])
     log_probs = torch.tensor([[0.0], [0.0], [-0.5], [-1e-7]])
     batch = {"teacher_topk_indices": [indices], "teacher_topk_log_probs": [log_probs]}
-    _, is_known = host_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    _, is_known = framework_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
     assert is_known.tolist() == [False, True, True, True]
     batch["teacher_topk_tail"] = [torch.full((4,), -torch.inf)]
-    _, is_known = host_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    _, is_known = framework_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
     assert is_known.all()

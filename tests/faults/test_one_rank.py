@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One rank's account."""
+    """What one rank reports."""
 
     error: str  # of the peer
     updates: int
@@ -125,6 +125,7 @@ def _retry(folder: str) -> tuple[str, bool]:
             return error, trainee.checksums() != before
 
 
+@pytest.mark.slow
 def test_a_lone_retry_whose_reductions_its_peer_takes_for_its_own(tmp_path: Path) -> None:
     """Those of rank 1's second forward meet those of rank 0's backward, which are of the same size."""
     for error, weights_changed in spawn_ranks(_retry, 2, str(tmp_path), timeout=90):

@@ -40,18 +40,18 @@ def _campaign(sizes: dict[str, int], stages: list[tuple[str, str]]) -> dict[Wher
         from tests.real.faults import interrupt, raise_injected, run, same_process_groups
         from tests.real.tiny_gpt import Options, Parallelism
 
-        # Ctrl-C takes the same ways, but those that end in `except Exception`.
+        # Ctrl-C passes `except Exception`, which the other does not.
         strikes = {"first batch": raise_injected, "later step": interrupt}
-        found = {}
+        outcomes = {}
         for overlap, flags in OVERLAPS.items():
             options = Options(parallelism=Parallelism(**sizes), **flags)
             undisturbed = run(options, None, (0, 0))
             with same_process_groups():
-                for of_ranks, place in product(stages, strikes):
-                    stage = of_ranks[dist.get_rank()]
+                for stages_of_ranks, place in product(stages, strikes):
+                    stage = stages_of_ranks[dist.get_rank()]
                     outcome = run(options, stage, PLACES[place], strikes[place])
-                    found[overlap, place, of_ranks] = undisturbed, outcome
-        return found
+                    outcomes[overlap, place, stages_of_ranks] = undisturbed, outcome
+        return outcomes
 
 
 def _compare(ranks: list[dict[Where, tuple[Outcome, Outcome]]]) -> None:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ STAND_IN = Path(__file__).with_name("stand_in")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
 NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "mutants")
-VARIABLES = re.compile("MEGATRON_RL_PATCHES|AUTOWRAPT|PYTHON|RAY_|COV_")
+VARIABLES = re.compile("MEGATRON_RL_PATCHES|PYTHON|RAY_|COV_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +46,17 @@ def check_call(command: list[str | Path], **options: Any) -> str:
     done = run(command, **options)
     assert done.returncode == 0, f"{command} failed\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def check_all(facts: Mapping[str, Callable[[], None]]) -> None:
+    """Check all facts about one environment, and report all that do not hold."""
+    failures = {}
+    for name, fact in facts.items():
+        try:
+            fact()
+        except Exception:
+            failures[name] = traceback.format_exc()
+    assert not failures, "\n\n".join(f"{name}\n{failure}" for name, failure in failures.items())
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,65 @@
-"""The variable in a fresh environment: what it loads, when, and what happens when things are broken."""
+"""The variable in a fresh environment: what it loads and when, and what a broken install costs."""
 
 from __future__ import annotations
 
 import pytest
 
-AFTER_THE_HOST = "import probe; patched = probe.patched(); probe.report(patched=patched, **probe.state())"
-WITHOUT_A_HOST = "import json, logging, probe; probe.report(**probe.state())"
-NOTHING = {"trigger": False, "wrapt": False, "package": False}
+from .conftest import check_all
+
+AFTER_THE_FRAMEWORK = (
+    "import probe; patched = probe.patched(); probe.report(patched=patched, **probe.state())"
+)
+WITHOUT_A_FRAMEWORK = "import json, logging, probe; probe.report(**probe.state())"
+COUNTS_TRIGGERS = (
+    "import probe, sys; import _megatron_rl_patches_startup as startup; startup.main();"
+    "probe.report(triggers=sum(isinstance(finder, startup._Trigger) for finder in sys.meta_path))"
+)
+ON = ("1", "all", "reentrant-train")
+OFF = (None, "", "0", "off", "False", " no ")
 
 
-@pytest.mark.parametrize("value", ["1", "all", "reentrant-train"])
-def test_set_patches_the_host(installed, value):
-    found = installed.program(AFTER_THE_HOST, value=value)
-    assert found == {"patched": True, "trigger": True, "wrapt": True, "package": True}
+def test_what_the_variable_does(installed):
+    def state_is(expected, code=AFTER_THE_FRAMEWORK, value="1", **variables):
+        def fact():
+            state = installed.program(code, value=value, **variables)
+            assert {name: state[name] for name in expected} == expected
 
+        return fact
 
-@pytest.mark.parametrize("value", [None, "", "0", "off", "False", " no "])
-def test_unset_or_off_leaves_no_trace(installed, value):
-    assert installed.program(AFTER_THE_HOST, value=value) == {"patched": False} | NOTHING
-
-
-def test_set_loads_nothing_before_a_host_is_imported(installed):
-    assert installed.program(WITHOUT_A_HOST) == NOTHING | {"trigger": True}
-
-
-def test_excluded_patch_is_not_applied(installed):
-    assert installed.program(AFTER_THE_HOST, value="all,-reentrant-train")["patched"] is False
-
-
-def test_only_one_trigger_though_startup_files_run_twice_in_a_virtual_environment(installed):
-    code = (
-        "import probe, sys; import _megatron_rl_patches_startup as startup; startup.main();"
-        "probe.report(triggers=sum(isinstance(finder, startup._Trigger) for finder in sys.meta_path))"
+    (installed.path / "own_framework.py").touch()
+    own_framework = "import probe, own_framework; probe.report(**probe.state())"
+    functions = "other.module:train, own_framework.model:Trainer.train"
+    everything = {"patched": True, "trigger": True, "wrapt": True, "package": True}
+    nothing = {"trigger": False, "wrapt": False, "package": False}
+    check_all(
+        {
+            **{f"patches: {value}": state_is(everything, value=value) for value in ON},
+            **{f"no trace: {value}": state_is(nothing | {"patched": False}, value=value) for value in OFF},
+            "loads nothing before a framework is imported": state_is(
+                nothing | {"trigger": True}, WITHOUT_A_FRAMEWORK
+            ),
+            "an excluded patch": state_is({"patched": False}, value="all,-reentrant-train"),
+            "one trigger, though startup files run twice in a virtual environment": state_is(
+                {"triggers": 1}, COUNTS_TRIGGERS
+            ),
+            "fires for a configured train function": state_is(
+                {"package": True}, own_framework, MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=functions
+            ),
+            "does not fire for another module": state_is({"package": False}, own_framework),
+            "an unknown name": lambda: _unknown_name_costs_one_line(installed),
+            "an unknown name, strict": lambda: _unknown_name_is_an_error_at_every_import(installed),
+        }
     )
-    assert installed.program(code) == {"triggers": 1}
 
 
-def test_roots_of_configured_train_functions_fire_too(installed):
-    code = "import probe, own_host; probe.report(**probe.state())"
-    (installed.path / "own_host.py").touch()
-    variables = {"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "other.module:train, own_host.model:Trainer.train"}
-    assert installed.program(code, **variables)["package"] is True
-    assert installed.program(code)["package"] is False
-
-
-def test_unknown_name_costs_one_line(installed):
-    done = installed.run("-c", AFTER_THE_HOST, variables={"MEGATRON_RL_PATCHES": "reentrant-trian"})
+def _unknown_name_costs_one_line(installed):
+    done = installed.run("-c", AFTER_THE_FRAMEWORK, variables={"MEGATRON_RL_PATCHES": "reentrant-trian"})
     assert done.returncode == 0, done
     (line,) = done.stderr.splitlines()
     assert "reentrant-trian" in line and "reentrant-train" in line
 
 
-def test_unknown_name_is_an_error_when_strict_and_again_at_a_second_import(installed):
+def _unknown_name_is_an_error_at_every_import(installed):
     code = """
 import probe
 for attempt in range(2):
@@ -88,7 +96,7 @@ def _break(environment, what):
 )
 def test_broken_install_costs_one_line(disposable, what, reason):
     _break(disposable, what)
-    done = disposable.run("-c", AFTER_THE_HOST, variables={"MEGATRON_RL_PATCHES": "1"})
+    done = disposable.run("-c", AFTER_THE_FRAMEWORK, variables={"MEGATRON_RL_PATCHES": "1"})
     assert done.returncode == 0 and '"patched": false' in done.stdout, done
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron_rl_patches: not activated") and reason in line
@@ -98,7 +106,7 @@ def test_broken_install_costs_one_line(disposable, what, reason):
 
     strict = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"}
     assert disposable.run("-c", "pass", variables=strict).returncode == 0
-    # A host whose import is optional would swallow an ImportError, and the mistake with it.
+    # A framework whose import is optional would swallow an ImportError, and the mistake with it.
     optional = "try:\n    import megatron.core\nexcept ImportError:\n    pass"
     done = disposable.run("-c", optional, variables=strict)
     assert done.returncode == 1 and reason in done.stderr

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
+
+from .conftest import check_all
 
 PROBE = "import probe; probe.report(patched=probe.patched())"
 
 
-@pytest.mark.parametrize("option", ["-I", "-E", "-s", "-B"])
-def test_interpreter_options_that_do_not_matter(installed, option):
-    assert installed.program(PROBE, option) == {"patched": True}
-
-
-def test_no_site_no_activation(installed):
-    paths = [str(installed.site_packages), (installed.site_packages / "stand_in.pth").read_text().strip()]
-    assert installed.program(f"import sys; sys.path += {paths}; {PROBE}", "-S") == {"patched": False}
-
-
-def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
-    environment = make_environment("bare")
-    environment.pip("install", "--quiet", "--no-deps", "--target", tmp_path, artifacts.wheel)
-    assert environment.program(PROBE, PYTHONPATH=str(tmp_path)) == {"patched": False}
-
-
-def test_subprocess(installed):
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True)"
-    assert installed.program(code) == {"patched": True}
-
-
-def test_subprocess_with_a_cleaned_environment_is_not_reached(installed):
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True, env={{}})"
-    assert installed.program(code) == {"patched": False}
-
-
-@pytest.mark.parametrize("parent", ["before", "after"], ids="parent {} importing the host".format)
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_multiprocessing(installed, method, parent):
-    code = f"""
+SUBPROCESS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True"
+MULTIPROCESSING = """
 import multiprocessing, os, probe
-{"probe.patched()" if parent == "after" else ""}
+{before}
 context = multiprocessing.get_context({method!r})
 queue = context.SimpleQueue()
 child = context.Process(target=probe.patched_in_child, args=(queue,))
@@ -50,31 +23,47 @@ pid, patched = queue.get()
 child.join()
 probe.report(elsewhere=pid != os.getpid(), patched=patched, exitcode=child.exitcode)
 """
-    assert installed.program(code) == {"elsewhere": True, "patched": True, "exitcode": 0}
-
-
-def test_process_pool(installed):
-    code = """
+POOL = """
 import probe
 from concurrent.futures import ProcessPoolExecutor
 if __name__ == "__main__":
     with ProcessPoolExecutor(1) as pool:
         probe.report(patched=pool.submit(probe.patched).result())
 """
-    assert installed.program(code) == {"patched": True}
 
 
-def test_autowrapt(artifacts, make_environment):
-    environment = make_environment("autowrapt")
-    try:
-        environment.pip("install", "--quiet", "autowrapt")
-    except (AssertionError, subprocess.TimeoutExpired):
-        pytest.skip("autowrapt cannot be installed here")
-    environment.pip("install", "--quiet", "--no-deps", artifacts.wheel)
-    assert environment.program(PROBE, value=None) == {"patched": False}
-    assert environment.program(PROBE, value=None, AUTOWRAPT_BOOTSTRAP="megatron_rl_patches") == {
-        "patched": True
-    }
+def test_which_processes_it_reaches(installed):
+    def reports(expected, code, *options):
+        def fact():
+            assert installed.program(code, *options) == expected
+
+        return fact
+
+    paths = [str(installed.site_packages), (installed.site_packages / "stand_in.pth").read_text().strip()]
+    child = {"elsewhere": True, "patched": True, "exitcode": 0}
+    yes, no = {"patched": True}, {"patched": False}
+    check_all(
+        {
+            **{option: reports(yes, PROBE, option) for option in ("-I", "-E", "-s", "-B")},
+            "-S": reports(no, f"import sys; sys.path += {paths}; {PROBE}", "-S"),
+            "a subprocess": reports(yes, f"{SUBPROCESS})"),
+            "a subprocess with a cleaned environment": reports(no, f"{SUBPROCESS}, env={{}})"),
+            **{
+                f"{method}, the parent has imported the framework: {bool(before)}": reports(
+                    child, MULTIPROCESSING.format(method=method, before=before)
+                )
+                for method in ("spawn", "fork", "forkserver")
+                for before in ("", "probe.patched()")
+            },
+            "a pool of processes": reports(yes, POOL),
+        }
+    )
+
+
+def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
+    environment = make_environment("bare")
+    environment.pip("install", "--quiet", "--no-deps", "--target", tmp_path, artifacts.wheel)
+    assert environment.program(PROBE, PYTHONPATH=str(tmp_path)) == {"patched": False}
 
 
 def test_torchrun(with_torch, tmp_path):

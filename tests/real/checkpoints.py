@@ -34,7 +34,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class OfTheHost:
-    """What hosts keep in their arguments: an object of a class that torch does not know to be safe."""
+    """What frameworks keep in their arguments: an object of a class that torch does not know to be safe."""
 
 
 def trained(options: tiny_gpt.Options) -> tuple[list[Any], Any]:
@@ -214,7 +214,7 @@ def _first_expert(config: Any) -> int:
 
 
 def _common(iteration: int) -> dict[str, Any]:
-    args = Namespace(tensor_model_parallel_size=2, of_the_host=OfTheHost())
+    args = Namespace(tensor_model_parallel_size=2, of_the_framework=OfTheHost())
     return {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
 
 

@@ -31,7 +31,7 @@ def raise_injected(stage: str) -> None:
 
 
 def interrupt(stage: str) -> None:
-    """As Ctrl-C does."""
+    """Send SIGINT to this process, as Ctrl-C does."""
     os.kill(os.getpid(), signal.SIGINT)
     raise AssertionError(f"{stage}: no KeyboardInterrupt after SIGINT")
 
@@ -50,7 +50,7 @@ class _StrikeInBackward(torch.autograd.Function):
 
 @contextmanager
 def _striking_half_way_back(chunk: torch.nn.Module, strike: Callable[[str], None]) -> Iterator[None]:
-    """Later layers have their gradients, some bucket groups have dispatched; earlier layers have not."""
+    """Strike when later layers have their gradients and some bucket groups have dispatched, but not all."""
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
 
     def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,7 +123,10 @@ def fault(
 
 @contextmanager
 def same_process_groups() -> Iterator[None]:
-    """For building models of one layout again and again: a set of gloo groups is fifty threads."""
+    """Keep the process groups while models of one layout are built again and again.
+
+    Every set of gloo groups would start fifty threads.
+    """
     with (
         mock.patch.object(parallel_state, "destroy_model_parallel"),
         mock.patch.object(parallel_state, "initialize_model_parallel"),
@@ -133,7 +136,7 @@ def same_process_groups() -> Iterator[None]:
 
 @contextmanager
 def counting_updates(optimizer: Any) -> Iterator[list[None]]:
-    """One entry per update of the weights that has been made."""
+    """Yield a list that gets an entry at every update of the weights."""
     updates: list[None] = []
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
     call_step = inner.step
@@ -148,7 +151,7 @@ def counting_updates(optimizer: Any) -> Iterator[list[None]]:
 
 
 class Trainee:
-    """A model that is trained call by call, each where the steps done so far have left off."""
+    """A model that is trained by several calls, each of which goes on after the steps done so far."""
 
     def __init__(self, options: tiny_gpt.Options) -> None:
         self._options = options
@@ -166,7 +169,7 @@ class Trainee:
         self.done += steps
 
     def fail(self, stage: str, step: int, strike: Callable[[str], None] = raise_injected) -> BaseException:
-        """Train into a fault; return the exception, which is the one that was raised, unchanged."""
+        """Train into a fault, check that its exception comes out unchanged, and return it."""
         try:
             with fault(stage, step, self.optimizer, strike):
                 self.train(2)
@@ -181,7 +184,7 @@ class Trainee:
         return Checksums.of(self.model, self.optimizer)
 
     def release(self) -> None:
-        """Cut what keeps Megatron's model, and with it its process groups, alive when nobody needs it."""
+        """Cut the references that keep Megatron's model alive, and with it its process groups."""
         for chunk in self.model:
             chunk.grad_accs.clear()
             tiny_gpt.get_model_config(chunk).grad_scale_func = None
@@ -195,7 +198,7 @@ def run(
     place: tuple[int, int],
     strike: Callable[[str], None] = raise_injected,
 ) -> Outcome:
-    """Train :data:`STEPS` steps; on the way, unless ``stage`` is ``None``, into a fault and on again."""
+    """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is ``None``."""
     trainee = Trainee(options)
     done, failing_step = place
     if done:

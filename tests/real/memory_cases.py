@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl_patches.inference.estimate import (
+from megatron_rl_patches.inference.memory.estimate import (
     GPTDescription,
     MemoryEstimate,
     OptimizerSettings,
     ParallelSizes,
     estimate_memory,
 )
-from megatron_rl_patches.inference.footprint import Memory
+from megatron_rl_patches.inference.memory.training import Memory
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.live_bytes import live_bytes
 
@@ -154,7 +154,7 @@ def _config(case: Case) -> Any:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
     return TransformerConfig(
-        **case.description.config_fields(),
+        **case.description.config_fields(TransformerConfig),
         tensor_model_parallel_size=case.parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=case.parallel.pipeline_model_parallel_size,
         expert_model_parallel_size=case.parallel.expert_model_parallel_size,

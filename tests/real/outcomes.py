@@ -1,4 +1,4 @@
-"""What ranks tell of a run; importable where Megatron is not."""
+"""What ranks report of a run; importable where Megatron is not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass
 class Checksums:
-    """Of one rank's weights."""
+    """Hashes of one rank's weights."""
 
     params: str  # which all data-parallel ranks share
     replicated: str  # those of them that all tensor-parallel ranks share
@@ -39,7 +39,7 @@ class Checksums:
 
 @dataclass
 class Outcome:
-    """One rank's account of a run."""
+    """What one rank reports of a run."""
 
     losses: list[float]
     at_reentry: Checksums

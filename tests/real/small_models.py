@@ -1,14 +1,16 @@
-"""Small GPTs on real megatron-core in several layouts, as hosts build them, and what can be said of them.
+"""Small GPTs on real megatron-core in several layouts, as frameworks build them.
 
-Call these inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialised.
+Call these inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialized.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ LAYOUTS = {
     "CP 2": Layout(cp=2),
     "EP 2, MoE": Layout(ep=2),
 }
+
+
+def by_speed(layouts: Iterable[str], fast: Collection[str]) -> list[Any]:
+    """Names of layouts for ``parametrize``: all but the fast ones are slow tests."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in layouts]
 
 
 def initialize(layout: Layout) -> None:
@@ -115,7 +122,7 @@ def model_provider(layout: Layout) -> Callable[..., Any]:
 
 
 def get_model(provider: Callable[..., Any], config: Any, layout: Layout) -> list[Any]:
-    """What ``get_model(..., wrap_with_ddp=False)`` of every release comes to, initialised for real."""
+    """What ``get_model(..., wrap_with_ddp=False)`` of every release comes to, initialized for real."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.module import Float16Module
 

@@ -14,5 +14,5 @@ PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
 
 
 def steps_done(stage: str, failing_step: int) -> int:
-    """By a call that a fault ended."""
+    """Return how many steps a call had done when a fault ended it."""
     return failing_step + (stage in AFTER_UPDATE + IN_STEP)

@@ -1,6 +1,7 @@
 """On-policy distillation on real megatron-core: a student learns from two teachers, on any layout.
 
-The demo's own modules, but for attention under context parallelism, which Megatron's local one refuses.
+It runs the demo's modules, with another attention under context parallelism, which Megatron's local attention
+does not support.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ TRAIN = "megatron_rl_patches.demo.training:train"
 ROLLOUTS, WINDOW = 30, 10
 
 
-def _distil(sizes: dict[str, int], target: str, folder: str) -> dict[str, Any]:
+def _distill(sizes: dict[str, int], target: str, folder: str) -> dict[str, Any]:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
         from megatron_rl_patches.demo import distillation, policy, teachers
 
         policy.initialize(0, **sizes)
         with _attention_for_context_parallelism(policy):
-            of_orders = teachers.Teachers(Path(folder), 0)
-            alone = distillation.scores_of_teachers(of_orders, 0)
-            rollouts = list(distillation.rollouts(ROLLOUTS, 0, of_orders, target))
+            pool = teachers.Teachers(Path(folder), 0)
+            scores = distillation.scores_of_teachers(pool, 0)
+            rollouts = list(distillation.rollouts(ROLLOUTS, 0, pool, target))
         return {
-            "teachers": alone,
-            "divergence": {order: [r.divergence[order] for r in rollouts] for order in alone},
-            "score": {order: [r.score[order] for r in rollouts] for order in alone},
+            "teachers": scores,
+            "reverse KL": {order: [r.reverse_kl[order] for r in rollouts] for order in scores},
+            "score": {order: [r.score[order] for r in rollouts] for order in scores},
         }
 
 
@@ -61,12 +62,12 @@ def _attention_for_context_parallelism(policy: Any) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the teachers, which the first layout trains and saves, and the others load."""
+    """The teachers' folder; the first layout trains and saves them, and the others load them."""
     return str(tmp_path_factory.mktemp("teachers"))
 
 
 def run(layout: str, target: str, folder: str) -> dict[str, Any]:
-    ranks = spawn_ranks(_distil, 2, LAYOUTS[layout], target, folder, timeout=280)
+    ranks = spawn_ranks(_distill, 2, LAYOUTS[layout], target, folder, timeout=280)
     assert ranks[0] == ranks[1]
     return ranks[0]
 
@@ -80,19 +81,19 @@ def falls(values: list[float]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str, folder: str) -> None:
-    found = run(layout, "routed", folder)
-    for order, teacher in found["teachers"].items():
+    result = run(layout, "routed", folder)
+    for order, teacher in result["teachers"].items():
         assert teacher > 0.95
-        assert found["score"][order][0] < 0.25
-        assert sum(found["score"][order][-3:]) / 3 > 0.9 * teacher
-        assert falls(found["divergence"][order])
-        assert found["divergence"][order][-1] < 0.25 * found["divergence"][order][0]
+        assert result["score"][order][0] < 0.25
+        assert sum(result["score"][order][-3:]) / 3 > 0.9 * teacher
+        assert falls(result["reverse KL"][order])
+        assert result["reverse KL"][order][-1] < 0.25 * result["reverse KL"][order][0]
 
 
 @pytest.mark.slow
 def test_a_mixture_of_teachers_is_learned(folder: str) -> None:
-    found = run("DP 2", "mixture", folder)
-    for order in found["teachers"]:
-        assert falls(found["divergence"][order])
-        assert found["divergence"][order][-1] < 0.3 * found["divergence"][order][0]
-        assert found["score"][order][-1] > 2 * found["score"][order][0]
+    result = run("DP 2", "mixture", folder)
+    for order in result["teachers"]:
+        assert falls(result["reverse KL"][order])
+        assert result["reverse KL"][order][-1] < 0.3 * result["reverse KL"][order][0]
+        assert result["score"][order][-1] > 2 * result["score"][order][0]

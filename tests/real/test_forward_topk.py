@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.small_models import by_speed
 from tests.real.test_scoring import LAYOUTS, TEMPERATURE, _fill, _inference_model, microbatches
 
 K = 5
@@ -42,9 +43,9 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
 
         student, teacher = _models(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes)))
         options = {"temperature": TEMPERATURE, "progress": False}
-        old = forward_topk(student, microbatches(), K, **options)
-        there = forward_topk(teacher, microbatches(), at=old, **options)
-        ids = None if old is None else [distribution.indices for distribution in old]
+        own = forward_topk(student, microbatches(), K, **options)
+        of_teacher = forward_topk(teacher, microbatches(), at=own, **options)
+        ids = None if own is None else [distribution.indices for distribution in own]
         by_ids = forward_topk(teacher, microbatches(), at=ids, **options)
         for refused, message in (
             ({"k": 0}, "k is 0"),
@@ -54,21 +55,23 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         ):
             with pytest.raises(InvalidInputError, match=message):
                 forward_topk(student, microbatches(), **refused)
-        if old is None:
-            assert there is None
+        # Only the last stage can see it, and all stages raise.
+        for spoil, message in (
+            (lambda ids: None, "neither k nor"),
+            (lambda ids: ids[:3], "ids for 3 samples, and the microbatches have 7"),
+            (lambda ids: [*ids[:6], ids[6][:, :2]], r"sample 6 is \[1, 2\]. Expected: \[1, 5\]"),
+            (lambda ids: [ids[0][1:], *ids[1:]], r"sample 0 is \[7, 5\]. Expected: \[8, 5\]"),
+            (lambda ids: [ids[0].float(), *ids[1:]], "sample 0 is torch.float32"),
+            (lambda ids: [ids[0] + 32, *ids[1:]], "Expected: 0 to 31"),
+        ):
+            with pytest.raises(InvalidInputError, match=message):
+                forward_topk(student, microbatches(), at=None if ids is None else spoil(ids))
+        if own is None:
+            assert of_teacher is None
             return None
-        if "pp" not in sizes:
-            longer = [*old, old[0]]
-            for at, message in (
-                (None, "neither k nor"),
-                (old[:3], "ids for 3 samples"),
-                (longer, f"ids for {len(longer)} samples"),
-            ):
-                with pytest.raises(InvalidInputError, match=message):
-                    forward_topk(student, microbatches(), at=at)
-        assert by_ids is not None and there is not None
-        assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(there, by_ids, strict=True))
-        return _plain(old), _plain(there)
+        assert by_ids is not None and of_teacher is not None
+        assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(of_teacher, by_ids, strict=True))
+        return _plain(own), _plain(of_teacher)
 
 
 def _plain(distributions: Any) -> Distributions:
@@ -104,7 +107,9 @@ def reference() -> tuple[Distributions, Distributions]:
     return spawn_ranks(_reference, 1, timeout=120)[0]
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "TP 2, sequence parallel"])
+@pytest.mark.parametrize(
+    "layout", by_speed([name for name in LAYOUTS if "parallel" not in name], fast=("1 rank", "TP 2", "PP 2"))
+)
 def test_layouts(layout: str, reference: tuple[Distributions, Distributions]) -> None:
     ranks, sizes = LAYOUTS[layout]
     runs = [run for run in spawn_ranks(_student_and_teacher, ranks, sizes, timeout=120) if run is not None]

@@ -1,4 +1,4 @@
-"""``build_inference_model``: what is refused and in which words, and providers out of the ordinary."""
+"""``build_inference_model``: what it refuses, with which message, and unusual providers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.real.small_models import (
 
 
 def _messages(layout: Layout) -> dict[str, str]:
-    """What each misuse is told, by name."""
+    """The error of each misuse, by name."""
     import torch
     from megatron.core import parallel_state
 
     from megatron_rl_patches.errors import MegatronRLPatchesError
-    from megatron_rl_patches.inference.builder import build_inference_model
+    from megatron_rl_patches.inference.build.model import build_inference_model
 
-    told: dict[str, str] = {}
+    errors: dict[str, str] = {}
 
     def attempt(name: str, provider: Any, config: Any, **arguments: Any) -> None:
         try:
             build_inference_model(provider, config, **{"dtype": "fp32", **arguments})
         except MegatronRLPatchesError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+            errors[name] = f"{type(error).__name__}: {error}"
 
     provider, config = model_provider(layout), transformer_config(layout, "fp32")
     parallel_state.destroy_model_parallel()
@@ -52,15 +52,15 @@ def _messages(layout: Layout) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 0))
         attempt("bf16", provider, config, dtype="bf16")
-    told["still trains"] = str(all(p.requires_grad for p in policy[0].parameters()) and policy[0].training)
-    return told
+    errors["still trains"] = str(all(p.requires_grad for p in policy[0].parameters()) and policy[0].training)
+    return errors
 
 
 def _virtual_stages() -> dict[str, str]:
     from megatron_rl_patches.errors import InvalidInputError
-    from megatron_rl_patches.inference.builder import build_inference_model
+    from megatron_rl_patches.inference.build.model import build_inference_model
 
-    interleaved, told = LAYOUTS["PP 2, VPP 2"], {}
+    interleaved, errors = LAYOUTS["PP 2, VPP 2"], {}
     provider, config = model_provider(interleaved), transformer_config(interleaved, "fp32")
     silent = copy.copy(config)
     silent.virtual_pipeline_model_parallel_size = None
@@ -73,10 +73,10 @@ def _virtual_stages() -> dict[str, str]:
         initialize(groups)
         try:
             chunks = build_inference_model(provider, given, dtype="fp32", virtual_pipeline_size=asked)
-            told[name] = f"{len(chunks)} of {chunks[0].config.virtual_pipeline_model_parallel_size}"
+            errors[name] = f"{len(chunks)} of {chunks[0].config.virtual_pipeline_model_parallel_size}"
         except InvalidInputError as error:
-            told[name] = str(error)
-    return told
+            errors[name] = str(error)
+    return errors
 
 
 class _Bridge:
@@ -89,7 +89,7 @@ class _Bridge:
 def _special_cases() -> dict[str, Any]:
     import torch
 
-    from megatron_rl_patches.inference.builder import build_inference_model
+    from megatron_rl_patches.inference.build.model import build_inference_model
 
     layout = Layout()
     initialize(layout)
@@ -171,8 +171,8 @@ def _in_cpu_backend(function: Callable[[], Any]) -> Any:
 
 
 def test_virtual_stages_must_fit() -> None:
-    for told in spawn_ranks(partial(_in_cpu_backend, _virtual_stages), 2, timeout=120):
+    for errors in spawn_ranks(partial(_in_cpu_backend, _virtual_stages), 2, timeout=120):
         of_config = "config.virtual_pipeline_model_parallel_size: 2"
-        assert told["asked for another"].startswith(f"virtual_pipeline_size: 4, {of_config}")
-        assert f"{of_config}, Megatron's parallel groups: None; these do not" in told["groups without"]
-        assert told["asked for"] == told["by the groups"] == "2 of 2"
+        assert errors["asked for another"].startswith(f"virtual_pipeline_size: 4, {of_config}")
+        assert f"{of_config}, Megatron's parallel groups: None; these do not" in errors["groups without"]
+        assert errors["asked for"] == errors["by the groups"] == "2 of 2"

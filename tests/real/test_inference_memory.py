@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches.inference.estimate import OptimizerSettings, ParallelSizes
+from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes
 from tests.real import memory_cases
 from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
 

@@ -5,6 +5,7 @@ Other layouts, and what else can go wrong in a run, are in ``tests/faults``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def _on_cpu(function: Any, *args: Any) -> Any:
 # --- all ranks
 
 
-def _campaign(flags: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+def _campaign(flags: dict[str, Any], stages: Sequence[str]) -> dict[tuple[str, str], tuple[Any, Any]]:
     from tests.real.faults import run, same_process_groups
     from tests.real.tiny_gpt import Options
 
@@ -39,14 +40,20 @@ def _campaign(flags: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
         with same_process_groups():
             return {
                 (stage, place): (undisturbed, run(options, stage, PLACES[place]))
-                for stage in STAGES
+                for stage in stages
                 for place in PLACES
             }
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_every_stage_on_all_ranks(overlap: str) -> None:
-    first, second = spawn_ranks(_on_cpu, 2, _campaign, OVERLAPS[overlap], timeout=200)
+@pytest.mark.parametrize(
+    ("overlap", "stages"),
+    [
+        ("both", ("backward 1",)),
+        *(pytest.param(overlap, STAGES, marks=pytest.mark.slow) for overlap in OVERLAPS),
+    ],
+)
+def test_stages_on_all_ranks(overlap: str, stages: Sequence[str]) -> None:
+    first, second = spawn_ranks(_on_cpu, 2, _campaign, OVERLAPS[overlap], stages, timeout=200)
     assert first.keys() == second.keys()
     for (stage, place), (undisturbed, outcome) in first.items():
         where = f"{stage}, {place}"
@@ -88,7 +95,8 @@ def _one_rank_campaign(flags: dict[str, Any]) -> dict[Any, tuple[Any, Any]]:
         return {(stage, step): (undisturbed, _one_rank(flags, stage, step, 1)) for stage, step in LINE_UP}
 
 
-@pytest.mark.parametrize("overlap", ["no overlap", "grad reduce"])
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["grad reduce", "no overlap"])
 def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str) -> None:
     for outcomes in spawn_ranks(_on_cpu, 2, _one_rank_campaign, OVERLAPS[overlap], timeout=120):
         for where, (undisturbed, outcome) in outcomes.items():

@@ -1,8 +1,8 @@
-"""Each thing that an exception leaves behind in megatron-core: shown without the guard, gone with it.
+"""Everything that an exception leaves behind in megatron-core is there without the guard, and gone with it.
 
-Not shown, as the installed release does not have it: ``params_with_grad`` (E4, up to 0.15; see the unit
-tests) and the CUDA graph wrapper around ``optimizer.step`` (E13, from 0.19), for which a plain wrapper
-stands. Stale parameters (E2) are in ``test_interruption.py``, and here what they look like unguarded.
+The installed release has no ``params_with_grad`` (E4, up to 0.15), which a unit test shows, and no CUDA graph
+wrapper around ``optimizer.step`` (E13, from 0.19), for which a plain wrapper stands. That stale parameters
+(E2) are gathered is shown by ``test_interruption.py``; this file shows them without the guard.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import applied
+from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+
+
+def _guard(guarded: bool, model: Any, **options: Any) -> Any:
+    return reentrant_train(model, **options) if guarded else nullcontext()
 
 
 def _interrupt(
     guarded: bool, options: Any, stage: str, before: int = 1, failing_step: int = 0
 ) -> tuple[Any, ...]:
-    """Train ``before`` steps in one call, then fail in the next; gives model, optimizer and data."""
-    from megatron_rl_patches.reentry import reentrant_train
+    """Train ``before`` steps in one call, fail in the next one, and return model, optimizer and data."""
     from tests.real import faults, tiny_gpt
 
     model, optimizer = tiny_gpt.build(options)
@@ -33,21 +37,20 @@ def _interrupt(
         for chunk in model:
             chunk.config.no_sync_func = None
     with pytest.raises(faults.Injected):
-        guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+        guard = _guard(guarded, model, optimizer=optimizer)
         with guard, faults.fault(stage, failing_step, optimizer):
             tiny_gpt.train(model, optimizer, data, [2, 2], options)
     return model, optimizer, data
 
 
 def _retry(guarded: bool, options: Any, stage: str, **where: int) -> str:
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, optimizer, data = _interrupt(guarded, options, stage, **where)
     for chunk in model:
         chunk.config.no_sync_func = None
     try:
-        guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+        guard = _guard(guarded, model, optimizer=optimizer)
         with guard:
             tiny_gpt.train(model, optimizer, data, [2, 2], options)
     except AssertionError as error:
@@ -77,7 +80,6 @@ def e5_first_batch_is_half_counted(guarded: bool) -> bool:
 def e6_gather_is_in_flight(guarded: bool) -> bool:
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, optimizer = tiny_gpt.build(tiny_gpt.Options())
@@ -90,22 +92,21 @@ def e6_gather_is_in_flight(guarded: bool) -> bool:
         if len(calls) == 1:
             raise ZeroDivisionError
 
-    guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+    guard = _guard(guarded, model, optimizer=optimizer)
     with pytest.raises(ZeroDivisionError), guard, mock.patch.object(Group, "finish_param_sync", finish_once):
         tiny_gpt.train(model, optimizer, data, [2, 2], tiny_gpt.Options())
     return any(group.param_gather_handle is not None for group in model[0].bucket_groups)
 
 
 def e9_step_is_skipped(guarded: bool) -> list[bool]:
-    """How often the next two steps run forward and backward."""
+    """Return whether the next two steps run forward and backward."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, _ = tiny_gpt.build(tiny_gpt.Options())
     machine = get_rerun_state_machine()
-    with pytest.raises(ZeroDivisionError), reentrant_train(model) if guarded else nullcontext():
+    with pytest.raises(ZeroDivisionError), _guard(guarded, model):
         while machine.should_run_forward_backward(None):
             raise ZeroDivisionError
     ran = []
@@ -120,7 +121,6 @@ def e10_evaluation_is_left_half_way(guarded: bool) -> tuple[Any, ...]:
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
     from megatron.core.timers import Timers
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, _ = tiny_gpt.build(tiny_gpt.Options())
@@ -128,7 +128,7 @@ def e10_evaluation_is_left_half_way(guarded: bool) -> tuple[Any, ...]:
     machine = get_rerun_state_machine()
     machine.set_mode(RerunMode.VALIDATE_RESULTS)
     try:
-        with pytest.raises(ZeroDivisionError), reentrant_train(model) if guarded else nullcontext():
+        with pytest.raises(ZeroDivisionError), _guard(guarded, model):
             machine.set_mode(RerunMode.DISABLED)
             model[0].config.timers = None
             model[0].eval()
@@ -141,34 +141,31 @@ def e10_evaluation_is_left_half_way(guarded: bool) -> tuple[Any, ...]:
 def e11_timer_is_running(guarded: bool) -> bool:
     from megatron.core.timers import Timers
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, _ = tiny_gpt.build(tiny_gpt.Options())
     model[0].config.timers = timers = Timers(2, "max")
-    with pytest.raises(ZeroDivisionError), reentrant_train(model) if guarded else nullcontext():
+    with pytest.raises(ZeroDivisionError), _guard(guarded, model):
         timers("forward-backward", log_level=1).start()
         raise ZeroDivisionError
     return bool(timers("forward-backward")._started)
 
 
 def e12_reductions_stay_all_reduces(guarded: bool) -> bool:
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, _ = tiny_gpt.build(tiny_gpt.Options())
-    with pytest.raises(ZeroDivisionError), reentrant_train(model) if guarded else nullcontext():
+    with pytest.raises(ZeroDivisionError), _guard(guarded, model):
         model[0].force_all_reduce = True
         raise ZeroDivisionError
     return bool(model[0].force_all_reduce)
 
 
 def e13_step_stays_wrapped(guarded: bool) -> bool:
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, optimizer = tiny_gpt.build(tiny_gpt.Options())
-    guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+    guard = _guard(guarded, model, optimizer=optimizer)
     with pytest.raises(ZeroDivisionError), guard:
         optimizer.step = lambda step=optimizer.step: step()
         raise ZeroDivisionError
@@ -176,12 +173,11 @@ def e13_step_stays_wrapped(guarded: bool) -> bool:
 
 
 def collection_stays_off(guarded: bool) -> bool:
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     model, _ = tiny_gpt.build(tiny_gpt.Options())
     try:
-        with reentrant_train(model) if guarded else nullcontext():
+        with _guard(guarded, model):
             gc.disable()
         return gc.isenabled()
     finally:
@@ -189,21 +185,23 @@ def collection_stays_off(guarded: bool) -> bool:
 
 
 def gradient_is_on_its_way(guarded: bool) -> bool:
-    """Memory ends as it is added to the buffer. The next backward would add to it, on top of its own."""
-    from megatron_rl_patches.reentry import reentrant_train
+    """Return whether a parameter has a gradient after memory ran out while it was added to the buffer.
+
+    The next backward pass would add its own gradient to it.
+    """
     from tests.real import tiny_gpt
 
     options = tiny_gpt.Options()
     model, optimizer = tiny_gpt.build(options)
     first_parameter = next(model[0].parameters())
     full = mock.Mock(**{"add_.side_effect": MemoryError})
-    guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+    guard = _guard(guarded, model, optimizer=optimizer)
     with pytest.raises(MemoryError), guard, mock.patch.object(first_parameter, "main_grad", full):
         tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2], options)
     return first_parameter.grad is not None
 
 
-# Scenario -> what it gives without the guard, and with it.
+# Scenario -> what it returns without the guard, and with it.
 ONE_RANK: dict[Callable[[bool], Any], tuple[Any, Any]] = {
     e1_param_sync_func_is_lost: (True, False),
     e3_reduction_is_outstanding: (
@@ -223,21 +221,19 @@ ONE_RANK: dict[Callable[[bool], Any], tuple[Any, Any]] = {
 
 
 def e2_parameters_are_stale(guarded: bool) -> str:
-    """Checksum of the parameters that the next call would start from."""
-    from megatron_rl_patches.reentry import reentrant_train
+    """Return a checksum of the parameters that the next call would start from."""
     from tests.real import tiny_gpt
     from tests.real.outcomes import Checksums
 
     model, optimizer, _ = _interrupt(guarded, tiny_gpt.Options(), "after step", failing_step=0)
-    with reentrant_train(model, optimizer=optimizer) if guarded else nullcontext():
+    with _guard(guarded, model, optimizer=optimizer):
         return Checksums.of(model, optimizer).params
 
 
 def e7_abandoned_no_sync_ends_a_later_accumulation(guarded: bool) -> bool:
-    """Is ``is_last_microbatch`` still as a later window set it, after the exception has been freed?"""
+    """Return whether freeing the exception changes ``is_last_microbatch``, which a later batch has set."""
     import torch.distributed as dist
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import faults, tiny_gpt
 
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2))
@@ -246,7 +242,7 @@ def e7_abandoned_no_sync_ends_a_later_accumulation(guarded: bool) -> bool:
     # The stages raise where neither still waits for the other.
     stage = "forward 1" if dist.get_rank() == 0 else "backward 0"
     error: BaseException | None = None
-    guard: Any = reentrant_train(model, optimizer=optimizer) if guarded else nullcontext()
+    guard = _guard(guarded, model, optimizer=optimizer)
     try:
         with guard, faults.fault(stage, 0, optimizer):
             tiny_gpt.train(model, optimizer, data, [2], options)
@@ -261,10 +257,9 @@ def e7_abandoned_no_sync_ends_a_later_accumulation(guarded: bool) -> bool:
 
 
 def e8_interleaved_schedule_drops_the_functions(guarded: bool) -> bool:
-    """For hosts that install once, and whose guard therefore does not clear."""
+    """Return whether ``grad_sync_func`` is lost; frameworks that install it once rely on it."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    from megatron_rl_patches.reentry import reentrant_train
     from tests.real import tiny_gpt
 
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2))
@@ -272,7 +267,7 @@ def e8_interleaved_schedule_drops_the_functions(guarded: bool) -> bool:
     data = tiny_gpt.data_iterators(options)
     config = model[0].config
     config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
-    guard: Any = reentrant_train(model, installs=False) if guarded else nullcontext()
+    guard = _guard(guarded, model, installs=False)
     with (
         pytest.raises(ZeroDivisionError),
         guard,
@@ -291,7 +286,7 @@ def e8_interleaved_schedule_drops_the_functions(guarded: bool) -> bool:
 
 
 def _observe(names: list[str]) -> dict[str, tuple[Any, Any]]:
-    # The hooks are patched in both cases: here it is about what remains of an exception.
+    # The hooks are patched in both cases, since the scenarios are about what an exception leaves behind.
     with cpu_backend(), applied("reentrant-train"):
         return {name: (globals()[name](False), globals()[name](True)) for name in names}
 

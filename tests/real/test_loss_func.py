@@ -24,7 +24,7 @@ from megatron_rl_patches.losses import (
     mean_count,
 )
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.unit.losses.test_policy import LIMIT, transcribed
+from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
 

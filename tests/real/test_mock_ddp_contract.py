@@ -1,17 +1,22 @@
 """MockDDP against megatron-core's own class: the same scripts of calls, and every outcome the same.
 
 The real class runs on one gloo rank. Its model has the shape of the mock's: one parameter per module, so one
-bucket group per module. After each call both sides give its outcome and their whole observable state.
+bucket group per module, and the second module may be an expert. After each call both sides give its outcome
+and their whole observable state. Scripts also call the functions of ``reentry``, so a loop that works with
+them on the mock works on the real class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
 
+from megatron_rl_patches import applied
+from megatron_rl_patches.reentry import forward_pre_hooks as hooks
+from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import MockDDP, MockModule, cpu_backend, spawn_ranks
 
 Script = tuple[str, ...]
@@ -62,17 +67,77 @@ OVERLAPPED: dict[str, Script] = {
         "zero_grad_buffer",
     ),
 }
+GUARDED: dict[str, Script] = {
+    "two_guarded_rollouts": ("guarded_rollout", *STEP, "guarded_rollout"),
+    "a_gather_in_flight_is_interrupted": (
+        *STEP,
+        "guarded_disable",
+        "start_param_sync",
+        "interrupted",
+        "guarded_entry",
+    ),
+    "a_first_batch_is_interrupted": (
+        "zero_grad_buffer",
+        "forward",
+        "backward_of_last_module",
+        "interrupted",
+        "guarded_rollout",
+    ),
+    "a_reduction_in_flight_is_interrupted": (*STEP, *STEP[:3], "interrupted", "guarded_rollout"),
+    "disabling_and_enabling_twice": (
+        "guarded_disable",
+        "guarded_disable",
+        *STEP,
+        "guarded_disable",
+        "guarded_enable",
+        "guarded_enable",
+        "forward",
+    ),
+    "hooks_are_preserved": ("preserved_hooks", "guarded_disable", "preserved_hooks", "synchronize"),
+}
+# While ``reentrant-train`` is applied.
+PATCHED: dict[str, Script] = {
+    "three_calls": OVERLAPPED["one_training_call"] * 3,
+    "disabling_twice": (*OVERLAPPED["disabling_twice"], *STEP, "disable"),
+    "enabling_twice": (*OVERLAPPED["enabling_twice"], *STEP),
+    "a_module_added_later": (*OVERLAPPED["a_module_added_later"], "add_module", "enable", "disable"),
+}
 PLAIN: dict[str, Script] = {
     "training": (*STEP, "start_param_sync", *STEP, "start_param_sync"),
     "hooks_are_refused": ("enable", "disable", "disable_without_sync"),
     "reductions_are_synchronous": ("start_grad_sync", "start_grad_sync", "finish_grad_sync"),
 }
-CASES = [("overlapped", True, True, name, script) for name, script in OVERLAPPED.items()]
-CASES += [("plain", False, False, name, script) for name, script in PLAIN.items()]
-CASES += [
-    ("gather_only", False, True, name, OVERLAPPED[name]) for name in ("one_training_call", "disabling_twice")
+ALL = {**OVERLAPPED, **GUARDED}
+REDUCE_ONLY = (
+    "gradient_accumulation",
+    "a_first_batch_is_interrupted",
+    "a_reduction_in_flight_is_interrupted",
+)
+
+
+def _options(reduce: bool, gather: bool, distributed_optimizer: bool = True) -> dict[str, bool]:
+    return {
+        "overlap_grad_reduce": reduce,
+        "overlap_param_gather": gather,
+        "use_distributed_optimizer": distributed_optimizer,
+    }
+
+
+CASES: list[tuple[str, dict[str, bool], bool, str, Script]] = [
+    *(("overlapped", _options(True, True), False, name, script) for name, script in ALL.items()),
+    *(("plain", _options(False, False), False, name, script) for name, script in PLAIN.items()),
+    *(
+        ("gather_only", _options(False, True), False, name, ALL[name])
+        for name in ("one_training_call", "disabling_twice", *list(GUARDED)[:2])
+    ),
+    *(("reduce_only", _options(True, False), False, name, ALL[name]) for name in REDUCE_ONLY),
+    *(("no_optimizer", _options(True, False, False), False, name, ALL[name]) for name in REDUCE_ONLY),
+    *(
+        ("experts", _options(True, True), True, name, ALL[name])
+        for name in ("one_training_call", *list(GUARDED)[:3])
+    ),
+    *(("patched", _options(True, True), False, name, script) for name, script in PATCHED.items()),
 ]
-CASES += [("reduce_only", True, False, name, OVERLAPPED[name]) for name in ("gradient_accumulation",)]
 
 
 class Run:
@@ -92,8 +157,33 @@ class Run:
             "zero_grad_buffer": lambda: ddp.zero_grad_buffer(),
             "enter_no_sync": lambda: self._no_sync.enter_context(ddp.no_sync()) and None,
             "exit_no_sync": self._no_sync.close,
+            "guarded_enable": lambda: hooks.enable(ddp.enable_forward_pre_hook, ddp),
+            "guarded_disable": lambda: hooks.disable(ddp.disable_forward_pre_hook, ddp),
+            "synchronize": lambda: hooks.synchronize(ddp),
+            "preserved_hooks": self._save,
+            "guarded_entry": lambda: reentrant_train(ddp, installs=False).__enter__(),
+            "guarded_rollout": self._rollout,
+            "interrupted": self._be_interrupted,
             **calls,
         }
+
+    def _save(self) -> None:
+        with preserved_hooks(self.ddp):
+            self._calls["guarded_disable"]()
+            self._calls["guarded_enable"]()
+
+    def _rollout(self) -> None:
+        with reentrant_train(self.ddp):
+            assert self.ddp.config.no_sync_func is None
+            self.ddp.config.no_sync_func = self.ddp.no_sync
+            for call in STEP:
+                self._calls[call]()
+
+    def _be_interrupted(self) -> None:
+        with suppress(ZeroDivisionError), reentrant_train(self.ddp):
+            self.ddp.eval()
+            self.ddp.force_all_reduce = True
+            raise ZeroDivisionError
 
     def play(self, script: Script) -> list[tuple[str, object, State]]:
         return [(call, self._outcome(call), self._state()) for call in script]
@@ -112,7 +202,11 @@ class Run:
         return {
             "hooked modules": [module in hooked for module in self.ddp.module.modules()],
             "groups": [self._group_state(group) for group in self.ddp.bucket_groups],
-            "expert groups": len(self.ddp.expert_parallel_bucket_groups),
+            "expert groups": [self._group_state(group) for group in self.ddp.expert_parallel_bucket_groups],
+            "uses hooks": self.ddp.use_forward_hook,
+            "training": {module.training for module in self.ddp.modules()},
+            "reduces everywhere": self.ddp.force_all_reduce,
+            "installed": self.ddp.config.no_sync_func == self.ddp.no_sync,
         }
 
     @staticmethod
@@ -126,13 +220,18 @@ class Run:
             "reduction outstanding": group.grad_reduce_handle is not None,
             "counts": sorted(group.per_param_grad_ready_counts.values()),
             "golden counts": sorted(group.golden_per_param_grad_ready_counts.values()),
+            "process groups": {
+                name: (getattr(group, name).size(), getattr(group, name).rank())
+                for name in ("intra_distributed_optimizer_instance_group", "data_parallel_group")
+                if hasattr(group, name)
+            },
         }
 
 
-def run_mock(overlap_grad_reduce: bool, overlap_param_gather: bool, script: Script) -> Any:
+def run_mock(options: dict[str, bool], expert: bool, script: Script) -> Any:
     first, last = MockModule(params=1), MockModule(params=1)
-    module = MockModule(first, MockModule(params=1), last)
-    ddp = MockDDP(module, overlap_grad_reduce=overlap_grad_reduce, overlap_param_gather=overlap_param_gather)
+    module = MockModule(first, MockModule(params=1, expert=expert), last)
+    ddp = MockDDP(module, **options)
 
     def backward_of_last_module() -> None:
         for param in last.parameters():
@@ -154,24 +253,26 @@ def run_real(cases: list[Any]) -> list[Any]:
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel()
-        return [_run_real_case(reduce, gather, script) for _, reduce, gather, _, script in cases]
+        return [_run(_run_real_case, case) for case in cases]
 
 
-def _run_real_case(overlap_grad_reduce: bool, overlap_param_gather: bool, script: Script) -> Any:
+def _run(run: Callable[[dict[str, bool], bool, Script], Any], case: Any) -> Any:
+    kind, options, expert, _, script = case
+    with applied("reentrant-train") if kind == "patched" else nullcontext():
+        return run(options, expert, script)
+
+
+def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> Any:
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
     width = 4
     module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(3)))
+    module[1].weight.allreduce = not expert
     ddp = DistributedDataParallel(
         TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1),
-        DistributedDataParallelConfig(
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            use_distributed_optimizer=True,
-            bucket_size=1,
-        ),
+        DistributedDataParallelConfig(bucket_size=1, **options),
         module,
     )
     activations: list[torch.Tensor] = []
@@ -204,8 +305,11 @@ def real_outcomes() -> dict[tuple[str, str], Any]:
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-{case[3]}" for case in CASES])
 def test_same_outcomes(case: Any, real_outcomes: dict[tuple[str, str], Any]) -> None:
-    options, reduce, gather, name, script = case
-    assert run_mock(reduce, gather, script) == real_outcomes[options, name]
+    kind, _, _, name, script = case
+    outcomes = real_outcomes[kind, name]
+    assert _run(run_mock, case) == outcomes
+    if kind == "patched" or name in GUARDED:
+        assert [outcome for _, outcome, _ in outcomes] == [None] * len(script)
 
 
 @pytest.mark.parametrize(

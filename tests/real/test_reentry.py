@@ -15,19 +15,20 @@ pytestmark = pytest.mark.runs("re-entry", ranks=[1, 2])
 ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 rank": (1, {}),
-    "DP 2": (2, {}),
-    "TP 2": (2, {"tp": 2}),
-    "PP 2": (2, {"pp": 2}),
-    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
-    "CP 2": (2, {"cp": 2}),
-}
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    pytest.param(1, {}, id="1 rank"),
+    pytest.param(2, {}, id="DP 2"),
+    pytest.param(2, {"tp": 2}, id="TP 2", marks=SLOW),
+    pytest.param(2, {"pp": 2}, id="PP 2", marks=SLOW),
+    pytest.param(2, {"pp": 2, "vpp": 2}, id="PP 2, VPP 2", marks=SLOW),
+    pytest.param(2, {"cp": 2}, id="CP 2", marks=SLOW),
+]
 
 
 @dataclass
 class Run:
-    """One rank's account of a run."""
+    """What one rank reports of a run."""
 
     losses: list[float]
     checksum: str
@@ -54,11 +55,11 @@ def _rollouts(options: Any, rollouts: int, steps: int) -> Run:
     return run
 
 
-def _compare(layout: dict[str, Any], flags: dict[str, Any]) -> dict[str, Run]:
+def _compare(layout: dict[str, Any]) -> dict[str, Run]:
     with cpu_backend():
         from tests.real.tiny_gpt import Options, Parallelism
 
-        options = Options(parallelism=Parallelism(**layout), **flags)
+        options = Options(parallelism=Parallelism(**layout))
         runs = {
             "uninterrupted": _rollouts(options, 1, ROLLOUTS * STEPS),
             "unpatched": _rollouts(options, ROLLOUTS, STEPS),
@@ -68,10 +69,9 @@ def _compare(layout: dict[str, Any], flags: dict[str, Any]) -> dict[str, Run]:
         return runs
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rollouts_equal_one_uninterrupted_run(layout: str) -> None:
-    ranks, sizes = LAYOUTS[layout]
-    for runs in spawn_ranks(_compare, ranks, sizes, {}, timeout=120):
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
+    for runs in spawn_ranks(_compare, ranks, layout, timeout=120):
         assert runs["unpatched"].error.startswith("AssertionError: When overlap_grad_reduce is True")
         assert len(runs["unpatched"].losses) == STEPS
         assert runs["patched"].error == ""

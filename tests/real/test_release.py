@@ -1,4 +1,4 @@
-"""The megatron-core that everything here runs on is the one that was asked for."""
+"""All tests of this folder run on the megatron-core that ``--megatron-core`` names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def _version() -> str:
         return megatron.core.__version__.partition("+")[0]
 
 
-@pytest.mark.parametrize("env", [{}, {"FRESH": "1"}], ids=["forked", "fresh"])
-def test_ranks_have_the_release_that_was_asked_for(pytestconfig: pytest.Config, env: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "env", [pytest.param({}, id="forked"), pytest.param({"FRESH": "1"}, id="fresh", marks=pytest.mark.slow)]
+)
+def test_ranks_import_the_release_of_the_option(pytestconfig: pytest.Config, env: dict[str, str]) -> None:
     release = pytestconfig.getoption("--megatron-core") or metadata.version("megatron-core")
     assert spawn_ranks(_version, 1, env=env) == [release]

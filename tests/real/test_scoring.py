@@ -18,6 +18,7 @@ import torch
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.live_bytes import live_bytes
+from tests.real.small_models import by_speed
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -354,7 +355,7 @@ def test_one_rank_equals_a_float64_reference(one_rank: Run) -> None:
         torch.testing.assert_close(torch.cat(scores).double(), torch.cat(reference), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("1 rank", "TP 2")))
 def test_layouts(layout: str, one_rank: Run) -> None:
     ranks, sizes = LAYOUTS[layout]
     runs = spawn_ranks(_score, ranks, sizes, timeout=120) if ranks > 1 else [one_rank]

@@ -19,8 +19,8 @@ import torch.distributed.nn.functional
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import SequenceLayout, packed_log_probs_and_entropy
 from megatron_rl_patches.testing import spawn_ranks
-from tests.unit.losses.cp_reference import CORNERS, Case, Tensors
-from tests.unit.losses.test_packed import VOCAB, _dense, _microbatch, _weighted
+from tests.unit.losses.sequences.cp_reference import CORNERS, Case, Tensors
+from tests.unit.losses.sequences.test_responses import VOCAB, _dense, _microbatch, _weighted
 
 SCHEMES = {
     "zigzag, padded": {"sample_padding": 1, "tail": 3},

@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
 from megatron_rl_patches.testing import spawn_ranks
-from tests.unit.losses.dense import IGNORE, errors
-from tests.unit.losses.test_vocab_parallel import (
+from tests.unit.losses.logits.dense import IGNORE, errors
+from tests.unit.losses.logits.test_log_probs import (
     EXTREMES,
     FLOAT32,
     GRADIENT_BOUND,
@@ -34,7 +38,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks(tp_size: int) -> None:
     first, *others = spawn_ranks(check_all, tp_size)
     for other in others:
@@ -55,6 +59,8 @@ def check_all() -> list[Tensor]:
     check_ties_of_partitions(group)
     check_no_rows(group)
     check_refusals(group)
+    if group.size() > 1:
+        check_refused_on_one_rank(group)
     check_split_is_unsplit(group)
     return check_collectives(group)
 
@@ -122,7 +128,7 @@ def check_no_rows(group: dist.ProcessGroup) -> None:
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:
-    """What is wrong is wrong on each rank, before any of them waits for the others."""
+    """Bad arguments are rejected on each rank, before any of them waits for the others."""
     logits, targets = random_logits(T, V)[:, mine(group)], random_targets(T, V)
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"targets": targets + V}, f"ids below {V}"),
@@ -132,7 +138,6 @@ def check_refusals(group: dist.ProcessGroup) -> None:
         ({"keep_mask": KEEP[:, :-4]}, "expected torch.bool"),
         ({"temperature": 0.0}, "temperature"),
         ({"logits": logits[None]}, "vocab / tp"),
-        ({"logits": logits.clone().requires_grad_(), "inplace_backward": True}, "leaf"),
     )
     with counting_collectives() as calls:
         for changes, message in wrong:
@@ -148,12 +153,33 @@ def check_refusals(group: dist.ProcessGroup) -> None:
     assert calls == []
 
 
+def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
+    """Each rank judges its own logits by ``inplace_backward``: where one cannot overwrite them, all raise."""
+    whole = random_logits(2 * T, V)[:, mine(group)].contiguous().requires_grad_()
+    indices = random_targets(T, V)[:, None]
+    for refusing, message in (({0}, "a part of something larger"), ({group.size() - 1}, "leaf")):
+        for rows in (None, slice(0, 0)):
+            logits = whole[:T] * 1
+            if group.rank() in refusing:
+                logits = (whole * 1)[:T] if "part" in message else logits.detach().requires_grad_()
+            targets = random_targets(T, V)[slice(None) if rows is None else rows]
+            expected = rf"{message}.*of ranks {min(refusing)} of tp_group"
+            with counting_collectives() as calls:
+                with pytest.raises(InvalidInputError, match=expected):
+                    vocab_parallel_log_probs(
+                        logits, targets, tp_group=group, rows=rows, inplace_backward=True
+                    )
+                with pytest.raises(InvalidInputError, match=expected):
+                    vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
+            assert calls == ["all_gather_into_tensor", "all_reduce"]
+
+
 def check_split_is_unsplit(group: dist.ProcessGroup) -> None:
     # Here, not above: it draws the same cases on every rank. Shrinking one that fails on one rank would hang.
     from hypothesis import Phase, given, settings
     from hypothesis import strategies as st
 
-    @settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None, max_examples=60)
+    @settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None, max_examples=30)
     @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 70), st.floats(0, 30), st.floats(0.1, 3))
     def split_is_unsplit(seed: int, rows: int, width: int, scale: float, temperature: float) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@
 
 :func:`build` gives model chunks in real ``DistributedDataParallel`` with the real distributed optimizer;
 :func:`train` has the shape that Megatron-LM's and slime's ``train`` share, upstream assertions included.
-Call both inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialised.
+Call both inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialized.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Options:
-    """What a host would have in its ``args``."""
+    """What a framework would have in its ``args``."""
 
     parallelism: Parallelism = field(default_factory=Parallelism)
     overlap_grad_reduce: bool = True
@@ -112,7 +112,7 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
 
 
 def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
-    """Initialise Megatron's process groups over the whole world; return model chunks and optimizer."""
+    """Initialize Megatron's process groups over the whole world; return model chunks and optimizer."""
     sizes = options.parallelism
     parallel_state.destroy_model_parallel()
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
@@ -291,7 +291,7 @@ def train(
     pre_hook_enabled = False
     param_sync_func = None
     if options.overlaps_param_gather:
-        # The first step shows errors of loading or initialisation before a gather can spread them.
+        # The first step shows errors of loading or initialization before a gather can spread them.
         disable_forward_pre_hook(model, param_sync=False)
         param_sync_func = config.param_sync_func
         config.param_sync_func = None
@@ -360,7 +360,7 @@ def checksum(model: Sequence[torch.nn.Module], optimizer: Any) -> str:
 
 @dataclass
 class Overlap:
-    """Collectives that bucket groups dispatched while computing, by who asked for them."""
+    """How many collectives the bucket groups dispatched while computing, by the caller."""
 
     param_gathers: int = 0  # by forward pre-hooks
     grad_reduces: int = 0  # by backward hooks

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_patches import Settings, available
-from megatron_rl_patches.engine import announce, installer, registry
-from megatron_rl_patches.engine.layer import Layer
+from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.spec import Patch, Site
+from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
 PATCHES = registry.patches()
 SITES = [(patch, site) for patch in PATCHES.values() for site in patch.sites]
@@ -47,8 +47,7 @@ def test_targets_are_distinct_and_none_is_in_a_root_package(patch: Patch) -> Non
 def test_the_startup_trigger_knows_every_root() -> None:
     import _megatron_rl_patches_startup as startup
 
-    placed = [site for _, site in SITES if not site.only_tells]
-    roots = {root for site in placed for root in (site.module.partition(".")[0], *site.copied_by)}
+    roots = {root for _, site in SITES for root in (site.module.partition(".")[0], *site.reexported_by)}
     assert set(startup._ROOTS) == roots
 
 
@@ -62,14 +61,13 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(announce, "done", True)
     yield "stand_in.module"
     for name in ("stand_in", "stand_in.module"):
         sys.modules.pop(name, None)
 
 
 def _write(folder: Path, site: Site) -> None:
-    parameters = "".join(f"{name}=None, " for name in site.uses)
+    parameters = "".join(f"{name}=None, " for name in site.parameters)
     lines = [f"def {site.qualname.split('.')[-1]}({parameters}**rest): return 'original'"]
     for name in reversed(site.qualname.split(".")[:-1]):
         lines = [f"class {name}:", *textwrap.indent("\n".join(lines), "    ").splitlines()]
@@ -83,24 +81,25 @@ def test_every_order_wraps_at_most_once_and_restores_identity(
     _write(tmp_path, site)
     path = f"{stand_in}.{site.qualname}".split(".")[2:]
     here = Patch("here", "")
-    here.sites.append(Site(stand_in, site.qualname, site.adapter, uses=site.uses))
+    here.sites.append(Site(stand_in, site.qualname, site.adapter, parameters=site.parameters))
     for order in ORDERS:
         sys.modules.pop(stand_in, None)
         engine = installer.Installer()
+        engine.announcer.done = True
         for action in order:
             if action == "import":
                 importlib.import_module(stand_in)
             elif action == "apply":
-                engine.add([here], Settings(), must=True)
+                engine.add([here], Settings(), required=True)
             else:
-                engine.remove(engine.records_of(["here"]))
+                engine.remove(["here"])
         owner = sys.modules[stand_in]
         for name in path[:-1]:
             owner = getattr(owner, name)
         now = vars(owner)[path[-1]]
         expected = 1 if order[-1] == "apply" or _last(order, "apply") > _last(order, "revert") else 0
         assert _layers(now) == expected, order
-        engine.remove(engine.records_of(["here"]))
+        engine.remove(["here"])
         assert _layers(vars(owner)[path[-1]]) == 0, order
         assert vars(owner)[path[-1]] is (now.__wrapped__ if expected else now)
 
@@ -111,6 +110,6 @@ def _last(order: tuple[str, ...], action: str) -> int:
 
 def _layers(function: object) -> int:
     count = 0
-    while type(function) is Layer:
+    while type(function) is SwitchableWrapper:
         count, function = count + 1, function.__wrapped__
     return count

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl_patches import MegatronRLPatchesError, PatchError, Settings
-from megatron_rl_patches.settings import Selection, parse_selection
+from megatron_rl_patches import PatchError, Settings, applied
+from megatron_rl_patches.engine import registry
+from megatron_rl_patches.settings import Selection, parse_selection, variables
 
 KNOWN = ("reentrant-train", "lean-loss")
 
@@ -42,33 +50,64 @@ def test_any_value_parses(value: str) -> None:
     assert set(selection.exclude) <= set(KNOWN)
 
 
-def test_from_environment() -> None:
-    environ = {
-        "MEGATRON_RL_PATCHES_STRICT": "1",
-        "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "my_rl.model:train, my_rl.loop:Trainer.fit,",
-    }
-    assert Settings.from_environment(environ) == Settings(
-        strict=True, train_functions=("my_rl.model:train", "my_rl.loop:Trainer.fit")
-    )
-    assert Settings.from_environment({}) == Settings()
+def test_is_a_frozen_value() -> None:
+    settings = Settings(train_functions=["pkg.mod:train"], strict=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.strict = False  # type: ignore[misc]
+    assert settings == Settings(train_functions=("pkg.mod:train",), strict=True) != Settings(strict=True)
+    assert {settings: 1}[pickle.loads(pickle.dumps(copy.deepcopy(settings)))] == 1
+    assert "train_functions=('pkg.mod:train',)" in repr(settings)
+    assert settings != "another thing"
+
+
+# --- types
 
 
 @pytest.mark.parametrize(
-    ("value", "roles"),
+    ("option", "value", "expected"),
     [
-        ("", Settings().inference_roles),
-        ("teacher, judge", ("teacher", "judge")),
-        ("none", ()),
+        ("strict", "1", "True or False"),
+        ("strict", 1, "True or False"),
+        ("train_functions", "my.model:train", "a tuple of strings"),
+        ("train_functions", [b"my.model:train"], "a tuple of strings"),
+        ("inference_roles", "teacher", "a tuple of strings"),
+        ("inference_roles", None, "a tuple of strings"),
+        ("inference_roles", [None], "a tuple of strings"),
+        ("opd_top_k", "64", "an integer"),
+        ("opd_top_k", 64.0, "an integer"),
+        ("opd_top_k", True, "an integer"),
+        ("opd_divergence", None, "a string"),
+        ("opd_teachers", [("a",)], "a tuple of pairs of strings"),
+        ("opd_teachers", [("a", "/a", "/b")], "a tuple of pairs of strings"),
+        ("opd_teachers", ["ab"], "a tuple of pairs of strings"),
+        ("opd_teachers", {"a": 1}, "a tuple of pairs of strings"),
+        ("opd_teachers", "a=/a", "a tuple of pairs of strings"),
+        ("opd_teacher_weights", 1.0, "a tuple of numbers"),
+        ("opd_teacher_weights", ["1"], "a tuple of numbers"),
+        ("opd_teacher_weights", [True], "a tuple of numbers"),
     ],
 )
-def test_roles_from_the_environment(value: str, roles: tuple[str, ...]) -> None:
-    environ = {"MEGATRON_RL_PATCHES_INFERENCE_ROLES": value}
-    assert Settings.from_environment(environ).inference_roles == roles
+def test_a_value_of_another_type_is_refused_by_name(option: str, value: Any, expected: str) -> None:
+    with pytest.raises(PatchError) as refused:
+        Settings(**{option: value})
+    assert str(refused.value) == f"{option}={value!r}: expected {expected}"
 
 
-def test_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Settings().strict = True  # type: ignore[misc]
+def test_values_that_say_the_same_are_taken() -> None:
+    settings = Settings(
+        inference_roles=iter(["judge"]), opd_teachers={"a": Path("/a")}, opd_teacher_weights=[2]
+    )
+    assert settings.inference_roles == ("judge",)
+    assert settings.opd_teachers == (("a", "/a"),)
+    assert settings.opd_teacher_weights == (2.0,)
+
+
+def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(PatchError, match=r"unknown option roles; known: strict, .*inference_roles"):
+        Settings(roles=("judge",))
+
+
+# --- ranges, which the patches declare
 
 
 @pytest.mark.parametrize("path", ["train", "model:train", "my.model.train", "my.model:", "my model:train"])
@@ -77,65 +116,162 @@ def test_a_train_function_must_name_module_and_function(path: str) -> None:
         Settings(train_functions=(path,))
 
 
-def test_a_bare_string_of_train_functions_is_refused() -> None:
-    with pytest.raises(PatchError, match="expected a tuple"):
-        Settings(train_functions="my.model:train")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "weights", [(-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (float("inf"), 1.0), (1.0,)]
+)
+def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
+    with pytest.raises(PatchError, match="expected one each, not negative"):
+        Settings(opd_teachers=(("a", "/a"), ("b", "/b")), opd_teacher_weights=weights)
 
 
-def test_a_bare_string_of_roles_is_refused() -> None:
-    with pytest.raises(PatchError, match="expected a tuple of names of roles"):
-        Settings(inference_roles="teacher")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("opd_top_k", 0, "opd_top_k=0: expected at least 1"),
+        ("opd_divergence", "kl", "opd_divergence='kl': expected one of reverse_kl"),
+        ("opd_teachers", [("a", "/b"), ("a", "/c")], "expected distinct names"),
+        ("opd_teachers", [("a", "")], "each with a path"),
+    ],
+)
+def test_values_out_of_range(option: str, value: Any, message: str) -> None:
+    with pytest.raises(PatchError, match=message):
+        Settings(**{option: value})
 
 
-def test_a_bad_switch_is_named() -> None:
-    with pytest.raises(MegatronRLPatchesError, match="MEGATRON_RL_PATCHES_STRICT='maybe': expected 1 or 0"):
-        Settings.from_environment({"MEGATRON_RL_PATCHES_STRICT": "maybe"})
+# --- variables
 
 
-def test_distillation_from_the_environment() -> None:
+def test_from_the_environment() -> None:
     environ = {
+        "MEGATRON_RL_PATCHES_STRICT": "1",
+        "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "my_rl.model:train, my_rl.loop:Trainer.fit,",
+        "MEGATRON_RL_PATCHES_INFERENCE_ROLES": "teacher, judge",
         "MEGATRON_RL_PATCHES_OPD_TOP_K": " 32 ",
         "MEGATRON_RL_PATCHES_OPD_DIVERGENCE": "forward_kl",
         "MEGATRON_RL_PATCHES_OPD_TEACHERS": "math=/teachers/math, code = /teachers/a=b",
         "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "2,0.5",
     }
-    settings = Settings.from_environment(environ)
-    assert (settings.opd_top_k, settings.opd_divergence) == (32, "forward_kl")
-    assert dict(settings.opd_teachers) == {"math": "/teachers/math", "code": "/teachers/a=b"}
-    assert settings.opd_teacher_weights == (2.0, 0.5)
+    assert {*environ, "MEGATRON_RL_PATCHES", "MEGATRON_RL_PATCHES_ROOTS"} == set(variables())
+    assert Settings.from_environment(environ) == Settings(
+        strict=True,
+        train_functions=("my_rl.model:train", "my_rl.loop:Trainer.fit"),
+        inference_roles=("teacher", "judge"),
+        opd_top_k=32,
+        opd_divergence="forward_kl",
+        opd_teachers=(("math", "/teachers/math"), ("code", "/teachers/a=b")),
+        opd_teacher_weights=(2.0, 0.5),
+    )
+    assert Settings.from_environment(dict.fromkeys(environ, " ")) == Settings()
+    assert Settings.from_environment({"MEGATRON_RL_PATCHES_INFERENCE_ROLES": "None"}).inference_roles == ()
 
 
-def test_teachers_may_be_a_mapping() -> None:
-    assert Settings(opd_teachers={"a": "/b"}).opd_teachers == (("a", "/b"),)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("text", "strict"), [("1", True), (" Yes", True), ("0", False), ("OFF ", False)])
+def test_switches(text: str, strict: bool) -> None:
+    assert Settings.from_environment({"MEGATRON_RL_PATCHES_STRICT": text}).strict is strict
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "message"),
+    ("option", "value", "expected"),
     [
-        ("TOP_K", "0", "opd_top_k=0: expected at least 1"),
-        ("TOP_K", "many", "MEGATRON_RL_PATCHES_OPD_TOP_K: 'many': expected a number"),
-        ("DIVERGENCE", "kl", "opd_divergence='kl': expected one of reverse_kl"),
-        (
-            "TEACHERS",
-            "/teachers/math",
-            "MEGATRON_RL_PATCHES_OPD_TEACHERS: '/teachers/math': expected name=path",
-        ),
-        ("TEACHERS", "a=/b,a=/c", "expected distinct names"),
-        ("TEACHER_WEIGHTS", "1", "expected one each"),
-        ("TEACHER_WEIGHTS", "half", "'half': expected a number"),
+        ("STRICT", "maybe", "1 or 0"),
+        ("OPD_TOP_K", "many", "an integer"),
+        ("OPD_TOP_K", "1.5", "an integer"),
+        ("OPD_TEACHERS", "/teachers/math", "pairs of strings, separated by commas"),
+        ("OPD_TEACHER_WEIGHTS", "half", "numbers, separated by commas"),
     ],
 )
-def test_bad_values_of_distillation(variable: str, value: str, message: str) -> None:
-    with pytest.raises(PatchError, match=message):
-        Settings.from_environment({f"MEGATRON_RL_PATCHES_OPD_{variable}": value})
+def test_a_variable_that_does_not_parse_is_named(option: str, value: str, expected: str) -> None:
+    with pytest.raises(PatchError) as refused:
+        Settings.from_environment({f"MEGATRON_RL_PATCHES_{option}": value})
+    assert str(refused.value) == f"MEGATRON_RL_PATCHES_{option}={value!r}: expected {expected}"
 
 
-@pytest.mark.parametrize("weights", [(-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (float("inf"), 1.0)])
-def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
-    with pytest.raises(PatchError, match="not negative"):
-        Settings(opd_teachers=(("a", "/a"), ("b", "/b")), opd_teacher_weights=weights)
+# --- options of patches that other packages register
+
+THIRD_PARTY = """
+from dataclasses import dataclass
+from megatron_rl_patches import Patch
+
+@dataclass(frozen=True)
+class Options:
+    loudness: int = 3
+    mood: "dict | str" = "plain"
+
+    def __post_init__(self):
+        if self.mood == "grim":
+            raise ValueError("be merry")
+
+@dataclass(frozen=True)
+class Taken:
+    {taken}: int = 3
+
+@dataclass(frozen=True)
+class WithoutDefault:
+    volume: int
+
+class NoDataclass:
+    pass
+
+patch = Patch("loud", "", options=Options)
+taken = Patch("taken", "", options=Taken)
+without_default = Patch("without-default", "", options=WithoutDefault)
+no_dataclass = Patch("no-dataclass", "", options=NoDataclass)
+same = Patch("same", "", options=Options)
+
+@patch.wrap("third_party_options", "speak", pass_options=True)
+def speak(wrapped, instance, args, kwargs, *, options):
+    return options
+
+def speak():
+    return None
+"""
 
 
-def test_a_bare_string_of_teachers_is_refused() -> None:
-    with pytest.raises(PatchError, match="expected a tuple of pairs"):
-        Settings(opd_teachers="math=/teachers/math")  # type: ignore[arg-type]
+@pytest.fixture
+def third_party(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    text = THIRD_PARTY.replace("{taken}", getattr(request, "param", "opd_top_k"))
+    (tmp_path / "third_party_options.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries = [
+        EntryPoint(name, f"third_party_options:{name}", registry.ENTRY_POINT_GROUP)
+        for name in ("patch", "taken", "without_default", "no_dataclass", "same")
+    ]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    registry.patches.cache_clear()
+    yield
+    registry.patches.cache_clear()
+    sys.modules.pop("third_party_options", None)
+
+
+@pytest.mark.usefixtures("third_party")
+def test_options_of_a_third_partys_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (Settings().loudness, Settings(loudness=5).loudness) == (3, 5)
+    assert "MEGATRON_RL_PATCHES_LOUDNESS" in variables()
+    with pytest.raises(PatchError, match="loudness='5': expected an integer"):
+        Settings(loudness="5")
+    with pytest.raises(PatchError, match="mood='grim': be merry"):
+        Settings(mood="grim")
+    assert Settings(mood={"any": "thing"}).mood == {"any": "thing"}
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_LOUDNESS", "7")
+    import third_party_options
+
+    with applied("loud"):
+        assert third_party_options.speak().loudness == 7
+    with applied("loud", settings=Settings(loudness=9)):
+        assert third_party_options.speak().loudness == 9
+
+
+@pytest.mark.parametrize("third_party", ["opd_top_k", "strict", "roots"], indirect=True)
+@pytest.mark.usefixtures("third_party")
+def test_options_that_cannot_be_are_reported_and_their_patch_is_left_out(
+    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    taken = request.node.callspec.params["third_party"]
+    names = set(registry.patches())
+    assert {"loud", "same"} <= names and not names & {"taken", "without-default", "no-dataclass"}
+    messages = "\n".join(caplog.messages)
+    assert f"an option named {taken!r} exists already" in messages
+    assert "options are declared as a dataclass" in messages
+    assert len(caplog.messages) == 3

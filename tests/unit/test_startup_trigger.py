@@ -1,4 +1,4 @@
-"""The import trigger on its own: a host of the test, and an activation that the test chooses."""
+"""The import trigger on its own: a framework of the test, and an activation that the test chooses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +23,9 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package that nobody has imported, configured as a root; no trigger is armed before or afterwards."""
-    name = f"trigger_host_{next(_numbers)}"
+    name = f"trigger_framework_{next(_numbers)}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / name / "model.py").write_text("")
@@ -73,43 +74,43 @@ def test_imports_nothing_at_module_level():
 
 
 @pytest.mark.parametrize("value", ["", "0", "false", "OFF", "no", "None", " 0 "])
-def test_words_that_mean_off_are_those_of_the_settings(host, monkeypatch, value):
+def test_words_that_mean_off_are_those_of_the_settings(framework, monkeypatch, value):
     monkeypatch.setenv("MEGATRON_RL_PATCHES", value)
     startup.main()
     assert not armed()
     assert not parse_selection(value, ["reentrant-train"])
 
 
-def test_arms_once_in_front_of_all_finders(host):
+def test_arms_once_in_front_of_all_finders(framework):
     startup.main()
     startup.main()
     assert armed() == sys.meta_path[:1]
 
 
-def test_fires_at_the_first_import_of_a_root_and_never_again(host, activate):
+def test_fires_at_the_first_import_of_a_root_and_never_again(framework, activate):
     calls = activate()
     startup.main()
-    assert importlib.util.find_spec(host).origin
-    assert importlib.util.find_spec("no_host_at_all") is None
+    assert importlib.util.find_spec(framework).origin
+    assert importlib.util.find_spec("no_framework_at_all") is None
     assert not calls
-    importlib.import_module(host)
-    importlib.import_module(f"{host}.model")
+    importlib.import_module(framework)
+    importlib.import_module(f"{framework}.model")
     assert calls == [1]
     startup.main()
-    del sys.modules[host]
-    importlib.import_module(host)
+    del sys.modules[framework]
+    importlib.import_module(framework)
     assert calls == [1]
 
 
-def test_name_that_only_begins_like_a_root_does_not_fire(host, activate):
+def test_name_that_only_begins_like_a_root_does_not_fire(framework, activate):
     calls = activate()
     startup.main()
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(f"{host}_extra")
+        importlib.import_module(f"{framework}_extra")
     assert not calls
 
 
-def test_missing_host_is_an_ordinary_import_error_and_loads_nothing(host, activate):
+def test_missing_framework_is_an_ordinary_import_error_and_loads_nothing(framework, activate):
     calls = activate()
     startup.main()
     with pytest.raises(ModuleNotFoundError, match="No module named 'somewhere'"):
@@ -117,98 +118,100 @@ def test_missing_host_is_an_ordinary_import_error_and_loads_nothing(host, activa
     assert not calls
 
 
-def test_namespace_fires_at_the_first_package_in_it(host, activate, tmp_path):
+def test_namespace_fires_at_the_first_package_in_it(framework, activate, tmp_path):
     """`megatron` is one: several distributions share it."""
-    (tmp_path / host / "__init__.py").unlink()
+    (tmp_path / framework / "__init__.py").unlink()
     calls = activate()
     startup.main()
-    importlib.import_module(host)
+    importlib.import_module(framework)
     assert not calls
-    importlib.import_module(f"{host}.model")
+    importlib.import_module(f"{framework}.model")
     assert calls == [1]
 
 
-def test_leaves_no_mark_on_the_module(host, activate):
-    importlib.import_module(host)
-    before = vars(sys.modules.pop(host))
+def test_leaves_no_mark_on_the_module(framework, activate):
+    importlib.import_module(framework)
+    before = vars(sys.modules.pop(framework))
     activate()
     startup.main()
-    after = vars(importlib.import_module(host))
+    after = vars(importlib.import_module(framework))
     assert set(before) == set(after)
     assert type(before["__loader__"]) is type(after["__loader__"]) is type(after["__spec__"].loader)
     assert before["__spec__"].origin == after["__spec__"].origin
     assert after["__loader__"] is after["__spec__"].loader
 
 
-def test_spec_of_a_mere_look_up_can_be_read_and_loaded(host, activate):
+def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, activate):
     calls = activate()
     startup.main()
-    spec = importlib.util.find_spec(host)
-    assert spec.loader.get_source(host) == "" and not calls
+    spec = importlib.util.find_spec(framework)
+    assert spec.loader.get_source(framework) == "" and not calls
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert calls == [1]
 
 
-def test_lazy_loader(host, activate):
+def test_lazy_loader(framework, activate):
     calls = activate()
     startup.main()
-    spec = importlib.util.find_spec(f"{host}")
+    spec = importlib.util.find_spec(f"{framework}")
     lazy = importlib.util.LazyLoader(spec.loader)
     spec.loader = lazy
     module = importlib.util.module_from_spec(spec)
-    sys.modules[host] = module
+    sys.modules[framework] = module
     lazy.exec_module(module)
     assert calls == [1] and module.__doc__ is None
 
 
-def test_fires_for_a_submodule_of_a_root_that_was_imported_before(host, activate):
+def test_fires_for_a_submodule_of_a_root_that_was_imported_before(framework, activate):
     calls = activate()
-    importlib.import_module(host)
+    importlib.import_module(framework)
     startup.main()
-    importlib.import_module(f"{host}.model")
+    importlib.import_module(f"{framework}.model")
     assert calls == [1]
 
 
-def test_hook_that_the_activation_puts_on_the_root_itself_fires(host, activate):
+def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, activate):
     hooked: list[str] = []
-    activate(lambda: wrapt.register_post_import_hook(lambda module: hooked.append(module.__name__), host))
+    activate(
+        lambda: wrapt.register_post_import_hook(lambda module: hooked.append(module.__name__), framework)
+    )
     startup.main()
-    importlib.import_module(host)
-    assert hooked == [host]
+    importlib.import_module(framework)
+    assert hooked == [framework]
 
 
-def test_activation_that_imports_a_host_is_not_started_twice(host, activate):
-    calls = activate(lambda: importlib.import_module(f"{host}.model") and None)
+def test_activation_that_imports_a_framework_is_not_started_twice(framework, activate):
+    calls = activate(lambda: importlib.import_module(f"{framework}.model") and None)
     startup.main()
-    importlib.import_module(host)
+    importlib.import_module(framework)
     assert calls == [1]
 
 
-def test_failure_costs_one_line_and_disarms(host, activate, capsys):
+def test_failure_costs_one_line_and_disarms(framework, activate, capsys):
     def fail() -> None:
         raise ValueError("two\nlines")
 
     calls = activate(fail)
     startup.main()
-    importlib.import_module(host)
-    importlib.import_module(f"{host}.model")
+    importlib.import_module(framework)
+    importlib.import_module(f"{framework}.model")
     assert calls == [1]
     (line,) = capsys.readouterr().err.splitlines()
     assert "not activated" in line and "ValueError: two lines" in line
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["no stderr", "closed stderr"])
-def test_failure_without_anybody_to_tell(host, activate, monkeypatch, tmp_path, closed):
+def test_failure_without_anybody_to_tell(framework, activate, monkeypatch, tmp_path, closed):
     stream = (tmp_path / "stderr").open("w")
     stream.close()
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
     activate(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     startup.main()
-    importlib.import_module(host)
+    importlib.import_module(framework)
 
 
-def test_strict_failure_is_raised_at_every_import(host, activate, monkeypatch, capsys):
+def test_strict_failure_is_raised_at_every_import(framework, activate, monkeypatch, capsys):
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
     error = RuntimeError("drifted")
 
@@ -219,13 +222,13 @@ def test_strict_failure_is_raised_at_every_import(host, activate, monkeypatch, c
     startup.main()
     for _ in range(2):
         with pytest.raises(RuntimeError) as caught:
-            importlib.import_module(host)
+            importlib.import_module(framework)
         assert caught.value is error
-    assert calls == [1, 2] and host not in sys.modules
+    assert calls == [1, 2] and framework not in sys.modules
     assert capsys.readouterr().err == ""
 
 
-def test_strict_import_error_cannot_be_mistaken_for_a_missing_host(host, activate, monkeypatch):
+def test_strict_import_error_cannot_be_mistaken_for_a_missing_framework(framework, activate, monkeypatch):
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
 
     def fail() -> None:
@@ -234,85 +237,65 @@ def test_strict_import_error_cannot_be_mistaken_for_a_missing_host(host, activat
     activate(fail)
     startup.main()
     with pytest.raises(RuntimeError, match="could not be activated: No module named 'wrapt'") as caught:
-        importlib.import_module(host)
+        importlib.import_module(framework)
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
 @pytest.fixture
-def second_host(tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def second_framework(tmp_path: Path, framework: str) -> Iterator[str]:
     (tmp_path / "somewhere.py").write_text("")
     yield "somewhere"
     sys.modules.pop("somewhere", None)
 
 
-def test_second_thread_waits_until_the_activation_is_through(host, second_host, activate):
+@pytest.mark.parametrize("patience", [60.0, 0.05])
+def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
+    framework, second_framework, activate, monkeypatch, patience
+):
+    """It may hold the import lock of something that the activation imports."""
+    monkeypatch.setattr(startup, "_PATIENCE_SECONDS", patience)
     inside, finish = threading.Event(), threading.Event()
-    order: list[str] = []
 
     def slow() -> None:
         inside.set()
         assert finish.wait(30)
-        order.append("activated")
-
-    def second() -> None:
-        importlib.import_module(second_host)
-        order.append("second import done")
 
     calls = activate(slow)
     startup.main()
-    first_thread = threading.Thread(target=importlib.import_module, args=(host,))
-    second_thread = threading.Thread(target=second)
-    first_thread.start()
-    assert inside.wait(30)
-    second_thread.start()
-    second_thread.join(0.2)
-    assert second_thread.is_alive()
-    finish.set()
-    first_thread.join(30)
-    second_thread.join(30)
-    assert order == ["activated", "second import done"] and calls == [1]
-
-
-def test_second_thread_does_not_wait_for_ever(host, second_host, activate, monkeypatch):
-    """It may hold the import lock of something that the activation imports."""
-    monkeypatch.setattr(startup, "_PATIENCE_SECONDS", 0.05)
-    inside, finish = threading.Event(), threading.Event()
-
-    def stuck() -> None:
-        inside.set()
-        assert finish.wait(30)
-
-    calls = activate(stuck)
-    startup.main()
-    first_thread = threading.Thread(target=importlib.import_module, args=(host,))
-    first_thread.start()
-    assert inside.wait(30)
-    importlib.import_module(second_host)
-    assert first_thread.is_alive()
-    finish.set()
-    first_thread.join(30)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(importlib.import_module, framework)
+        assert inside.wait(30)
+        second = threads.submit(importlib.import_module, second_framework)
+        if patience < 1:
+            assert second.result(30) and not first.done()
+        else:
+            with pytest.raises(TimeoutError):
+                second.result(0.2)
+        finish.set()
+        assert first.result(30) and second.result(30)
     assert calls == [1]
 
 
-def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(host, activate, tmp_path):
+def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(framework, activate, tmp_path):
     """The other one needs the global import lock to go on: the activation must not hold it."""
     half_way, go_on = threading.Event(), threading.Event()
-    (tmp_path / f"{host}_needed.py").write_text(
-        f"import sys\nsys.{host}_half_way.set()\nsys.{host}_go_on.wait(30)\nimport {host}_other\n"
+    (tmp_path / f"{framework}_needed.py").write_text(
+        f"import sys\nsys.{framework}_half_way.set()\nsys.{framework}_go_on.wait(30)\n"
+        f"import {framework}_other\n"
     )
-    (tmp_path / f"{host}_other.py").write_text("")
-    setattr(sys, f"{host}_half_way", half_way)
-    setattr(sys, f"{host}_go_on", go_on)
+    (tmp_path / f"{framework}_other.py").write_text("")
+    setattr(sys, f"{framework}_half_way", half_way)
+    setattr(sys, f"{framework}_go_on", go_on)
 
     def activation() -> None:
         threading.Timer(0.1, go_on.set).start()
-        importlib.import_module(f"{host}_needed")
+        importlib.import_module(f"{framework}_needed")
 
     calls = activate(activation)
     startup.main()
     threads = [
         threading.Thread(target=importlib.import_module, args=(name,), daemon=True)
-        for name in (f"{host}_needed", host)
+        for name in (f"{framework}_needed", framework)
     ]
     threads[0].start()
     assert half_way.wait(30)

@@ -17,11 +17,11 @@ def state():
 
 
 def patched():
-    """Import the host as a trainer would; whether its two methods carry a layer of ours."""
+    """Import the framework as a trainer would; whether its two methods carry a layer of ours."""
     from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 
     methods = [vars(DistributedDataParallel)[f"{verb}_forward_pre_hook"] for verb in ("enable", "disable")]
-    layers = [type(method).__module__ == f"{PACKAGE}.engine.layer" for method in methods]
+    layers = [type(method).__module__ == f"{PACKAGE}.engine.wrapper" for method in methods]
     assert layers[0] == layers[1] == hasattr(methods[0], "__wrapped__"), methods
     return layers[0]
 

@@ -1,18 +1,25 @@
-"""A host package on disk, patches on it, and an engine of one's own for each test."""
+"""A framework package on disk, patches on it, and an engine of one's own for each test."""
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches import Settings
-from megatron_rl_patches.engine import announce, installer, registry
+from megatron_rl_patches import apply
+from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.spec import Patch, Site
+
+Framework = Callable[..., str]
+Tagged = Callable[..., str]
+Engine = dict[str, Patch]
 
 MODEL = """
 def train(model, steps=1):
@@ -44,12 +51,12 @@ _numbers = itertools.count()
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """``host(**files)`` writes a package with ``model`` and ``actor`` modules and gives its name."""
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
+    """``framework(**files)`` writes a package with ``model`` and ``actor`` modules and gives its name."""
     names = []
 
     def write(**files: str) -> str:
-        name = f"host{next(_numbers)}"
+        name = f"framework{next(_numbers)}"
         folder = tmp_path / name
         folder.mkdir()
         for module, text in {"__init__": "", "model": MODEL, "actor": ACTOR, **files}.items():
@@ -65,16 +72,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Patch]]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A fresh engine; patches put into the dictionary are the registered ones."""
     patches: dict[str, Patch] = {}
     fresh = installer.Installer()
     monkeypatch.setattr(installer, "installer", fresh)
     monkeypatch.setattr(registry, "patches", lambda: patches)
-    monkeypatch.setattr(announce, "done", False)
-    monkeypatch.setattr(announce, "_warned", set())
     yield patches
-    fresh.remove(fresh.records_of(patches))
+    fresh.remove(patches)
 
 
 def tag(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,14 +87,44 @@ def tag(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return ("patched", wrapped(*args, **kwargs))
 
 
-def patch_of(host: str, *qualnames: str, name: str = "tagging", adapter: Any = tag, **options: Any) -> Patch:
-    """A patch with one site per qualified name in ``host.model``."""
-    patch = Patch(name=name, summary="tags results")
+def patch_of(
+    framework: str, *qualnames: str, name: str = "tagging", adapter: Any = tag, **options: Any
+) -> Patch:
+    """A patch with one site per qualified name in ``framework.model``."""
+    patch = Patch(name=name, summary="tags results", options=Options)
     for qualname in qualnames:
-        patch.wrap(f"{host}.model", qualname, **options)(adapter)
+        patch.wrap(f"{framework}.model", qualname, **options)(adapter)
     return patch
 
 
-def sites_in(settings: Settings) -> tuple[Site, ...]:
+@pytest.fixture
+def tagged(framework: Framework, engine: Engine) -> Tagged:
+    """``tagged(qualname, ...)`` writes a framework, registers the patch "tagging" of it, gives its name."""
+
+    def register(*qualnames: str, files: dict[str, str] | None = None, **options: Any) -> str:
+        name = framework(**files or {})
+        engine["tagging"] = patch_of(name, *qualnames, **options)
+        return name
+
+    return register
+
+
+@pytest.fixture
+def patched(tagged: Tagged) -> ModuleType:
+    """The ``model`` module of a framework whose ``train`` is patched."""
+    name = tagged("train")
+    apply()
+    return importlib.import_module(f"{name}.model")
+
+
+@dataclass(frozen=True)
+class Options:
+    """For ``Patch.options``."""
+
+    train_functions: tuple[str, ...] = ()
+    inference_roles: tuple[str, ...] = ()
+
+
+def sites_in(options: Options) -> tuple[Site, ...]:
     """For ``Patch.configured``: a site for every train function."""
-    return tuple(Site(*path.split(":"), tag) for path in settings.train_functions)
+    return tuple(Site(*path.split(":"), tag) for path in options.train_functions)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import io
 import logging
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron_rl_patches import apply
-from megatron_rl_patches.engine import announce, installer
+from megatron_rl_patches import __version__, apply
+from megatron_rl_patches.engine.announce import Announcer, summary
+from megatron_rl_patches.engine.judge import SiteStatus
 from megatron_rl_patches.engine.spec import Patch
 
-from .conftest import patch_of, tag
+from .conftest import Engine, Tagged, tag
 
-Host = Callable[..., str]
-Engine = dict[str, Patch]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +28,8 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_one_summary_line_at_the_first_call(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train", "save")
+def test_one_summary_line_at_the_first_call(tagged: Tagged, caplog: pytest.LogCaptureFixture) -> None:
+    name = tagged("train", "save")
     caplog.set_level(logging.INFO, "megatron_rl_patches")
     apply()
     module = importlib.import_module(f"{name}.model")
@@ -40,45 +40,24 @@ def test_one_summary_line_at_the_first_call(
     assert line.endswith(f"tagging ({name}: 2 applied)")
 
 
-def test_stderr_when_no_handler_is_configured(
-    host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("has_handler", [True, False])
+def test_stderr_when_no_handler_takes_the_line(
+    tagged: Tagged,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    has_handler: bool,
 ) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
-    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
+    name = tagged("train")
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
+    caplog.set_level(logging.WARNING if has_handler else logging.INFO, "megatron_rl_patches")
     apply()
     importlib.import_module(f"{name}.model").train("m")
     assert capsys.readouterr().err.count("1 applied") == 1
 
 
-def test_stderr_when_the_handlers_are_for_warnings_only(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
-    caplog.set_level(logging.WARNING, "megatron_rl_patches")
-    apply()
-    importlib.import_module(f"{name}.model").train("m")
-    assert capsys.readouterr().err.count("1 applied") == 1
-
-
-def test_silent_on_other_ranks(
-    host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
-    monkeypatch.setenv("RANK", "3")
-    caplog.set_level(logging.INFO, "megatron_rl_patches")
-    apply()
-    importlib.import_module(f"{name}.model").train("m")
-    assert caplog.messages == []
-
-
-def test_a_skipped_site_is_warned_of_once(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "run")
+def test_a_skipped_site_is_warned_of_once(tagged: Tagged, caplog: pytest.LogCaptureFixture) -> None:
+    name = tagged("run")
     apply()
     importlib.import_module(f"{name}.model")
     apply()
@@ -88,10 +67,9 @@ def test_a_skipped_site_is_warned_of_once(
 
 
 def test_a_module_that_is_not_there_is_warned_of(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+    engine: Engine, tagged: Tagged, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
+    name = tagged("train")
     engine["other"] = Patch("other", "")
     engine["other"].wrap(f"{name}.modle", "train")(tag)
     apply()
@@ -99,43 +77,173 @@ def test_a_module_that_is_not_there_is_warned_of(
     assert f"skipped other: {name}.modle.train: missing" in caplog.text
 
 
-def test_exit_warns_of_a_host_whose_patched_module_was_never_imported(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    used, unused = host(), host()
-    engine["tagging"] = patch_of(used, "train")
-    engine["other"] = patch_of(unused, "train", name="other")
-    apply()
-    importlib.import_module(used)
-    installer.installer.at_exit()
-    [line] = caplog.messages
-    assert f"{used}.model.train" in line
-    assert unused not in line
+class Closed(io.StringIO):
+    def __init__(self) -> None:
+        super().__init__()
+        self.close()
 
 
-def test_a_process_that_never_called_anything_is_told_at_exit(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
-    caplog.set_level(logging.INFO, "megatron_rl_patches")
-    apply()
-    importlib.import_module(f"{name}.model")
-    installer.installer.at_exit()
-    assert [line.endswith(f"tagging ({name}: 1 applied)") for line in caplog.messages] == [True]
-
-
-def test_a_closed_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    closed.close()
+@pytest.mark.parametrize("stderr", [None, Closed()])
+def test_no_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch, stderr: Closed | None) -> None:
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
-    monkeypatch.setattr(sys, "stderr", closed)
-    monkeypatch.setattr(announce, "done", False)
-    announce.once([])
+    monkeypatch.setattr(sys, "stderr", stderr)
+    Announcer().once([])
 
 
-def test_no_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
-    monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(announce, "done", False)
-    announce.once([])
+AT_EXIT = """
+import io, logging, sys
+from megatron_rl_patches import Patch
+from megatron_rl_patches.engine import installer, registry
+{handler}
+registry.patches = lambda: {{"tagging": patch}}
+patch = Patch("tagging", "")
+patch.wrap("exiting_framework.model", "train")(lambda wrapped, instance, args, kwargs: None)
+patch.wrap("exiting_framework.other", "train")(lambda wrapped, instance, args, kwargs: None)
+import megatron_rl_patches
+megatron_rl_patches.apply()
+import exiting_framework.model
+{at_the_end}
+"""
+SAID = "tagging (exiting_framework: 1 applied)"
+
+
+@pytest.mark.parametrize(
+    ("handler", "at_the_end", "stderr"),
+    [
+        ("", "", SAID),
+        ("logging.basicConfig(level=20)", "", SAID),
+        ("stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)", "stream.close()", ""),
+        # As pytest does it: what was stderr when the handler was made is a file that is closed in the end.
+        (
+            "import tempfile; true_stderr, sys.stderr = sys.stderr, tempfile.TemporaryFile('w+')\n"
+            "logging.basicConfig(level=20); captured, sys.stderr = sys.stderr, true_stderr",
+            "captured.close()",
+            "",
+        ),
+        # As pytest's own handler, which lets a test fail whose messages cannot be formatted.
+        (
+            "class Raising(logging.Handler):\n    def emit(self, record): raise RuntimeError\n"
+            "logging.getLogger('megatron_rl_patches').addHandler(Raising(0)); logging.root.setLevel(20)",
+            "",
+            "",
+        ),
+        # What a closed handler loses, another one says.
+        (
+            "stream = io.StringIO(); logging.basicConfig(level=20, stream=stream)\n"
+            "logging.root.addHandler(logging.StreamHandler())",
+            "stream.close()",
+            SAID,
+        ),
+        ("", "sys.stderr.close()", ""),
+        ("", "sys.stderr = None", ""),
+    ],
+)
+def test_at_exit_a_line_is_said_or_lost_in_silence(
+    tmp_path: Path, handler: str, at_the_end: str, stderr: str
+) -> None:
+    package = tmp_path / "exiting_framework"
+    package.mkdir()
+    for module in ("__init__", "model", "other"):
+        (package / f"{module}.py").write_text("def train(): ...")
+    (tmp_path / "program.py").write_text(AT_EXIT.format(handler=handler, at_the_end=at_the_end))
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"],
+        env={**environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert "Logging error" not in done.stderr and "Traceback" not in done.stderr
+    assert "of its own is wrong" not in done.stderr
+    assert (stderr in done.stderr) if stderr else (done.stderr == "")
+
+
+def site(patch: str, framework: str, state: str, function: str = "train") -> SiteStatus:
+    return SiteStatus(patch, framework, f"{framework}.{function}", state, "a reason")  # type: ignore[arg-type]
+
+
+def test_summary_counts_states_by_framework() -> None:
+    statuses = [
+        site("one", "slime", "applied"),
+        site("one", "slime", "applied", "save"),
+        site("one", "verl", "missing"),
+        site("one", "miles", "waiting"),
+        site("two", "slime", "waiting"),
+    ]
+    assert summary(statuses, "1.2") == (
+        "megatron_rl_patches 1.2: one (slime: 2 applied, verl: 1 missing); two (waiting for a framework)"
+    )
+    assert summary([], "1.2") == "megatron_rl_patches 1.2: nothing selected"
+
+
+class TestOfUsedFrameworks:
+    @pytest.fixture(autouse=True)
+    def used(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
+        caplog.set_level(logging.INFO, "megatron_rl_patches")
+
+    def test_nothing_was_in_place(self, caplog: pytest.LogCaptureFixture) -> None:
+        Announcer().at_exit([site("one", "slime", "waiting"), site("one", "used", "reverted")])
+        assert caplog.messages == []
+
+    def test_a_framework_that_is_not_used_is_not_complained_of(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        Announcer().once([site("one", "used", "missing"), site("one", "unused", "missing")])
+        assert [line for line in caplog.messages if "skipped" in line] == [
+            "megatron_rl_patches: skipped one: used.train: missing: a reason"
+        ]
+
+    def test_summary_with_this_version(self, caplog: pytest.LogCaptureFixture) -> None:
+        Announcer().at_exit([site("one", "used", "applied"), site("one", "unused", "applied")])
+        assert caplog.messages == [f"megatron_rl_patches {__version__}: one (used: 1 applied)"]
+
+    def test_patched_modules_that_never_came(self, caplog: pytest.LogCaptureFixture) -> None:
+        functions = [("used", "train"), ("unused", "go"), ("used", "save")]
+        Announcer().at_exit([site("one", package, "waiting", name) for package, name in functions])
+        [line] = caplog.messages
+        assert line.endswith("nothing was patched there: used.train, used.save")
+
+
+class TestRank:
+    @pytest.mark.parametrize(
+        ("variable", "speaks"), [("0", True), ("1", False), ("-1", True), ("x", True), (None, True)]
+    )
+    def test_by_variable(
+        self,
+        variable: str | None,
+        speaks: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setenv("RANK", variable) if variable else monkeypatch.delenv("RANK", raising=False)
+        Announcer().warn([site("one", "framework", "missing")])
+        assert bool(caplog.messages) is speaks
+
+    @pytest.mark.parametrize(
+        ("available", "initialized", "speaks"),
+        [(True, True, False), (True, False, True), (False, True, True)],
+    )
+    def test_by_process_group(
+        self,
+        available: bool,
+        initialized: bool,
+        speaks: bool,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        distributed = SimpleNamespace(
+            is_available=lambda: available, is_initialized=lambda: initialized, get_rank=lambda: 2
+        )
+        monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
+        monkeypatch.setenv("RANK", "0")
+        Announcer().warn([site("one", "framework", "missing")])
+        assert bool(caplog.messages) is speaks
+
+    def test_without_torch(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+        monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+        monkeypatch.setenv("RANK", "1")
+        Announcer().warn([site("one", "without", "missing")])
+        assert caplog.messages == []

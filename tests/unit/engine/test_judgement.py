@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
-from megatron_rl_patches.engine import facts, installer
-from megatron_rl_patches.engine.judge import judge, judge_site
-from megatron_rl_patches.engine.sources import Folder
-from megatron_rl_patches.engine.spec import Patch, Site
+from megatron_rl_patches.engine import installer, target_source
+from megatron_rl_patches.engine.judge import judge, judge_all, judge_site
+from megatron_rl_patches.engine.sources import Folder, open_source
+from megatron_rl_patches.engine.spec import Site
 
-from .conftest import MODEL, patch_of, tag
-
-Host = Callable[..., str]
-Engine = dict[str, Patch]
+from .conftest import MODEL, Engine, Framework, Options, Tagged, patch_of, tag
 
 EVERYWHERE = """
 if fast:
@@ -37,21 +33,21 @@ finally:
 class TestFacts:
     @pytest.mark.parametrize("name", ["train", "evaluate", "save", "load", "log"])
     def test_definitions_under_if_and_try(self, name: str) -> None:
-        found = facts.from_source("host.model", name, EVERYWHERE)
-        assert found.target == f"host.model.{name}"
+        found = target_source.from_source("framework.model", name, EVERYWHERE)
+        assert found.target == f"framework.model.{name}"
         assert found.function is not None and found.function.name == name
 
     def test_the_last_binding_counts(self) -> None:
         defined, imported = "def train(model): ...\n", "from .. import train\n"
-        found = facts.from_source("host.model", "train", defined + imported)
+        found = target_source.from_source("framework.model", "train", defined + imported)
         assert (found.function, found.imported_from) == (None, "..")
-        found = facts.from_source("host.model", "train", imported + defined)
+        found = target_source.from_source("framework.model", "train", imported + defined)
         assert found.function is not None and found.imported_from is None
 
-    def test_where_a_live_function_comes_from(self, host: Host) -> None:
-        name = host()
+    def test_where_a_live_function_comes_from(self, framework: Framework) -> None:
+        name = framework()
         module: Any = importlib.import_module(f"{name}.model")
-        found = facts.from_source(module.__name__, "train", MODEL)
+        found = target_source.from_source(module.__name__, "train", MODEL)
         assert found.with_live(module, "train").replaced_by is None
         module.train = test_somewhere_else
         assert found.with_live(module, "train").replaced_by == f"{__name__}.test_somewhere_else"
@@ -61,10 +57,10 @@ class TestFacts:
         del module.__file__
         assert found.with_live(module, "train").replaced_by is None
 
-    def test_what_is_inherited_is_not_there(self, host: Host) -> None:
-        module = importlib.import_module(f"{host()}.model")
+    def test_what_is_inherited_is_not_there(self, framework: Framework) -> None:
+        module = importlib.import_module(f"{framework()}.model")
         with pytest.raises(AttributeError, match=r"Trainer'> does not define 'fit'"):
-            facts.resolve(module, "Trainer.fit")
+            target_source.resolve(module, "Trainer.fit")
 
 
 def test_somewhere_else() -> None:
@@ -72,10 +68,10 @@ def test_somewhere_else() -> None:
 
 
 def verdict(text: str, folder: Path, **options: Any) -> tuple[str, str]:
-    (folder / "host").mkdir(exist_ok=True)
-    (folder / "host" / "__init__.py").write_text("")
-    (folder / "host" / "model.py").write_text(text)
-    told = judge_site(Site("host.model", "train", tag, **options), Folder(folder))
+    (folder / "framework").mkdir(exist_ok=True)
+    (folder / "framework" / "__init__.py").write_text("")
+    (folder / "framework" / "model.py").write_text(text)
+    told = judge_site(Site("framework.model", "train", tag, **options), Folder(folder))
     assert told.fingerprint == "" or len(told.fingerprint) == 12
     return told.state, told.reason
 
@@ -85,8 +81,8 @@ class TestVerdicts:
         generator = "it is a generator or a coroutine function: it runs after the call is over"
         plain = "def train(model): return model.config"
         told = {
-            "uses": verdict(plain, tmp_path, uses=("data", "steps")),
-            "mentions": verdict(plain, tmp_path, mentions=("data", "config", "steps")),
+            "uses": verdict(plain, tmp_path, parameters=("data", "steps")),
+            "mentions": verdict(plain, tmp_path, requires_names=("data", "config", "steps")),
             "generator": verdict("def train(model): yield", tmp_path),
             "coroutine": verdict("async def train(model): ...", tmp_path),
         }
@@ -100,29 +96,22 @@ class TestVerdicts:
     def test_what_cannot_be_parsed(self, tmp_path: Path) -> None:
         state, reason = verdict("def train(model:", tmp_path)
         assert state == "failed"
-        assert reason.startswith("host.model cannot be parsed: ")
+        assert reason.startswith("framework.model cannot be parsed: ")
 
     def test_no_such_module(self) -> None:
-        told = judge(Site("host.model", "train", tag), None)
-        assert (told.state, told.reason) == ("missing", "no source of module host.model is found")
+        told = judge(Site("framework.model", "train", tag), None)
+        assert (told.state, told.reason) == ("missing", "no source of module framework.model is found")
 
-    def test_a_site_that_only_tells(self, tmp_path: Path) -> None:
-        only = verdict("def train(model): ...", tmp_path, only_tells=True)
-        assert only == (
-            "not needed",
-            "nothing to do is known there (fits: has the fault that the patch mends)",
-        )
-
-    def test_in_the_source_but_not_in_the_module(self, host: Host, tmp_path: Path) -> None:
-        name = host()
+    def test_in_the_source_but_not_in_the_module(self, framework: Framework, tmp_path: Path) -> None:
+        name = framework()
         module: Any = importlib.import_module(f"{name}.model")
         del module.train
         told = judge_site(Site(f"{name}.model", "train", tag), Folder(tmp_path), module)
         assert told.state == "missing"
         assert told.reason.startswith(f"{name}.model.train is in the source but not in the module: <module")
 
-    def test_a_function_that_somebody_replaced(self, host: Host, engine: Engine) -> None:
-        name = host()
+    def test_a_function_that_somebody_replaced(self, framework: Framework, engine: Engine) -> None:
+        name = framework()
         module: Any = importlib.import_module(f"{name}.model")
         module.train = test_somewhere_else
         engine["tagging"] = patch_of(name, "train")
@@ -133,19 +122,19 @@ class TestVerdicts:
             f"replaced by {__name__}.test_somewhere_else, which has no __wrapped__ to say what it stands "
             "for; put this patch in place before it, give it functools.wraps, or exclude this patch",
         )
+        assert module.train is test_somewhere_else
 
 
 class TestStatus:
-    def test_every_state_has_its_words_and_its_code(self, host: Host, engine: Engine) -> None:
-        name = host()
-        engine["tagging"] = patch_of(name, "train")
+    def test_every_state_has_its_words_and_its_code(self, tagged: Tagged) -> None:
+        name = tagged("train")
         apply()
         [waiting] = status()
         assert (waiting.state, waiting.reason) == ("waiting", f"waits for the import of {name}.model")
         module: Any = importlib.import_module(f"{name}.model")
         [applied] = status()
         assert (applied.state, applied.reason) == ("applied", "in place")
-        expected = facts.from_source(f"{name}.model", "train", MODEL).fingerprint
+        expected = target_source.from_source(f"{name}.model", "train", MODEL).fingerprint
         assert applied.fingerprint == expected
 
         layer, module.train = module.train, test_somewhere_else
@@ -160,9 +149,8 @@ class TestStatus:
         [reverted] = status()
         assert (reverted.state, reverted.reason) == ("reverted", "reverted")
 
-    def test_a_layer_that_is_off_says_so(self, host: Host, engine: Engine) -> None:
-        name = host()
-        engine["tagging"] = patch_of(name, "train")
+    def test_a_layer_that_is_off_says_so(self, tagged: Tagged) -> None:
+        name = tagged("train")
         apply()
         layer = importlib.import_module(f"{name}.model").train
         assert layer.is_on
@@ -172,61 +160,60 @@ class TestStatus:
 
 
 class TestAdapters:
-    def test_are_given_the_call_as_it_is(self, host: Host, engine: Engine) -> None:
-        name, calls = host(), []
+    def test_are_given_the_call_as_it_is(self, framework: Framework, engine: Engine) -> None:
+        name, calls = framework(), []
 
         def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any, **more: Any) -> Any:
             calls.append((instance, args, kwargs, more))
             return wrapped(*args, **kwargs)
 
         engine["plain"] = patch_of(name, "Trainer.step", name="plain", adapter=noting)
-        engine["set"] = patch_of(name, "train", name="set", adapter=noting, with_settings=True)
-        settings = Settings(train_functions=("pkg.mod:train",))
-        apply(settings=settings)
+        engine["set"] = patch_of(name, "train", name="set", adapter=noting, pass_options=True)
+        apply(settings=Settings(train_functions=("pkg.mod:train",)))
         module = importlib.import_module(f"{name}.model")
         trainer = module.Trainer()
         assert trainer.step(x=3) == ("step", 3)
         assert module.train("m", steps=2) == ("trained", "m", 2)
         assert calls == [
             (trainer, (), {"x": 3}, {}),
-            (None, ("m",), {"steps": 2}, {"settings": settings}),
+            (None, ("m",), {"steps": 2}, {"options": Options(train_functions=("pkg.mod:train",))}),
         ]
 
     def test_asked_for_by_name_stays_a_must(
         self, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine["tagging"] = patch_of("late_host", "train")
+        engine["tagging"] = patch_of("late_framework", "train")
         apply("tagging")
         apply()  # all: may
-        (tmp_path / "late_host").mkdir()
-        (tmp_path / "late_host" / "model.py").write_text("def save(model): ...")
+        (tmp_path / "late_framework").mkdir()
+        (tmp_path / "late_framework" / "model.py").write_text("def save(model): ...")
         monkeypatch.syspath_prepend(str(tmp_path))
         with pytest.raises(PatchError, match="does not define train"):
-            importlib.import_module("late_host.model")
+            importlib.import_module("late_framework.model")
 
     def test_a_call_that_was_refused_leaves_no_must_behind(
-        self, engine: Engine, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        replaced = host()
+        replaced = framework()
         module: Any = importlib.import_module(f"{replaced}.model")
         module.train = test_somewhere_else
-        engine["tagging"] = patch_of("later_host", "train")
+        engine["tagging"] = patch_of("later_framework", "train")
         apply()
         engine["tagging"].wrap(module.__name__, "train")(tag)
         with pytest.raises(PatchError, match="conflict: replaced by"):
             apply("tagging")
-        (tmp_path / "more" / "later_host").mkdir(parents=True)
-        (tmp_path / "more" / "later_host" / "model.py").write_text("def save(model): ...")
+        (tmp_path / "more" / "later_framework").mkdir(parents=True)
+        (tmp_path / "more" / "later_framework" / "model.py").write_text("def save(model): ...")
         monkeypatch.syspath_prepend(str(tmp_path / "more"))
-        importlib.import_module("later_host.model")  # a warning, as it was before
+        importlib.import_module("later_framework.model")  # a warning, as it was before
 
 
 class TestOwnFaults:
     """What is wrong with this package itself costs its users one line."""
 
     @pytest.fixture
-    def broken(self, host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> str:
-        name = host()
+    def broken(self, framework: Framework, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> str:
+        name = framework()
         engine["tagging"] = patch_of(name, "train")
 
         def settle(*args: Any, **kwargs: Any) -> Any:
@@ -236,6 +223,8 @@ class TestOwnFaults:
         return name
 
     def test_one_line(self, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+        with pytest.raises(PatchError):  # which is no fault of this package
+            installer.installer.add([patch_of("pathlib", "gone")], Settings(), True)
         apply()
         self.break_it()
         importlib.import_module(f"{broken}.model")
@@ -250,3 +239,57 @@ class TestOwnFaults:
         self.break_it()
         with pytest.raises(PatchError, match="of its own is wrong: RuntimeError: a file is damaged"):
             importlib.import_module(f"{broken}.model")
+
+
+def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Path) -> None:
+    name = framework()
+    patches = [patch_of(name, "train", "gone"), patch_of(name, "save", name="other")]
+    patches[1].wrap("nowhere.model", "train")(tag)
+    statuses = judge_all(open_source(f"checkout={tmp_path}"), patches, Settings())
+    gone = f"{name}.model.gone: {name}.model does not define gone"
+    judged = [(f.patch, f.framework, f.target, f.state, f.reason) for f in statuses]
+    assert judged == [
+        ("tagging", name, f"{name}.model.train", "missing", f"held back: {gone}"),
+        ("tagging", name, f"{name}.model.gone", "missing", gone.partition(": ")[2]),
+        ("other", name, f"{name}.model.save", "fits", "has the fault that the patch mends"),
+        ("other", "nowhere", "nowhere.model.train", "absent", "no nowhere in checkout"),
+    ]
+    assert [bool(f.fingerprint) for f in statuses] == [False, False, True, False]
+
+
+class TestLost:
+    def test_overwritten(self, patched: Any) -> None:
+
+        def mine(model: object) -> None: ...
+
+        patched.train = mine
+        [lost] = status()
+        assert (lost.state, lost.reason) == (
+            "lost",
+            f"overwritten by {__name__}.TestLost.test_overwritten.<locals>.mine; "
+            "in force only if that calls what it replaced",
+        )
+        patched.train = 1
+        [lost] = status()
+        assert lost.reason.startswith("overwritten by ?.?;")
+
+    def test_gone(self, tagged: Tagged) -> None:
+        name = tagged("train")
+        apply()
+        del importlib.import_module(f"{name}.model").train
+        [lost] = status()
+        assert (lost.state, lost.reason) == ("lost", f"{name}.model.train is gone")
+
+    def test_a_class_that_was_imported_anew(self, tagged: Tagged) -> None:
+        name = tagged("Trainer.step")
+        apply()
+        importlib.reload(importlib.import_module(f"{name}.model"))
+        [lost] = status()
+        assert (lost.state, lost.reason) == ("lost", f"{name}.model was imported anew; call apply() again")
+
+    def test_a_replacement_in_a_class_that_was_imported_anew_is_a_conflict(self, tagged: Tagged) -> None:
+        name = tagged("Trainer.step")
+        apply()
+        importlib.reload(importlib.import_module(f"{name}.model")).Trainer.step = test_somewhere_else
+        apply()
+        assert [s.state for s in status()] == ["conflict"]

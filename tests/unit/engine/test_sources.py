@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
-from megatron_rl_patches.engine.sources import Environment, Folder, GitTree, Source, Wheel, open_source
+from megatron_rl_patches.engine.sources import Environment, Folder, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
 
 Files = dict[str, str]
 
-HOST: Files = {"host/__init__.py": "", "host/sub/model.py": "text = 1\n"}
+FILES: Files = {"framework/__init__.py": "", "framework/sub/model.py": "text = 1\n"}
 
 
 def write(folder: Path, files: Files) -> Path:
@@ -37,7 +40,7 @@ def as_folder(path: Path, files: Files) -> Source:
 
 
 def as_wheel(path: Path, files: Files) -> Source:
-    wheel = path / "host-1.2-py3-none-any.whl"
+    wheel = path / "framework-1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
@@ -62,34 +65,36 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     return lambda files: request.param(tmp_path, files)
 
 
-@pytest.mark.parametrize("root", ["", "src/", "host/", "third_party/vendored/"])
+@pytest.mark.parametrize("root", ["", "src/", "framework/", "third_party/vendored/"])
 def test_layouts(make: Make, root: str) -> None:
-    source = make({root + name: text for name, text in HOST.items()} | {"setup.py": "raise SystemExit\n"})
-    assert source.has_package("host")
-    assert source.read("host.sub.model") == "text = 1\n"
-    assert source.read("host") == ""
-    assert source.read("host.other") is None
+    source = make({root + name: text for name, text in FILES.items()} | {"setup.py": "raise SystemExit\n"})
+    assert source.has_package("framework")
+    assert source.read("framework.sub.model") == "text = 1\n"
+    assert source.read("framework") == ""
+    assert source.read("framework.other") is None
     assert not source.has_package("sub")
 
 
 def test_the_package_that_import_would_find_first_wins(make: Make) -> None:
     source = make(
         {
-            "host/host/__init__.py": "",
-            "host/host/model.py": "first\n",
-            "a/deeper/copy/host/__init__.py": "",
-            "a/deeper/copy/host/model.py": "second\n",
-            "a/deeper/copy/host/removed.py": "only in the copy\n",
+            "framework/framework/__init__.py": "",
+            "framework/framework/model.py": "first\n",
+            "a/deeper/copy/framework/__init__.py": "",
+            "a/deeper/copy/framework/model.py": "second\n",
+            "a/deeper/copy/framework/removed.py": "only in the copy\n",
         }
     )
-    assert source.read("host.model") == "first\n"
-    assert source.read("host.removed") is None, "the copy must not fill a gap in the real one"
+    assert source.read("framework.model") == "first\n"
+    assert source.read("framework.removed") is None, "the copy must not fill a gap in the real one"
 
 
-def test_a_folder_of_the_same_name_inside_another_package_is_not_the_host(make: Make) -> None:
-    source = make({"verl/__init__.py": "", "verl/utils/host/__init__.py": "", "verl/utils/host/model.py": ""})
-    assert not source.has_package("host")
-    assert source.read("host.model") is None
+def test_a_folder_of_the_same_name_inside_another_package_is_not_the_framework(make: Make) -> None:
+    source = make(
+        {"verl/__init__.py": "", "verl/utils/framework/__init__.py": "", "verl/utils/framework/model.py": ""}
+    )
+    assert not source.has_package("framework")
+    assert source.read("framework.model") is None
 
 
 def test_namespace_packages_are_put_together_from_all_places(make: Make) -> None:
@@ -107,42 +112,23 @@ def test_namespace_packages_are_put_together_from_all_places(make: Make) -> None
 
 
 def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
-    (tmp_path / "host.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
-    assert Folder(tmp_path).read("host") == "# coding: latin-1\nname = 'é'\n"
+    (tmp_path / "framework.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
+    assert Folder(tmp_path).read("framework") == "# coding: latin-1\nname = 'é'\n"
 
 
 def test_folder_passes_over_hidden_folders_and_loops(tmp_path: Path) -> None:
-    write(tmp_path, {".venv/lib/host/__init__.py": "", "src/other/__init__.py": ""})
+    write(tmp_path, {".venv/lib/framework/__init__.py": "", "src/other/__init__.py": ""})
     (tmp_path / "src" / "loop").symlink_to(tmp_path)
-    assert not Folder(tmp_path).has_package("host")
+    assert not Folder(tmp_path).has_package("framework")
     assert Folder(tmp_path).has_package("other")
 
 
-@pytest.mark.parametrize(
-    ("make_source", "name"),
-    [(as_folder, "checkout"), (as_wheel, "host 1.2"), (as_git_tree, "repository v1")],
-)
-def test_names(tmp_path: Path, make_source: Callable[[Path, Files], Source], name: str) -> None:
-    assert make_source(tmp_path, HOST).name == name
-
-
-def test_a_source_can_be_given_a_name(tmp_path: Path) -> None:
-    as_git_tree(tmp_path, HOST)
-    source = open_source(f"host at one={tmp_path / 'repository'}@v1")
-    assert source.name == "host at one"
-    assert source.has_package("host")
-
-
-def test_a_path_with_an_equals_sign_is_a_path_first(tmp_path: Path) -> None:
-    assert open_source(str(write(tmp_path / "a=b", HOST))).name == "a=b"
-
-
 def test_a_bare_repository_will_do(tmp_path: Path) -> None:
-    as_git_tree(tmp_path, HOST)
+    as_git_tree(tmp_path, FILES)
     git(tmp_path, "clone", "--bare", "repository", "bare.git")
     source = open_source(f"{tmp_path / 'bare.git'}@v1")
     assert source.name == "bare v1"
-    assert source.read("host.sub.model") == "text = 1\n"
+    assert source.read("framework.sub.model") == "text = 1\n"
 
 
 @pytest.mark.parametrize("source", ["", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl"])
@@ -151,29 +137,23 @@ def test_what_is_no_source(source: str) -> None:
         open_source(source)
 
 
-@pytest.mark.parametrize("revision", ["v2", "--output=stolen", "HEAD:host"])
+@pytest.mark.parametrize("revision", ["v2", "--output=stolen", "--help", "HEAD:framework"])
 def test_what_is_no_revision(tmp_path: Path, revision: str) -> None:
-    as_git_tree(tmp_path, HOST)
-    with pytest.raises(MegatronRLPatchesError, match="git -C"):
+    as_git_tree(tmp_path, FILES)
+    with pytest.raises(MegatronRLPatchesError, match=r"git -C .*fatal: "):
         open_source(f"{tmp_path / 'repository'}@{revision}")
     assert not list(tmp_path.rglob("stolen*"))
 
 
 def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
     with pytest.raises(MegatronRLPatchesError, match="not a git repository"):
-        GitTree(tmp_path, "HEAD")
-
-
-def test_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MegatronRLPatchesError, match="git is not installed"):
-        GitTree(tmp_path, "HEAD")
+        open_source(f"{tmp_path}@HEAD")
 
 
 def test_a_broken_wheel(tmp_path: Path) -> None:
     (tmp_path / "broken.whl").write_text("no archive")
     with pytest.raises(MegatronRLPatchesError, match=r"broken\.whl: File is not a zip file"):
-        Wheel(tmp_path / "broken.whl")
+        open_source(str(tmp_path / "broken.whl"))
 
 
 class TestEnvironment:
@@ -183,8 +163,8 @@ class TestEnvironment:
         write(
             tmp_path / "site",
             {
-                "mrp_host/__init__.py": explosive,
-                "mrp_host/sub/model.py": explosive,
+                "mrp_framework/__init__.py": explosive,
+                "mrp_framework/sub/model.py": explosive,
                 "mrp_space/core/__init__.py": explosive,
                 "mrp_checkout/setup.py": explosive,
                 "mrp_checkout/mrp_checkout/__init__.py": explosive,
@@ -195,11 +175,11 @@ class TestEnvironment:
         assert not [name for name in sys.modules if name.startswith("mrp_")]
 
     def test_reads_without_importing(self) -> None:
-        assert Environment().read("mrp_host.sub.model") == "raise AssertionError('imported')\n"
-        assert Environment().read("mrp_host.sub.absent") is None
-        assert Environment().has_package("mrp_host")
+        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
+        assert Environment().read("mrp_framework.sub.absent") is None
+        assert Environment().has_package("mrp_framework")
         assert Environment().has_package("mrp_space.core")
-        assert not Environment().has_package("mrp_host.absent.deeper")
+        assert not Environment().has_package("mrp_framework.absent.deeper")
 
     def test_a_checkout_in_the_current_folder_is_not_an_installed_package(self) -> None:
         assert not Environment().has_package("mrp_checkout")
@@ -208,21 +188,91 @@ class TestEnvironment:
         assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
         assert Environment().file_of("mrp_space") is None
 
-    def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Hook:
-            def find_spec(self, *_: object) -> None:
-                raise AssertionError("asked")
+    @pytest.mark.parametrize(
+        ("name", "module"),
+        [
+            ("ImportHookFinder", "wrapt.importer"),
+            ("ImportHookFinder", "vendored.wrapt.importer"),
+            ("_Trigger", "_megatron_rl_patches_startup"),
+            ("_Observer", "megatron_rl_patches.engine.imports"),
+        ],
+    )
+    def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:
+        def find_spec(self: object, *_: object) -> None:
+            pytest.fail("asked")
 
-        monkeypatch.setattr(sys, "meta_path", [Hook(), *sys.meta_path])
-        assert Environment().has_package("mrp_host")
+        hook = type(name, (), {"find_spec": find_spec, "__module__": module})()
+        monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+        assert Environment().has_package("mrp_framework")
+
+    def test_asking_a_hook_that_nobody_knows_imports_no_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Such as those of tracers: they ask the others, by a function that imports the parents."""
+
+        class Tracer:
+            busy = False
+
+            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+                if self.busy:
+                    return None
+                self.busy = True
+                try:
+                    return importlib.util.find_spec(name)
+                finally:
+                    self.busy = False
+
+        monkeypatch.setattr(sys, "meta_path", [Tracer(), *sys.meta_path])
+        assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
+        assert Environment().has_package("mrp_space.core")
+
+    def test_asks_finders_that_are_instances(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """scikit-build-core's finder for editable installs, and Bazel's, are; they map names to files."""
+        files = write(
+            tmp_path / "elsewhere", {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"}
+        )
+
+        class EditableFinder:
+            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+                if name != "mrp_editable":
+                    return None
+                folder = files / "mrp_editable"
+                return spec_from_file_location(
+                    name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+                )
+
+        monkeypatch.setattr(sys, "meta_path", [EditableFinder(), *sys.meta_path])
+        assert Environment().has_package("mrp_editable")
+        assert Environment().read("mrp_editable.it") == "text = 3\n"
+
+    def test_a_finder_that_raises_and_one_of_the_old_kind_are_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Broken:
+            def find_spec(self, *_: object) -> None:
+                raise ZeroDivisionError
+
+        monkeypatch.setattr(sys, "meta_path", [Broken(), object(), *sys.meta_path])
+        assert Environment().has_package("mrp_framework")
+
+    def test_the_text_of_a_module_whose_loader_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As that of a hook which rewrites modules."""
+
+        class Rewriting:
+            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+                spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+                return spec and spec_from_file_location(
+                    name,
+                    spec.origin,
+                    loader=object(),
+                    submodule_search_locations=spec.submodule_search_locations,
+                )
+
+        monkeypatch.setattr(sys, "meta_path", [Rewriting(), *sys.meta_path])
+        assert Environment().read("mrp_framework") == "raise AssertionError('imported')\n"
 
     def test_asks_the_finders_of_editable_installs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """setuptools puts a class on sys.meta_path that maps names, those of namespace members included."""
-        from importlib.machinery import ModuleSpec
-        from importlib.util import spec_from_file_location
-
         (tmp_path / "tool.py").write_text("text = 2\n")
 
         class EditableFinder:
@@ -244,56 +294,42 @@ class TestNames:
 
     def test_by_its_place(self, tmp_path: Path) -> None:
         (tmp_path / "at=home").mkdir()
-        assert as_folder(tmp_path / "at=home", HOST).name == "checkout"
-        assert as_wheel(tmp_path, HOST).name == "host 1.2"
-        assert as_git_tree(tmp_path, HOST).name == "repository v1"
+        assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
+        assert as_wheel(tmp_path, FILES).name == "framework 1.2"
+        assert as_git_tree(tmp_path, FILES).name == "repository v1"
         assert open_source(f"{tmp_path}/repository/.git@v1").name == "repository v1"
 
     def test_as_given(self, tmp_path: Path) -> None:
-        as_folder(tmp_path / "at=home", HOST), as_wheel(tmp_path, HOST), as_git_tree(tmp_path, HOST)
-        for place in ("at=home/checkout", "host-1.2-py3-none-any.whl", "repository@v1"):
-            assert open_source(f"my host={tmp_path}/{place}").name == "my host"
+        as_folder(tmp_path / "at=home", FILES), as_wheel(tmp_path, FILES), as_git_tree(tmp_path, FILES)
+        for place in ("at=home/checkout", "framework-1.2-py3-none-any.whl", "repository@v1"):
+            assert open_source(f"my framework={tmp_path}/{place}").name == "my framework"
 
     def test_an_at_in_the_path(self, tmp_path: Path) -> None:
-        source = as_git_tree(tmp_path / "me@home", HOST)
-        assert (source.name, source.read("host")) == ("repository v1", "")
+        source = as_git_tree(tmp_path / "me@home", FILES)
+        assert (source.name, source.read("framework")) == ("repository v1", "")
 
     def test_a_folder_within_the_repository(self, tmp_path: Path) -> None:
-        as_git_tree(tmp_path, HOST)
+        as_git_tree(tmp_path, FILES)
         (tmp_path / "repository" / "docs").mkdir()
-        assert open_source(f"{tmp_path}/repository/docs@v1").has_package("host")
+        assert open_source(f"{tmp_path}/repository/docs@v1").has_package("framework")
 
     def test_without_git(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "")
         with pytest.raises(MegatronRLPatchesError, match=r"^git is not .*needed for REPOSITORY@REVISION$"):
             open_source(f"{tmp_path}@v1")
 
-    def test_a_revision_is_no_option(self, tmp_path: Path) -> None:
-        as_git_tree(tmp_path, HOST)
-        with pytest.raises(MegatronRLPatchesError, match="fatal: "):
-            open_source(f"{tmp_path}/repository@--help")
-
 
 class TestPlaces:
-    def test_portions_of_a_namespace_add_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for portion in ("first", "second"):
-            write(
-                tmp_path / portion, {f"spread/{portion}/__init__.py": "", f"spread/{portion}/it.py": portion}
-            )
-            monkeypatch.syspath_prepend(str(tmp_path / portion))
-        environment = Environment()
-        assert [environment.read(f"spread.{name}.it") for name in ("first", "second")] == ["first", "second"]
-        assert "spread" not in sys.modules
-
-    def test_nested_namespaces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for portion in ("first", "second"):
-            write(tmp_path / portion, {f"outer/inner/{portion}.py": portion})
-            monkeypatch.syspath_prepend(str(tmp_path / portion))
-        environment = Environment()
-        assert [environment.read(f"outer.inner.{name}") for name in ("first", "second")] == [
-            "first",
-            "second",
-        ]
+    @pytest.mark.parametrize("namespace", ["spread", "outer/inner"])
+    def test_portions_of_a_namespace_add_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
+    ) -> None:
+        for part in ("first", "second"):
+            write(tmp_path / part, {f"{namespace}/{part}/__init__.py": "", f"{namespace}/{part}/it.py": part})
+            monkeypatch.syspath_prepend(str(tmp_path / part))
+        names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
+        assert list(map(Environment().read, names)) == ["first", "second"]
+        assert namespace.partition("/")[0] not in sys.modules
 
     def test_a_loaded_package_says_where_its_modules_are(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 
 import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
-from megatron_rl_patches.engine.facts import Facts
+from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.target_source import TargetSource
 
-from .conftest import MODEL, patch_of, sites_in, tag
-
-Host = Callable[..., str]
-Engine = dict[str, Patch]
+from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
 
 
 def verdicts() -> dict[str, tuple[str, str]]:
     return {s.target.split(".", 1)[1]: (s.state, s.reason) for s in status()}
 
 
-def test_an_absent_host_is_never_an_error(engine: Engine) -> None:
-    engine["tagging"] = patch_of("no_such_host", "train")
+def test_an_absent_framework_is_never_an_error(engine: Engine) -> None:
+    engine["tagging"] = patch_of("no_such_framework", "train")
     apply("tagging", strict=True)
-    assert verdicts() == {"model.train": ("waiting", "no_such_host is not installed")}
+    assert verdicts() == {"model.train": ("waiting", "no_such_framework is not installed")}
 
 
 @pytest.mark.parametrize(
@@ -33,16 +30,22 @@ def test_an_absent_host_is_never_an_error(engine: Engine) -> None:
     [
         ("run", {}, "missing", "does not define run"),
         ("Trainer.run", {}, "missing", "does not define Trainer.run"),
-        ("train", {"uses": ("model", "optimizer")}, "drifted", "it no longer takes optimizer"),
-        ("train", {"mentions": ("no_sync_func",)}, "drifted", "its body no longer uses no_sync_func"),
-        ("train", {"not_needed": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
+        ("train", {"parameters": ("model", "optimizer")}, "drifted", "it no longer takes optimizer"),
+        ("train", {"requires_names": ("no_sync_func",)}, "drifted", "its body no longer uses no_sync_func"),
+        ("train", {"skip_if": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
     ],
 )
 @pytest.mark.parametrize("imported_first", [True, False])
 def test_a_site_that_does_not_fit_is_left_alone_with_its_reason(
-    host: Host, engine: Engine, site: str, options: dict, state: str, reason: str, imported_first: bool
+    framework: Framework,
+    engine: Engine,
+    site: str,
+    options: dict,
+    state: str,
+    reason: str,
+    imported_first: bool,
 ) -> None:
-    name = host()
+    name = framework()
     engine["tagging"] = patch_of(name, site, **options)
     module = importlib.import_module(f"{name}.model") if imported_first else None
     apply()
@@ -53,63 +56,51 @@ def test_a_site_that_does_not_fit_is_left_alone_with_its_reason(
     assert module.train("m") == ("trained", "m", 1)
 
 
-def test_a_name_that_moved_is_drift_and_says_where_to(host: Host, engine: Engine) -> None:
-    name = host(loop="def train(model):\n    return 1", model="from .loop import train")
-    engine["tagging"] = patch_of(name, "train")
+def test_a_name_that_moved_is_drift_and_says_where_to(tagged: Tagged) -> None:
+    name = tagged(
+        "train", files={"loop": "def train(model):\n    return 1", "model": "from .loop import train"}
+    )
     apply()
     importlib.import_module(f"{name}.model")
     assert verdicts() == {"model.train": ("drifted", f"moved: {name}.model imports it from .loop")}
 
 
-def test_a_missing_module_of_a_present_host(host: Host, engine: Engine) -> None:
-    name = host()
-    engine["tagging"] = Patch("tagging", "")
-    engine["tagging"].wrap(f"{name}.gone", "train")(tag)
-    with pytest.raises(PatchError, match=f"no source of module {name}.gone"):
-        apply("tagging")
+def test_a_missing_module_of_a_present_framework_shows_before_anything_is_imported(
+    framework: Framework, engine: Engine
+) -> None:
+    patch = engine["tagging"] = Patch("tagging", "")
+    patch.wrap(f"{framework()}.gone", "train")(tag)
+    for must in (lambda: apply("tagging"), lambda: installer.installer.add([patch], Settings(), True)):
+        with pytest.raises(PatchError, match=r"no source of module \w+\.gone is found"):
+            must()
+        assert status() == []
+    apply()
+    assert [s.state for s in status()] == ["missing"]
 
 
-def test_not_needed_is_never_an_error(host: Host, engine: Engine) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train", not_needed=lambda facts: "mended upstream")
+def test_not_needed_is_never_an_error(tagged: Tagged) -> None:
+    name = tagged("train", skip_if=lambda facts: "mended upstream")
     apply("tagging", strict=True)
     assert importlib.import_module(f"{name}.model").train("m") == ("trained", "m", 1)
     assert verdicts() == {"model.train": ("not needed", "mended upstream")}
 
 
-def test_judged_by_the_live_original_below_layers(host: Host, engine: Engine) -> None:
-    name = host()
+def test_judged_by_the_live_original_below_layers(framework: Framework, engine: Engine) -> None:
+    name = framework()
     seen = []
 
-    def judge(facts: Facts) -> None:
+    def judge(facts: TargetSource) -> None:
         seen.append(facts.original)
 
-    engine["tagging"] = patch_of(name, "train", not_needed=judge)
+    engine["tagging"] = patch_of(name, "train", skip_if=judge)
     apply()
     original = importlib.import_module(f"{name}.model").train.__wrapped__
     assert seen == [original]
 
 
-def test_a_replaced_target_is_a_conflict_that_names_the_other(host: Host, engine: Engine) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train")
-    module = importlib.import_module(f"{name}.model")
-
-    def replacement(model: object) -> str:
-        return "replaced"
-
-    module.train = replacement
-    apply()
-    [(state, reason)] = verdicts().values()
-    assert state == "conflict"
-    assert "test_states" in reason
-    assert module.train is replacement
-
-
 @pytest.mark.parametrize("first", ["model", "other"])
-def test_all_sites_of_a_host_or_none(host: Host, engine: Engine, first: str) -> None:
-    name = host(other="def go(model):\n    return 'gone'")
-    engine["tagging"] = patch_of(name, "train", "run")
+def test_all_sites_of_a_framework_or_none(engine: Engine, tagged: Tagged, first: str) -> None:
+    name = tagged("train", "run", files={"other": "def go(model):\n    return 'gone'"})
     engine["tagging"].wrap(f"{name}.other", "go")(tag)
     apply()
     for module in (first, "model", "other"):
@@ -124,11 +115,10 @@ def test_all_sites_of_a_host_or_none(host: Host, engine: Engine, first: str) -> 
 
 
 def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(
-    host: Host, engine: Engine
+    engine: Engine, tagged: Tagged
 ) -> None:
     replaced = "import posixpath\ndef go(model):\n    return 'gone'\nglobals()['go'] = posixpath.join"
-    name = host(other=replaced)
-    engine["tagging"] = patch_of(name, "train")
+    name = tagged("train", files={"other": replaced})
     engine["tagging"].wrap(f"{name}.other", "go")(tag)
     apply()
     module = importlib.import_module(f"{name}.model")
@@ -139,10 +129,11 @@ def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(
 
 
 @pytest.mark.parametrize("first", ["model", "other"])
-def test_a_live_fault_holds_back_whatever_is_imported_first(host: Host, engine: Engine, first: str) -> None:
+def test_a_live_fault_holds_back_whatever_is_imported_first(
+    engine: Engine, tagged: Tagged, first: str
+) -> None:
     replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
-    name = host(model=replaced, other="def go(model):\n    return 'gone'")
-    engine["tagging"] = patch_of(name, "train")
+    name = tagged("train", files={"model": replaced, "other": "def go(model):\n    return 'gone'"})
     engine["tagging"].wrap(f"{name}.other", "go")(tag)
     apply()
     for module in (first, "model", "other"):
@@ -151,31 +142,9 @@ def test_a_live_fault_holds_back_whatever_is_imported_first(host: Host, engine: 
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
 
-@pytest.mark.parametrize(
-    "source", ["async def train(model):\n    return 1", "def train(model):\n    yield 1"]
-)
-def test_what_runs_after_the_call_cannot_be_wrapped(host: Host, engine: Engine, source: str) -> None:
-    name = host(model=source)
-    engine["tagging"] = patch_of(name, "train")
-    apply()
-    importlib.import_module(f"{name}.model")
-    [(state, reason)] = verdicts().values()
-    assert state == "drifted" and "after the call" in reason
-
-
-def test_a_host_without_the_module_is_missing_it_before_anything_is_imported(
-    host: Host, engine: Engine
-) -> None:
-    engine["tagging"] = Patch("tagging", "")
-    engine["tagging"].wrap(f"{host()}.gone", "train")(tag)
-    apply()
-    assert [s.state for s in status()] == ["missing"]
-
-
-def test_by_name_after_all_is_a_must(host: Host, engine: Engine) -> None:
+def test_by_name_after_all_is_a_must(tagged: Tagged) -> None:
     replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
-    name = host(model=replaced)
-    engine["tagging"] = patch_of(name, "train")
+    name = tagged("train", files={"model": replaced})
     apply()
     apply("tagging")
     with pytest.raises(PatchError, match="conflict"):
@@ -183,19 +152,18 @@ def test_by_name_after_all_is_a_must(host: Host, engine: Engine) -> None:
 
 
 def test_strict_about_a_half_imported_module_does_not_fail_an_unrelated_import(
-    host: Host, engine: Engine, caplog: pytest.LogCaptureFixture
+    tagged: Tagged, caplog: pytest.LogCaptureFixture
 ) -> None:
     half = "import megatron_rl_patches\nmegatron_rl_patches.apply(strict=True)\nglobals()['train'] = len\n"
     source = half + "def train(model):\n    return 1\nimport posixpath\nglobals()['train'] = posixpath.join"
-    name = host(model=source, later="")
-    engine["tagging"] = patch_of(name, "train")
+    name = tagged("train", files={"model": source, "later": ""})
     importlib.import_module(f"{name}.model")
     importlib.import_module(f"{name}.later")
     assert "conflict" in caplog.text
 
 
-def test_hosts_do_not_hold_each_other_back(host: Host, engine: Engine) -> None:
-    good, bad = host(), host(model="")
+def test_frameworks_do_not_hold_each_other_back(framework: Framework, engine: Engine) -> None:
+    good, bad = framework(), framework(model="")
     engine["tagging"] = patch_of(good, "train")
     engine["tagging"].wrap(f"{bad}.model", "train")(tag)
     apply()
@@ -205,10 +173,10 @@ def test_hosts_do_not_hold_each_other_back(host: Host, engine: Engine) -> None:
 
 
 def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(
-    host: Host, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    framework: Framework, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = "class Meta(type):\n    def __setattr__(cls, name, value): raise TypeError('frozen')\n"
-    name = host(
+    name = framework(
         model=frozen
         + "class Trainer(metaclass=Meta):\n    def step(self, x): return x\ndef train(m): return m"
     )
@@ -221,23 +189,26 @@ def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(
     assert module.train("m") == "m"
 
 
-def test_by_name_is_a_must_and_nothing_is_changed(host: Host, engine: Engine) -> None:
-    good, bad = host(), host(model="")
+def test_by_name_is_a_must_and_nothing_is_changed(framework: Framework, engine: Engine) -> None:
+    good, bad = framework(), framework(model="")
     engine["tagging"] = patch_of(good, "train")
     engine["tagging"].wrap(f"{bad}.model", "train")(tag)
     module = importlib.import_module(f"{good}.model")
     original = module.train
     with pytest.raises(PatchError, match=f"{bad}.model.train: missing") as caught:
         apply("tagging")
+    lines = str(caught.value).splitlines()
+    assert [line[:10] for line in lines] == ["cannot tak", "  tagging:", "The code o"]
+    assert lines[-1].endswith("or use a release in docs/compatibility.md.")
+    assert "(apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME)" in lines[-1]
     assert isinstance(caught.value, RuntimeError)
     assert not isinstance(caught.value, ImportError)
     assert module.train is original
     assert status() == []
 
 
-def test_by_name_a_fault_that_shows_only_live_is_raised_too(host: Host, engine: Engine) -> None:
-    name = host()
-    engine["tagging"] = patch_of(name, "train", "save")
+def test_by_name_a_fault_that_shows_only_live_is_raised_too(tagged: Tagged) -> None:
+    name = tagged("train", "save")
     module = importlib.import_module(f"{name}.model")
     original = module.train
     module.save = lambda model: None
@@ -246,8 +217,8 @@ def test_by_name_a_fault_that_shows_only_live_is_raised_too(host: Host, engine: 
     assert module.train is original
 
 
-def test_for_all_is_a_may_unless_strict(host: Host, engine: Engine) -> None:
-    engine["tagging"] = patch_of(host(), "run")
+def test_for_all_is_a_may_unless_strict(framework: Framework, engine: Engine) -> None:
+    engine["tagging"] = patch_of(framework(), "run")
     apply()
     revert()
     for options in ({"strict": True}, {"settings": Settings(strict=True)}):
@@ -256,22 +227,20 @@ def test_for_all_is_a_may_unless_strict(host: Host, engine: Engine) -> None:
     apply(strict=False, settings=Settings(strict=True))
 
 
-def test_strict_raises_at_the_import_and_again_at_the_second(host: Host, engine: Engine) -> None:
-    from megatron_rl_patches.engine import installer
-
-    name = host()
-    engine["tagging"] = patch_of(name, "run")
-    # As the variable does: nothing is judged before the host is imported.
-    installer.installer.add(list(engine.values()), Settings(), must=True)
-    for _ in range(3):
-        with pytest.raises(PatchError, match="missing"):
-            importlib.import_module(f"{name}.model")
-        assert f"{name}.model" not in sys.modules
+def test_strict_raises_at_the_import(engine: Engine, tagged: Tagged) -> None:
+    name = tagged("run")
+    # As the variable does: nothing is judged before the framework is imported.
+    installer.installer.add(list(engine.values()), Settings(), required=True)
+    with pytest.raises(PatchError, match="missing"):
+        importlib.import_module(f"{name}.model")
+    assert f"{name}.model" not in sys.modules
     revert()
     importlib.import_module(f"{name}.model")
 
 
-def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(host: Host, engine: Engine) -> None:
+def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(
+    framework: Framework, engine: Engine
+) -> None:
     calls = []
 
     def adapter(wrapped, instance, args, kwargs):
@@ -280,7 +249,7 @@ def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(host: Hos
             raise ZeroDivisionError("of the adapter")
         return wrapped(*args, **kwargs)
 
-    name = host()
+    name = framework()
     engine["tagging"] = patch_of(name, "train", adapter=adapter)
     apply()
     module = importlib.import_module(f"{name}.model")
@@ -288,20 +257,3 @@ def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(host: Hos
         module.train("m")
     assert module.train("m") == ("trained", "m", 1)
     assert [s.state for s in status()] == ["applied"]
-
-
-def test_settings_add_sites(host: Host, engine: Engine) -> None:
-    name = host()
-    engine["tagging"] = Patch("tagging", "", configured=sites_in)
-    apply(settings=Settings(train_functions=(f"{name}.model:train",)))
-    assert importlib.import_module(f"{name}.model").train("m")[0] == "patched"
-
-
-def test_a_missing_module_is_refused_strictly_before_anything_is_imported(host: Host, engine: Engine) -> None:
-    from megatron_rl_patches.engine import installer
-
-    engine["tagging"] = Patch("tagging", "")
-    engine["tagging"].wrap(f"{host()}.gone", "train")(tag)
-    with pytest.raises(PatchError, match="no source of module"):
-        installer.installer.add(list(engine.values()), Settings(), must=True)
-    assert status() == []

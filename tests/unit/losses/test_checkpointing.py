@@ -1,4 +1,4 @@
-"""Recomputed losses: same values and gradients as plain ones, also where reentrant checkpointing is wrong.
+"""Recomputed losses have the values and gradients of plain ones, also where reentrant checkpointing is wrong.
 
 - as decorator, with and without arguments, and as wrapper of a closure
 - outputs that are not tensors, closures over tensors that require grad, keyword arguments
@@ -228,6 +228,7 @@ def collectives_of_every_rank() -> tuple[int, int]:
     return by_default, len(calls)
 
 
+@pytest.mark.slow
 def test_ranks_stay_together() -> None:
     by_default, when_stopping = zip(*spawn_ranks(collectives_of_every_rank, 2), strict=True)
     assert by_default == (2, 2)

@@ -1,4 +1,4 @@
-"""A host in slime's shape, on torch alone: arguments, an actor that swaps weights, batches, a custom loss.
+"""A framework in slime's shape, on torch alone: arguments, an actor that swaps weights, a custom loss.
 
 :func:`write` puts it into a folder under the name slime; it is text so that nobody imports it by accident.
 """
@@ -47,8 +47,8 @@ class DataIterator:
     def get_next(self, keys):
         indices = self.micro_batch_indices[self.offset]
         self.offset += 1
-        found = {key: self.rollout_data.get(key) for key in keys}
-        return {key: vals and [vals[i] for i in indices] for key, vals in found.items()}
+        selected = {key: self.rollout_data.get(key) for key in keys}
+        return {key: vals and [vals[i] for i in indices] for key, vals in selected.items()}
 
     def reset(self):
         self.offset = 0
@@ -72,19 +72,19 @@ KEYS = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
 def forward_only(f, args, model, data_iterator, num_microbatches, store_prefix=""):
     for iterator in data_iterator:
         iterator.reset()
-    found = []
+    collected = []
     for _ in range(sum(num_microbatches)):
         batch = get_batch(data_iterator[0], KEYS)
         lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
         if args.is_last_stage:
             _, of_samples = f(model[0](batch["tokens"]), args=args, with_entropy=False, **lengths)
-            found.append(of_samples)
+            collected.append(of_samples)
     if not args.is_last_stage:
         return {}
     order = sum(data_iterator[0].micro_batch_indices, [])
     results = {}
-    for key in found[0]:
-        values = sum((one[key] for one in found), [])
+    for key in collected[0]:
+        values = sum((one[key] for one in collected), [])
         results[store_prefix + key] = [value for _, value in sorted(zip(order, values), key=lambda x: x[0])]
     return results
 

@@ -7,9 +7,9 @@ import textwrap
 import pytest
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.engine.facts import from_source
 from megatron_rl_patches.engine.judge import judge
 from megatron_rl_patches.engine.spec import Site
+from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.reentrant_train import patch
 
 FITS = ("fits", "has the fault that the patch mends")
@@ -17,8 +17,8 @@ FITS = ("fits", "has the fault that the patch mends")
 
 def verdict(target: str, source: str) -> tuple[str, str]:
     [site] = [site for site in patch.sites if site.target == target]
-    told = judge(site, from_source(site.module, site.qualname, _in_class(site, source)))
-    return told.state, told.reason
+    site_verdict = judge(site, from_source(site.module, site.qualname, _in_class(site, source)))
+    return site_verdict.state, site_verdict.reason
 
 
 def _in_class(site: Site, source: str) -> str:
@@ -96,9 +96,9 @@ def test_enable() -> None:
     assert verdict(ENABLE, mended)[0] == "not needed"
 
 
-@pytest.mark.parametrize("host", ["slime", "miles"])
-def test_train_with_the_assertion_is_needed_and_without_it_is_not(host: str) -> None:
-    target = f"{host}.backends.megatron_utils.model.train"
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_train_with_the_assertion_is_needed_and_without_it_is_not(framework: str) -> None:
+    target = f"{framework}.backends.megatron_utils.model.train"
     needed = """
         def train(rollout_id, model, optimizer, opt_param_scheduler):
             if overlap:
@@ -184,15 +184,15 @@ def test_a_verl_that_does_not_install_the_function_yet_has_nothing_to_mend() -> 
     assert verdict(target, "def register(config): config.no_sync_func = None")[0] == "missing"
 
 
-def test_train_functions_of_unknown_hosts_are_sites() -> None:
+def test_train_functions_of_unknown_frameworks_are_sites() -> None:
     settings = Settings(train_functions=("fork.backends.model:train", "fork.loop:Trainer.fit"))
     extra = patch.sites_for(settings)[len(patch.sites) :]
-    assert [(site.module, site.qualname, site.host) for site in extra] == [
+    assert [(site.module, site.qualname, site.framework) for site in extra] == [
         ("fork.backends.model", "train", "fork"),
         ("fork.loop", "Trainer.fit", "fork"),
     ]
 
 
-def test_distributions_in_the_megatron_namespace_are_hosts_of_their_own() -> None:
-    hosts = {site.host for site in patch.sites}
-    assert hosts == {"megatron.core", "megatron.training", "megatron.bridge", "slime", "miles", "verl"}
+def test_distributions_in_the_megatron_namespace_are_frameworks_of_their_own() -> None:
+    frameworks = {site.framework for site in patch.sites}
+    assert frameworks == {"megatron.core", "megatron.training", "megatron.bridge", "slime", "miles", "verl"}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl_patches.engine.facts import from_source
 from megatron_rl_patches.engine.judge import judge
+from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.scheduler_resume import patch
 
 TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
@@ -64,13 +64,13 @@ def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
 
 
 def test_a_schedule_stays_where_loading_left_it() -> None:
-    from megatron_rl_patches.reentry.resumed_scheduler import as_loaded, note_loaded
+    from megatron_rl_patches.frameworks.resumed_scheduler import keep_loaded_step, record_loaded_step
 
     loaded, fresh = scheduler(), scheduler()
-    with as_loaded():
+    with keep_loaded_step():
         loaded.load_state_dict(loaded.state_dict() | {"num_steps": 28})
         for schedule in (loaded, fresh, None):
-            note_loaded(schedule)
+            record_loaded_step(schedule)
         loaded.step(increment=28)
         fresh.step(increment=28)
         assert state_of(loaded) == (56, 0.44, 0.56)
@@ -82,17 +82,17 @@ def test_a_schedule_stays_where_loading_left_it() -> None:
 
 
 def test_outside_nothing_is_noted() -> None:
-    from megatron_rl_patches.reentry.resumed_scheduler import as_loaded, note_loaded
+    from megatron_rl_patches.frameworks.resumed_scheduler import keep_loaded_step, record_loaded_step
 
     schedule = scheduler()
-    note_loaded(schedule)
-    with as_loaded():
+    record_loaded_step(schedule)
+    with keep_loaded_step():
         schedule.step(increment=5)
     assert state_of(schedule)[0] == 5
-    with pytest.raises(OSError), as_loaded():
-        note_loaded(schedule)
+    with pytest.raises(OSError), keep_loaded_step():
+        record_loaded_step(schedule)
         raise OSError
     schedule.step(increment=5)
-    with as_loaded():
+    with keep_loaded_step():
         pass
     assert state_of(schedule)[0] == 10

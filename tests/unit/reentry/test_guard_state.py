@@ -1,4 +1,4 @@
-"""What a ``train()`` that raised has changed is as it was at entry: piece by piece."""
+"""Everything that a ``train()`` has changed before it raised is as it was at entry."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches.reentry import guard, reentrant_train
-from megatron_rl_patches.testing import MockDDP, MockOptimizer
-from megatron_rl_patches.testing.mock_modules import MockConfig
+from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
 
 PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
 
@@ -28,24 +27,16 @@ def failing(model: Any, **options: Any) -> Iterator[None]:
 
 
 def test_functions_and_timers_of_every_config() -> None:
-    chunk, of_the_host = MockDDP(**PLAIN), MockConfig()
+    chunk, framework_config = MockDDP(**PLAIN), MockConfig()
     chunk.config.timers = timers = object()
-    with failing(chunk, config=of_the_host):
-        for config in (chunk.config, of_the_host):
+    with failing(chunk, config=framework_config):
+        for config in (chunk.config, framework_config):
             config.no_sync_func, config.grad_sync_func, config.timers = chunk.no_sync, abs, None
     assert vars(chunk.config) == vars(MockConfig(timers=timers))
-    assert vars(of_the_host) == vars(MockConfig())
+    assert vars(framework_config) == vars(MockConfig())
 
 
-def test_a_stale_function_of_the_hosts_own_config_is_cleared_at_entry() -> None:
-    chunk, of_the_host = MockDDP(**PLAIN), MockConfig()
-    of_the_host.no_sync_func = chunk.no_sync
-    with reentrant_train(chunk, config=of_the_host):
-        assert of_the_host.no_sync_func is None
-        of_the_host.no_sync_func = chunk.no_sync
-
-
-def test_what_was_not_there_is_not_there() -> None:
+def test_attributes_that_were_absent_are_deleted() -> None:
     config = SimpleNamespace(no_sync_func=None)
     chunk = MockDDP(**PLAIN, config=config)  # type: ignore[arg-type]
     del chunk.force_all_reduce
@@ -54,17 +45,6 @@ def test_what_was_not_there_is_not_there() -> None:
         chunk.force_all_reduce = True
     assert vars(config) == {"no_sync_func": None}
     assert not hasattr(chunk, "force_all_reduce")
-
-
-def test_training_mode_of_chunks_that_have_one() -> None:
-    evaluating, training, modeless = (MockDDP(**PLAIN) for _ in range(3))
-    evaluating.eval()
-    del modeless.training
-    with failing([evaluating, training, modeless]):
-        evaluating.train()
-        training.eval()
-    assert (evaluating.training, training.training) == (False, True)
-    assert not hasattr(modeless, "training")
 
 
 @pytest.mark.parametrize("reducing", [False, True])
@@ -89,7 +69,7 @@ def test_the_optimizers_step_that_a_schedule_had_replaced(mocker: MockerFixture)
     assert optimizer.step is mine
 
 
-def test_the_host_optimizer_may_be_none_or_have_slots() -> None:
+def test_the_framework_optimizer_may_be_none_or_have_slots() -> None:
     class Slotted:
         __slots__ = ()
 
@@ -124,43 +104,66 @@ def test_a_rerun_state_machine_that_the_call_has_made(rerun: Any) -> None:
     assert machine.state is State.NOT_RUNNING_YET
 
 
+def test_a_clean_up_that_fails_is_logged_and_the_next_one_runs(
+    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk = MockDDP(**PLAIN)
+    mocker.patch.object(guard, "restore", side_effect=RuntimeError("hook of the framework"))
+    reset = mocker.spy(chunk.bucket_groups[0], "reset")
+    with caplog.at_level(logging.WARNING), failing(chunk):
+        pass
+    assert caplog.messages == ["cleaning up after it failed: RuntimeError: hook of the framework"]
+    assert reset.call_count == 1
+
+
+def test_modes_are_restored_module_by_module() -> None:
+    """A frozen vision tower that is in eval mode while the rest trains stays in eval mode."""
+    evaluating, training, modeless = model = [MockDDP(**PLAIN) for _ in range(3)]
+    evaluating.eval()
+    vision_tower = training.module.children[0]
+    vision_tower.eval()
+    del modeless.training
+    with failing(model):
+        evaluating.train()
+        training.eval()
+    assert not any(module.training for module in evaluating.modules())
+    assert all(module.training is not (module is vision_tower) for module in training.modules())
+    assert not hasattr(modeless, "training")
+
+
 class Timer:
-    def __init__(self) -> None:
-        self._started = False
+    def __init__(self, started: bool) -> None:
+        self._started = started
 
     def reset(self) -> None:
         self._started = False
 
 
-def test_timers_are_found_on_the_config_that_has_some() -> None:
-    timers = SimpleNamespace(_timers={guard.INTERVAL_TIMER: Timer(), "forward": Timer()})
+class Timers:
+    def __init__(self, *names: str, running: tuple[str, ...]) -> None:
+        self._timers = {name: Timer(name in running) for name in names}
+
+    def running(self) -> set[str]:
+        return {name for name, timer in self._timers.items() if timer._started}
+
+
+@pytest.mark.parametrize("in_config", [False, True])
+def test_timers(in_config: bool) -> None:
+    timers = Timers(guard.INTERVAL_TIMER, "mine", "evaluate", running=(guard.INTERVAL_TIMER, "mine"))
     model = [MockDDP(**PLAIN), MockDDP(**PLAIN)]
-    model[1].config.timers = timers
-    timers._timers[guard.INTERVAL_TIMER]._started = True
-    with failing(model):
-        assert not timers._timers[guard.INTERVAL_TIMER]._started
-        timers._timers["forward"]._started = True
-    assert not timers._timers["forward"]._started
+    model[1].config.timers = timers if in_config else Timers(running=())
+    with failing(model, timers=None if in_config else timers):
+        assert timers.running() == {"mine"}
+        timers._timers[guard.INTERVAL_TIMER]._started = timers._timers["evaluate"]._started = True
+    assert timers.running() == {"mine", guard.INTERVAL_TIMER}
 
 
-def test_a_clean_up_that_fails_is_told_and_the_next_is_done(
-    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
     chunk = MockDDP(**PLAIN)
-    mocker.patch.object(chunk, "train", side_effect=RuntimeError("hook of the host"))
-    reset = mocker.spy(chunk.bucket_groups[0], "reset")
-    with caplog.at_level(logging.WARNING), failing(chunk):
-        chunk.training = False
-    assert caplog.messages == ["cleaning up after it failed: RuntimeError: hook of the host"]
-    assert reset.call_count == 1
-
-
-class Trainer:
-    def train(self, model: Any) -> None:
-        model[0].config.no_sync_func = model[0].no_sync
-
-
-def test_a_method_may_install() -> None:
-    assert guard.installs_sync_functions(Trainer().train)
-    assert guard.installs_sync_functions(Trainer.train)
-    assert not guard.installs_sync_functions(len)
+    chunk.config.no_sync_func = chunk.no_sync
+    chunk.config.timers = timers = Timers(guard.INTERVAL_TIMER, running=(guard.INTERVAL_TIMER,))
+    mocker.patch.object(guard, "synchronize_interrupted", side_effect=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError), reentrant_train(chunk):
+        pass
+    assert chunk.config.no_sync_func == chunk.no_sync
+    assert timers.running() == {guard.INTERVAL_TIMER}

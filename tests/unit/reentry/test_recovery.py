@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,40 +14,38 @@ import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches import MegatronRLPatchesError
-from megatron_rl_patches.reentry import recovery
-from megatron_rl_patches.reentry.chunks import bucket_groups, config_of
-from megatron_rl_patches.testing import MockDDP
-from megatron_rl_patches.testing.mock_ddp import MockBucketGroup
-from megatron_rl_patches.testing.mock_modules import MockModule
+from megatron_rl_patches._chunks import bucket_groups, config_of
+from megatron_rl_patches.reentry import recovery, reentrant_train
+from megatron_rl_patches.testing import MockBucketGroup, MockDDP, MockModule
+from megatron_rl_patches.testing.mock_modules import MockProcessGroup
 
 ERROR = ZeroDivisionError()
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[Any]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+class TwoRanks(MockProcessGroup):
+    """A process group whose other rank is nowhere: collectives are mocked."""
+
+    def size(self) -> int:
+        return 2
 
 
 def with_experts() -> MockDDP:
     return MockDDP(MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
 
 
-def in_process_group(chunk: MockDDP, dense: Any, experts: Any) -> None:
-    """What the real bucket groups have besides."""
-    for groups, process_group in (
-        (chunk.bucket_groups, dense),
-        (chunk.expert_parallel_bucket_groups, experts),
-    ):
-        for group in groups:
-            group.intra_distributed_optimizer_instance_group = process_group  # type: ignore[attr-defined]
-            group.buckets = [SimpleNamespace(grad_data=torch.zeros(1))]  # type: ignore[attr-defined]
+def of_two_ranks(dense: TwoRanks, experts: TwoRanks | None = None) -> MockDDP:
+    chunk = with_experts()
+    for group in bucket_groups(chunk):
+        group.intra_distributed_optimizer_instance_group = dense
+        group.buckets = [SimpleNamespace(grad_data=torch.zeros(1))]
+    if experts:
+        for group in chunk.expert_parallel_bucket_groups:
+            group.intra_distributed_optimizer_instance_group = experts
+    return chunk
 
 
 def step(chunk: MockDDP) -> None:
-    """Of the optimizer, after which nobody has gathered."""
+    """Run a step of the optimizer, after which nobody has gathered the parameters."""
     for group in bucket_groups(chunk):
         group.is_stale, group.param_gather_dispatched = True, False
 
@@ -57,48 +55,43 @@ def stale(chunk: MockDDP) -> list[bool]:
 
 
 class TestNextEntry:
-    def test_ranks_that_share_a_bucket_group_agree(self, one_rank: Any, mocker: MockerFixture) -> None:
+    @pytest.mark.parametrize("other_rank_was_interrupted", [False, True])
+    @pytest.mark.parametrize("this_rank_was_interrupted", [False, True])
+    def test_ranks_that_share_a_bucket_group_agree(
+        self, mocker: MockerFixture, this_rank_was_interrupted: bool, other_rank_was_interrupted: bool
+    ) -> None:
+        def all_reduce(flag: torch.Tensor, op: Any, group: Any) -> None:
+            assert op == dist.ReduceOp.MAX and flag.tolist() == int(this_rank_was_interrupted)
+            flag.fill_(max(int(flag), int(other_rank_was_interrupted)))
+            reduced_over.append(group)
+
+        reduced_over: list[Any] = []
+        mocker.patch.object(dist, "all_reduce", all_reduce)
+        dense, experts = TwoRanks(), TwoRanks()
+        for chunk, groups in (
+            (of_two_ranks(dense), [dense]),
+            (of_two_ranks(dense, experts), [dense, experts]),
+        ):
+            reduced_over.clear()
+            step(chunk)
+            if this_rank_was_interrupted:
+                recovery.recover([chunk], ERROR)
+            recovery.synchronize_interrupted([chunk])
+            assert reduced_over == groups
+            interrupted = this_rank_was_interrupted or other_rank_was_interrupted
+            assert stale(chunk) == [not interrupted] * 2
+
+    def test_a_chunk_that_was_not_interrupted_is_not_gathered(self) -> None:
         interrupted, other = with_experts(), with_experts()
         for chunk in (interrupted, other):
-            in_process_group(chunk, one_rank, one_rank)
             step(chunk)
-        all_reduce = mocker.spy(dist, "all_reduce")
         recovery.recover([interrupted], ERROR)
         recovery.synchronize_interrupted([interrupted, other])
         assert stale(interrupted) == [False, False]
         assert stale(other) == [True, True]
-        assert all_reduce.call_count == 2  # dense and experts of a chunk have one process group here
-        for call in all_reduce.call_args_list:
-            assert call.args[0].numel() == 1 and call.kwargs["group"] is one_rank
 
-    def test_dense_and_expert_parameters_have_process_groups_of_their_own(
-        self, one_rank: Any, mocker: MockerFixture
-    ) -> None:
-        chunk, of_experts = with_experts(), dist.new_group([0])
-        in_process_group(chunk, one_rank, of_experts)
-        step(chunk)
-        all_reduce = mocker.spy(dist, "all_reduce")
-        recovery.recover([chunk], ERROR)
-        recovery.synchronize_interrupted([chunk])
-        assert stale(chunk) == [False, False]
-        assert [call.kwargs["group"] for call in all_reduce.call_args_list] == [one_rank, of_experts]
-
-    def test_another_rank_was_interrupted(self, one_rank: Any, mocker: MockerFixture) -> None:
+    def test_once_is_enough(self) -> None:
         chunk = with_experts()
-        in_process_group(chunk, one_rank, one_rank)
-        step(chunk)
-
-        def of_two_ranks(flag: torch.Tensor, op: Any, group: Any) -> None:
-            assert op == dist.ReduceOp.MAX
-            flag.fill_(max(int(flag), 1))
-
-        mocker.patch.object(dist, "all_reduce", of_two_ranks)
-        recovery.synchronize_interrupted([chunk])
-        assert stale(chunk) == [False, False]
-
-    def test_once_is_enough(self, one_rank: Any) -> None:
-        chunk = with_experts()
-        in_process_group(chunk, one_rank, one_rank)
         recovery.recover([chunk], ERROR)
         recovery.synchronize_interrupted([chunk])
         step(chunk)
@@ -112,17 +105,6 @@ class TestNextEntry:
             recovery.synchronize_interrupted([without])
         assert chunk.calls == []
 
-    def test_what_cannot_be_staged_is_refused(self, mocker: MockerFixture) -> None:
-        chunk = MockDDP(reuse_grad_buf_for_mxfp8_param_ag=True)
-        with pytest.raises(MegatronRLPatchesError) as caught:
-            recovery._stage(chunk, None)
-        assert str(caught.value) == (
-            "training was interrupted with reuse_grad_buf_for_mxfp8_param_ag, and the parameters cannot be "
-            "gathered without an optimizer that stages them: pass the optimizer, or load a checkpoint and "
-            "build the model anew"
-        )
-        recovery._stage(MockDDP(), None)
-
 
 class TestRecover:
     def test_a_gather_in_flight_is_completed_and_no_other_started(self) -> None:
@@ -133,14 +115,6 @@ class TestRecover:
         recovery.recover([chunk], ERROR)
         assert stale(chunk) == [True] * (len(groups) - 1) + [False]
         assert all(group.param_gather_handle is None for group in groups)
-
-    def test_a_reduction_in_flight_is_waited_for(self, mocker: MockerFixture) -> None:
-        chunk = MockDDP()
-        group = chunk.bucket_groups[0]
-        group.start_grad_sync()
-        wait = mocker.spy(group.grad_reduce_handle, "wait")
-        recovery.recover([chunk], ERROR)
-        assert wait.call_count == 1 and group.grad_reduce_handle is None
 
     @pytest.mark.parametrize("first_batch", [True, False])
     def test_counts_of_half_a_batch_are_forgotten(self, first_batch: bool) -> None:
@@ -154,15 +128,6 @@ class TestRecover:
         assert group.per_param_grad_ready_counts == {}
         assert group.golden_per_param_grad_ready_counts is whole
         assert group.is_first_batch is first_batch
-
-    def test_a_group_that_fails_is_told(
-        self, mocker: MockerFixture, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        chunk = MockDDP()
-        mocker.patch.object(chunk.bucket_groups[0], "reset", side_effect=RuntimeError("gone"))
-        with caplog.at_level(logging.WARNING):
-            recovery.recover([chunk], ERROR)
-        assert caplog.messages == ["recovering a bucket group failed: RuntimeError: gone"]
 
     def test_only_no_sync_contexts_are_left(self) -> None:
         left = []
@@ -192,44 +157,88 @@ class TestRecover:
             assert chunk.bucket_groups[0].is_last_microbatch
             assert left == []
 
-    def test_frames_of_causes_contexts_and_circles(self) -> None:
-        def frames(error: BaseException) -> set[str]:
-            return {frame.f_code.co_name for frame in recovery._frames(error)}
+    @pytest.mark.parametrize("in_another_thread", [False, True])
+    def test_contexts_of_frames_that_still_run_are_not_abandoned(self, in_another_thread: bool) -> None:
+        """The caller accumulates gradients by hand, and handles another exception while the guard runs."""
+        chunk = MockDDP()
 
-        def cause() -> None:
+        def fail_in_the_guard() -> None:
+            with reentrant_train(MockDDP()):
+                raise ZeroDivisionError
+
+        def accumulate() -> None:
+            context = chunk.no_sync()
+            context.__enter__()
+            try:
+                raise KeyError
+            except KeyError as error:
+                with pytest.raises(ZeroDivisionError) as caught:
+                    fail_in_the_guard()
+                assert caught.value.__context__ is error
+                if in_another_thread:
+                    with ThreadPoolExecutor() as pool:
+                        pool.submit(recovery.recover, [MockDDP()], error).result()
+            assert not chunk.bucket_groups[0].is_last_microbatch
+            context.__exit__(None, None, None)
+
+        accumulate()
+
+    @pytest.mark.parametrize("wait_fails", [False, True])
+    def test_a_reduction_in_flight_is_waited_for_and_dropped(
+        self, mocker: MockerFixture, wait_fails: bool
+    ) -> None:
+        chunk = MockDDP()
+        group = chunk.bucket_groups[0]
+        group.start_grad_sync()
+        error = RuntimeError("timed out") if wait_fails else None
+        wait = mocker.patch.object(group.grad_reduce_handle, "wait", side_effect=error)
+        recovery.recover([chunk], ERROR)
+        assert wait.call_count == 1 and group.grad_reduce_handle is None
+
+    def test_up_to_0_15_groups_have_a_set_of_parameters_and_no_first_batch(self) -> None:
+        class Group(MockBucketGroup):
+            def reset(self) -> None:
+                self.params_with_grad = set[Any]()
+
+        chunk = MockDDP()
+        group = Group(list(chunk.parameters()), chunk.ddp_config, MockProcessGroup())
+        group.params_with_grad = {object()}
+        del group.is_first_batch, group.per_param_grad_ready_counts
+        chunk.bucket_groups = [group]
+        recovery.recover([chunk], ERROR)
+        assert group.params_with_grad == set()
+        assert not hasattr(group, "per_param_grad_ready_counts")
+
+    @pytest.mark.parametrize("explicitly", [True, False])
+    def test_contexts_of_a_chained_exception_are_left_too(self, explicitly: bool) -> None:
+        chunk = MockDDP()
+
+        def schedule() -> None:
+            context = chunk.no_sync()
+            context.__enter__()
             raise ValueError
 
-        def context() -> None:
+        def fail() -> None:
             try:
-                cause()
+                schedule()
             except ValueError as error:
-                raise KeyError from error
+                if not explicitly:
+                    raise RuntimeError  # noqa: B904
+                cause = error
+            cause.__cause__ = last = RuntimeError()  # a circle
+            raise last from cause
 
-        def last() -> None:
-            try:
-                context()
-            except KeyError:
-                raise ZeroDivisionError  # noqa: B904
-
-        try:
-            last()
-        except ZeroDivisionError as error:
-            assert {"last", "context", "cause"} <= frames(error)
-            error.__context__.__cause__.__context__ = error  # type: ignore[union-attr]
-            assert {"last", "context", "cause"} <= frames(error)
+        with pytest.raises(RuntimeError) as caught, reentrant_train(chunk):
+            fail()
+        for group in chunk.bucket_groups:
+            group.is_last_microbatch = False
+        del caught
+        gc.collect()
+        assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
 
 
-def test_the_config_is_found_through_wrappers() -> None:
+def test_the_config_is_that_of_the_wrapped_model() -> None:
     config = object()
-    assert (
-        config_of(SimpleNamespace(config=None, module=SimpleNamespace(module=SimpleNamespace(config=config))))
-        is config
-    )
+    wrapped = SimpleNamespace(module=SimpleNamespace(config=config))
+    assert config_of(SimpleNamespace(config=None, module=wrapped)) is config
     assert config_of(SimpleNamespace()) is None
-
-
-def test_bucket_groups_of_experts_are_among_them() -> None:
-    chunk = with_experts()
-    assert bucket_groups(chunk) == [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-    assert len(bucket_groups(chunk)) == 2
-    assert bucket_groups(MockModule()) == []

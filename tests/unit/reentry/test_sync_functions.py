@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches.reentry.sync_functions import METHODS, clear_installed, install_per_config
+from megatron_rl_patches._chunks import SYNC_FUNCTIONS
+from megatron_rl_patches.reentry.sync_functions import clear_installed, install_per_config
 from megatron_rl_patches.testing import MockConfig, MockDDP
 
 
@@ -27,13 +28,13 @@ def test_no_sync_of_this_model_makes_room() -> None:
 
 def test_functions_of_a_former_model_make_room() -> None:
     former, chunk = DistributedDataParallel(), MockDDP()
-    for attribute, method in METHODS.items():
+    for attribute, method in SYNC_FUNCTIONS.items():
         setattr(chunk.config, attribute, [getattr(former, method)])
     clear_installed([chunk])
-    assert [getattr(chunk.config, attribute) for attribute in METHODS] == [None] * 3
+    assert [getattr(chunk.config, attribute) for attribute in SYNC_FUNCTIONS] == [None] * 3
 
 
-def test_what_no_host_asserts_on_stays_with_its_own_model() -> None:
+def test_what_no_framework_asserts_on_stays_with_its_own_model() -> None:
     chunk = MockDDP()
     chunk.config.grad_sync_func = chunk.start_grad_sync
     chunk.config.param_sync_func = chunk.start_param_sync
@@ -59,13 +60,6 @@ def test_a_foreign_function_stays(foreign: Any) -> None:
     assert chunk.config.no_sync_func is function
 
 
-def test_a_config_beside_the_chunks_own_is_cleared_too() -> None:
-    chunk, config = MockDDP(), MockConfig()
-    config.no_sync_func = chunk.no_sync
-    clear_installed([chunk], config)
-    assert config.no_sync_func is None
-
-
 def _install(model: list[MockDDP]) -> None:
     """In the shape of verl's installer: one round per chunk, an assertion in each."""
     for chunk in model:
@@ -75,31 +69,6 @@ def _install(model: list[MockDDP]) -> None:
         if len(model) == 1:
             chunk.config.no_sync_func = chunk.config.no_sync_func[0]
             chunk.config.grad_sync_func = chunk.config.grad_sync_func[0]
-
-
-def test_chunks_that_share_a_config_are_installed_together() -> None:
-    config = MockConfig()
-    model = [MockDDP(config=config) for _ in range(3)]
-    with pytest.raises(AssertionError):
-        _install(model)
-    for _ in range(2):
-        install_per_config(_install, model)
-        assert config.no_sync_func == [chunk.no_sync for chunk in model]
-        assert config.grad_sync_func == [chunk.start_grad_sync for chunk in model]
-        assert config.param_sync_func is None
-
-
-def test_one_chunk_is_installed_as_upstream_does() -> None:
-    chunk = MockDDP()
-    install_per_config(_install, [chunk])
-    assert chunk.config.no_sync_func == chunk.no_sync
-
-
-def test_configs_of_their_own_each_get_all_functions() -> None:
-    model = [MockDDP() for _ in range(2)]
-    install_per_config(_install, model)
-    for chunk in model:
-        assert chunk.config.no_sync_func == [c.no_sync for c in model]
 
 
 def test_a_foreign_function_trips_the_installers_assertion() -> None:
@@ -112,3 +81,24 @@ def test_nothing_is_installed_without_overlap() -> None:
     config = MockConfig()
     install_per_config(lambda chunks: None, [MockDDP(config=config) for _ in range(2)])
     assert config == MockConfig()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_all_functions_are_installed_in_each_config(shared: bool) -> None:
+    config = MockConfig()
+    model = [MockDDP(config=config if shared else None) for _ in range(3)]
+    if shared:
+        with pytest.raises(AssertionError):
+            _install(model)
+    for _ in range(2 if shared else 1):
+        install_per_config(_install, model)
+        for chunk in model:
+            assert chunk.config.no_sync_func == [c.no_sync for c in model]
+            assert chunk.config.grad_sync_func == [c.start_grad_sync for c in model]
+            assert chunk.config.param_sync_func is None
+
+
+def test_one_chunk_is_installed_as_upstream_does() -> None:
+    chunk = MockDDP()
+    install_per_config(_install, [chunk])
+    assert chunk.config.no_sync_func == chunk.no_sync

@@ -1,4 +1,4 @@
-"""The mocks in a training loop of the usual shape: what goes wrong upstream goes wrong here."""
+"""The mocks fail in a training loop of the usual shape where Megatron fails."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def train(model: Sequence[MockDDP], optimizer: MockOptimizer, steps: int = 2, mi
             chunk.disable_forward_pre_hook()
 
 
-def test_training_once_leaves_nothing_outstanding(mock_ddp: type[MockDDP]) -> None:
-    model = [mock_ddp()]
+def test_training_once_leaves_nothing_outstanding() -> None:
+    model = [MockDDP()]
     train(model, MockOptimizer(model), steps=3)
     for group in model[0].bucket_groups:
         assert group.param_gather_handle is None and group.grad_reduce_handle is None
@@ -51,17 +51,15 @@ def test_training_once_leaves_nothing_outstanding(mock_ddp: type[MockDDP]) -> No
     assert model[0].calls[-1] == ("start_param_sync", {"force_sync": True, "force_dispatch": False})
 
 
-def test_training_again_meets_the_upstream_assertion(mock_ddp: type[MockDDP]) -> None:
-    model = [mock_ddp()]
+def test_training_again_meets_the_upstream_assertion() -> None:
+    model = [MockDDP()]
     train(model, MockOptimizer(model))
     with pytest.raises(AssertionError):
         train(model, MockOptimizer(model))
 
 
-def test_training_again_without_overlapped_reduce_meets_the_upstream_key_error(
-    mock_ddp: type[MockDDP],
-) -> None:
-    model = [mock_ddp(overlap_grad_reduce=False)]
+def test_training_again_without_overlapped_reduce_meets_the_upstream_key_error() -> None:
+    model = [MockDDP(overlap_grad_reduce=False)]
     train(model, MockOptimizer(model))
     with pytest.raises(KeyError) as error:
         train(model, MockOptimizer(model))

@@ -84,7 +84,7 @@ def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK" not in os.environ
 
 
-def test_a_rank_may_initialise_torch_distributed_itself() -> None:
+def test_a_rank_may_initialize_torch_distributed_itself() -> None:
     assert spawn_ranks(rendezvous_again, 2, timeout=240) == [2, 2]
 
 

@@ -1,0 +1,30 @@
+"""Names that a package offers and loads when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def lazy_names(
+    package: str, names_by_module: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose import shall stay cheap.
+
+    Args:
+        package: ``__name__`` of the package.
+        names_by_module: relative module name -> the names in it that the package offers.
+    """
+    module_of = {name: module for module, names in names_by_module.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of[name], package), name)
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *module_of})
+
+    return get, list_names, sorted(module_of)

@@ -1,0 +1,156 @@
+"""A target as its source text shows it and, where its module is imported, the live object too."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+_NAMES: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """A target as its code shows it.
+
+    Attributes:
+        target: ``module.qualname``.
+        function: syntax tree of the function; ``None`` when the module does not define it.
+        imported_from: set when the module binds the name by an import instead of defining it.
+        module: syntax tree of the whole module.
+        original: the live function below all layers, when the module is imported.
+        replaced_by: where the live function comes from, when that is not the module itself.
+    """
+
+    target: str
+    function: FunctionNode | None = None
+    imported_from: str | None = None
+    module: ast.Module | None = None
+    original: Callable[..., Any] | None = None
+    replaced_by: str | None = None
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        if self.function is None:
+            return frozenset()
+        spec = self.function.args
+        return frozenset(arg.arg for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs))
+
+    @property
+    def runs_when_called(self) -> bool:
+        """Whether it is neither a coroutine function nor a generator."""
+        return isinstance(self.function, ast.FunctionDef) and not any(
+            isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(self.function)
+        )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every identifier and attribute in the function's body."""
+        return _names(self.function)
+
+    @property
+    def module_names(self) -> frozenset[str]:
+        """Every identifier and attribute in the module."""
+        return _names(self.module)
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits of the function's code; formatting, comments and docstring do not count."""
+        if self.function is None:
+            return ""
+        code = self.function.body[ast.get_docstring(self.function) is not None :]
+        dump = "".join(map(ast.dump, (self.function.args, *code)))
+        return hashlib.sha256(dump.encode()).hexdigest()[:12]
+
+    def with_live(self, module: ModuleType, qualname: str) -> TargetSource:
+        """Return the same with what the imported module's object shows.
+
+        Raises:
+            AttributeError: the module does not define the target.
+        """
+        owner, name = resolve(module, qualname)
+        original = list(layers(vars(owner)[name]))[-1]
+        code = getattr(original, "__code__", None)
+        file = getattr(module, "__file__", None)
+        foreign = code is not None and file is not None and code.co_filename != file
+        home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
+        return replace(self, original=original, replaced_by=home if foreign else None)
+
+
+def from_source(module: str, qualname: str, text: str) -> TargetSource:
+    """Return what the text of the module says of the target; neither need be importable."""
+    tree = _parse(text)
+    target = TargetSource(f"{module}.{qualname}", module=tree)
+    scope: ast.Module | ast.ClassDef = tree
+    *classes, name = qualname.split(".")
+    for class_name in classes:
+        definitions = [n for n in scope.body if isinstance(n, ast.ClassDef) and n.name == class_name]
+        if not definitions:
+            return target
+        scope = definitions[-1]
+    for node in _statements(scope.body):
+        if isinstance(node, FunctionNode) and node.name == name:
+            target = replace(target, function=node, imported_from=None)
+        elif isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+            target = replace(target, function=None, imported_from="." * node.level + (node.module or ""))
+    return target
+
+
+def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
+    """Return the module or class that defines the target, and the target's name in it.
+
+    Raises:
+        AttributeError: some part of the name does not exist, or is inherited.
+    """
+    *owners, name = qualname.split(".")
+    owner: Any = module
+    for part in owners:
+        owner = getattr(owner, part)
+    if name not in vars(owner):
+        raise AttributeError(f"{owner!r} does not define {name!r}")
+    return owner, name
+
+
+def layers(function: Any) -> Iterator[Any]:
+    """Give the object itself, and what it wraps, down to the original."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+@lru_cache(maxsize=16)
+def _parse(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        # An invalid escape, say, is for the import of the framework to warn of.
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a scope, those under ``if`` and ``try`` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try):
+            nested = [node, *getattr(node, "handlers", [])]
+            for part, field in itertools.product(nested, ("body", "orelse", "finalbody")):
+                yield from _statements(getattr(part, field, []))
+
+
+def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a function, those of functions in it left out."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, FunctionNode | ast.Lambda):
+            yield node
+            yield from _own_nodes(node)
+
+
+def _names(tree: ast.AST | None) -> frozenset[str]:
+    nodes = ast.walk(tree) if tree else ()
+    return frozenset(getattr(node, _NAMES[type(node)]) for node in nodes if type(node) in _NAMES)

@@ -1,0 +1,81 @@
+"""slime's command line with ``--loss-type topk_opd_loss``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import InvalidInputError
+
+LOSS_TYPE = "topk_opd_loss"
+LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
+
+_CONFLICTS = {
+    "allgather_cp": "teachers are scored in the zigzag layout of context parallelism",
+    "use_routing_replay": "scoring is not part of the replay",
+    "entropy_coef": "the loss has no entropy bonus",
+}
+
+
+def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return slime's function that adds arguments to a parser, with one more choice of ``--loss-type``."""
+
+    def add_arguments(parser: Any) -> Any:
+        parser = provider(parser)
+        for action in parser._actions:
+            if "--loss-type" in action.option_strings and LOSS_TYPE not in action.choices:
+                action.choices = [*action.choices, LOSS_TYPE]
+        return parser
+
+    return add_arguments
+
+
+def select_loss(args: Any, options: Mapping[str, Any]) -> None:
+    """Make the loss a custom one to the framework, and set its options on ``args``."""
+    args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
+    for name, value in options.items():
+        setattr(args, name, value)
+    args.opd_teachers = dict(args.opd_teachers)
+
+
+def scores_teachers(args: Any) -> bool:
+    """Whether the actor scores teachers; a teacher that comes with the rollout needs no scoring."""
+    is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
+    return is_selected and bool(getattr(args, "opd_teachers", None))
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse, before anything starts, what would fail only after hours in a queue.
+
+    Raises:
+        InvalidInputError: another option does not go with the loss, there is no teacher, a teacher's folder
+            does not exist, or its vocabulary is not the student's.
+    """
+    for option, reason in _CONFLICTS.items():
+        if getattr(args, option, None):
+            name = option.replace("_", "-")
+            raise InvalidInputError(
+                f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
+            )
+    if getattr(args, "train_backend", "megatron") != "megatron":
+        raise InvalidInputError(f"--loss-type {LOSS_TYPE} is for --train-backend megatron")
+    if not getattr(args, "enable_weights_backuper", True):
+        raise InvalidInputError(
+            f"--disable-weights-backuper does not go with --loss-type {LOSS_TYPE}: teachers take turns with "
+            "the actor in one model; leave it out"
+        )
+    if not args.opd_teachers:
+        raise InvalidInputError(
+            f"--loss-type {LOSS_TYPE} without a teacher: MEGATRON_RL_PATCHES_OPD_TEACHERS=name=path,... or "
+            "Settings(opd_teachers={name: path})"
+        )
+    for name, path in args.opd_teachers.items():
+        if not os.path.isdir(path):
+            raise InvalidInputError(
+                f"teacher {name!r}: there is no folder {path}; give a checkpoint that all nodes can read"
+            )
+    if getattr(args, "hf_checkpoint", None):
+        from .vocabularies import check_vocabularies
+
+        check_vocabularies(args.opd_teachers, args.hf_checkpoint)

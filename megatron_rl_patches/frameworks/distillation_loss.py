@@ -1,0 +1,192 @@
+"""Top-k distillation as a custom loss of slime, OpenClaw-RL and miles; no patch is needed for it. ::
+
+    --loss-type custom_loss
+    --custom-loss-function-path megatron_rl_patches.frameworks.distillation_loss.topk_opd_loss
+
+Per response token of this context-parallel rank, as these frameworks lay them out (zigzag), a batch has
+lists with one tensor per sample, on any device:
+
+============================  ==========================================================  ================
+``teacher_topk_indices``      int64 ``[n, k]``, token ids; -100 for none                  from OpenClaw-RL
+``teacher_topk_log_probs``    float ``[n, k]``, of the teacher at these ids               from OpenClaw-RL
+``teacher_topk_tail``         float ``[n]``, log-probability of all other ids; optional   from the patch
+``old_topk_log_probs``        as the teacher's, of the policy that sampled; optional      from the patch
+``old_topk_tail``             likewise                                                    from the patch
+============================  ==========================================================  ================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInputError
+from ..losses.logits.topk import vocab_parallel_log_probs_at
+from ..losses.objectives.distillation import DistillationOptions, Tokens, per_token
+from ..losses.objectives.topk_distribution import TopKDistribution, log1mexp
+from ..losses.sequences.layout import SequenceLayout
+from ..losses.sequences.responses import rows_of
+
+TEACHER, OLD = "teacher_topk", "old_topk"
+#: Keys of a batch that the loss reads, and frameworks may or may not have.
+KEYS = (f"{TEACHER}_indices", *(f"{who}_{what}" for who in (TEACHER, OLD) for what in ("log_probs", "tail")))
+
+# What float32 can still tell from a sum of one: the tail of log-probabilities that were stored without it.
+_SMALLEST_TAIL = 1e-7
+# Stored probabilities may be rounded to 16 bits, and so add up to a little more than one.
+_LARGEST_SUM = 1.05
+
+
+def topk_opd_loss(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the divergence between the student and a teacher of which k tokens and a tail are known.
+
+    Args:
+        args: of the framework. Read are ``rollout_temperature``, ``qkv_format``, ``opd_divergence`` (the name
+            of a function in :mod:`..losses.objectives.divergences`; default ``"reverse_kl"``) and
+            ``opd_beta`` (of ``"jensen_shannon"``; default 0.5). A file given with ``--custom-config-path``
+            can set them.
+        batch: a microbatch of the framework, with the keys above.
+        logits: ``[1, T, V / tp]`` (``thd``) or ``[B, S, V / tp]`` (``bshd``), of this rank.
+        sum_of_sample_mean: the framework's reduction of values per local response token.
+
+    Returns:
+        The loss with gradient, and detached scalars, as the framework's own losses: ``loss``, and the
+        probability of the tails, ``opd_student_tail`` and ``opd_teacher_tail``.
+
+    Raises:
+        InvalidInputError: all-gather context parallelism, an entropy bonus, a batch without a teacher, or of
+            other lengths. Before any collective.
+    """
+    options = _options(args)
+    layout, tp_group = layout_of(args, batch, logits)
+    device, lengths = logits.device, layout.local_lengths
+    teacher, is_known = _distribution(batch, TEACHER, lengths, device)
+    old, _ = _distribution(batch, OLD, lengths, device) if batch.get(f"{OLD}_log_probs") else (None, None)
+    if old is None and options.divergence == "importance_weighted_reverse_kl":
+        raise InvalidInputError(
+            f"opd_divergence is {options.divergence!r}, which needs {OLD}_log_probs in the batch: the patch "
+            "topk-distillation computes them; or choose another divergence"
+        )
+    mask = torch.cat(layout.local_parts([mask.to(device) for mask in batch["loss_masks"]])) != 0
+    tokens = Tokens([teacher], old, mask & is_known)
+    log_probs_nk, tail_n = vocab_parallel_log_probs_at(
+        rows_of(logits, layout),
+        tokens.indices,
+        tp_group=tp_group,
+        rows=layout.response_rows,
+        temperature=temperature_of(args),
+        with_tail=True,
+    )
+    values_n3 = per_token(log_probs_nk, tail_n, tokens, options)
+    loss, student_tail, teacher_tail = map(sum_of_sample_mean, values_n3.unbind(1))
+    metrics = {"loss": loss, "opd_student_tail": student_tail, "opd_teacher_tail": teacher_tail}
+    return loss, {name: value.detach().clone() for name, value in metrics.items()}
+
+
+def layout_of(
+    args: Any, batch: Mapping[str, Any], logits: Tensor
+) -> tuple[SequenceLayout, torch.distributed.ProcessGroup | None]:
+    """Return the layout of the batch in the logits of this rank, and the tensor-parallel group."""
+    cp_rank, cp_size, tp_group = _parallel_state()
+    qkv_format = getattr(args, "qkv_format", "thd")
+    shape: dict[str, Any] = {"num_rows": logits.shape[1]}
+    if qkv_format == "bshd":
+        shape = {"max_seq_lens": batch["max_seq_lens"]}
+    layout = SequenceLayout.build(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        qkv_format=qkv_format,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+        device=logits.device,
+        **shape,
+    )
+    return layout, tp_group
+
+
+def _parallel_state() -> tuple[int, int, torch.distributed.ProcessGroup | None]:
+    from megatron.core import parallel_state
+
+    return (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_group(),
+    )
+
+
+def temperature_of(args: Any) -> float:
+    """Return the temperature of the rollout, by which the framework divides logits."""
+    return float(getattr(args, "rollout_temperature", 1.0))
+
+
+def _options(args: Any) -> DistillationOptions:
+    if getattr(args, "allgather_cp", False):
+        raise InvalidInputError(
+            "--allgather-cp: these frameworks cut teachers' log-probs in zigzag; leave the option out for "
+            "top-k distillation"
+        )
+    if getattr(args, "entropy_coef", 0.0) != 0:
+        raise InvalidInputError(
+            f"--entropy-coef is {args.entropy_coef}, but topk_opd_loss has no entropy bonus: set it to 0"
+        )
+    return DistillationOptions(
+        divergence=getattr(args, "opd_divergence", "reverse_kl"), beta=getattr(args, "opd_beta", 0.5)
+    )
+
+
+def _distribution(
+    batch: Mapping[str, Any], who: str, lengths: Sequence[int], device: torch.device
+) -> tuple[TopKDistribution, Tensor]:
+    """Return the distributions at all tokens of this rank, and a mask ``[n]`` of the tokens that have one.
+
+    Where its teacher did not score a token OpenClaw-RL stores probabilities of one at the ids 0 to k - 1, and
+    no tail. Such a token has no distribution. With k = 1 a teacher that is certain of id 0 looks the same,
+    and counts as not having scored the token.
+    """
+    if not batch.get(f"{who}_log_probs") or not batch.get(KEYS[0]):
+        raise InvalidInputError(
+            f"the batch has no {KEYS[0]} and {who}_log_probs. OpenClaw-RL passes them with --distill-topk; "
+            "in slime the patch topk-distillation does, where it is selected in the workers' environment too"
+        )
+    indices = _local(batch, KEYS[0], lengths, device).long()
+    log_probs = _local(batch, f"{who}_log_probs", lengths, device).float()
+    log_sum = log_probs.logsumexp(1)
+    is_known = log_sum.exp() <= _LARGEST_SUM
+    if batch.get(f"{who}_tail"):
+        tail = _local(batch, f"{who}_tail", lengths, device).float()
+    else:
+        tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
+        if indices.shape[1] == 1:
+            is_known &= (indices[:, 0] != 0) | (log_sum != 0)
+    return TopKDistribution(indices, log_probs, tail), is_known
+
+
+def _local(batch: Mapping[str, Any], key: str, lengths: Sequence[int], device: torch.device) -> Tensor:
+    values = [torch.as_tensor(value, device=device) for value in batch[key]]
+    stored_lengths = [len(value) for value in values]
+    if stored_lengths != list(lengths):
+        raise InvalidInputError(
+            f"{key} are of {stored_lengths} tokens, but the responses of this rank have "
+            f"{list(lengths)}: cut them as the framework cuts its log-probs (zigzag)"
+        )
+    return torch.cat(values)
+
+
+async def zero_reward(args: Any, sample: Any, **unused: Any) -> Any:
+    """Return a reward of 0 for each sample: for ``--custom-rm-path``, where only teachers matter."""
+    return [0.0] * len(sample) if isinstance(sample, list) else 0.0
+
+
+def placeholder_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Set advantages and returns to zeros, for ``--custom-advantage-function-path``; the loss reads neither.
+
+    Where the framework has no such option, and to save the forward pass before it, leave advantages out
+    altogether: ``--disable-compute-advantages-and-returns``.
+    """
+    zeros = [torch.zeros_like(kl) for kl in rollout_data["kl"]]
+    rollout_data["advantages"], rollout_data["returns"] = zeros, list(zeros)

@@ -1,0 +1,190 @@
+"""A framework's own set-up functions, made to build a model that only scores.
+
+Frameworks build every model alike: DDP, its gradient buffers, Adam. Inside of :func:`inference_role`
+Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimizer and scheduler. A framework
+whose ``get_model`` did not run, or had to wrap the model, builds it as it always does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._scoped import Scope
+from ..inference.build.frozen import refuse_to_train, refuse_training
+from ..inference.build.model import freeze, without_training
+from ..inference.build.rng import preserved_rng
+
+_log = logging.getLogger("megatron_rl_patches")
+
+SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
+# Arguments and parameters by which the wrapper holds the parameters themselves, in shards.
+_SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+
+
+@dataclass
+class InferenceRole:
+    """One model while it is built.
+
+    Attributes:
+        role: the framework's name for what the model is for.
+        on_model_built: called as soon as it is clear that the model has no DDP.
+        ddp_skipped: ``get_model`` leaves out DDP, so optimizer and scheduler are left out too.
+        reason_skipped: why ``get_model`` was left to build the model for training.
+    """
+
+    role: str
+    on_model_built: Callable[[], None] | None = None
+    ddp_skipped: bool = False
+    reason_skipped: str = (
+        "megatron.training.training.get_model was not called; status() tells whether it is patched"
+    )
+
+
+_scope: Scope[InferenceRole] = Scope("inference_role")
+
+
+@contextmanager
+def inference_role(role: str, on_model_built: Callable[[], None] | None = None) -> Iterator[InferenceRole]:
+    """Build, until the end of the block and in this thread, the model of a role that only scores."""
+    with _scope.enter(InferenceRole(role, on_model_built)) as current:
+        yield current
+
+
+def in_inference_role() -> bool:
+    """Whether this runs inside of :func:`inference_role`."""
+    return _scope.get() is not None
+
+
+def ddp_skipped() -> bool:
+    """Whether this runs inside of :func:`inference_role`, after ``get_model`` has left out DDP."""
+    current = _scope.get()
+    return current is not None and current.ddp_skipped
+
+
+def initialize(
+    build: Callable[[], tuple[Any, Any, Any, int]],
+    role: str,
+    on_model_built: Callable[[], None] | None = None,
+) -> tuple[Any, Any, Any, int]:
+    """Run a framework's ``initialize_model_and_optimizer`` for a role that only scores.
+
+    Args:
+        build: the framework's function; returns model chunks, optimizer, scheduler, iteration.
+        role: its role.
+        on_model_built: called once the model is built, to have the framework skip what is for training only.
+
+    Returns:
+        ``(model, None, None, iteration)`` with frozen chunks, see :func:`freeze_role`. What the framework
+        returns, with a warning, if it has wrapped the model all the same.
+    """
+    with inference_role(role, on_model_built) as current, preserved_rng():
+        model, optimizer, scheduler, iteration = build()
+    if not current.ddp_skipped:
+        _log.warning("the model of role %r was built for training, as ever: %s", role, current.reason_skipped)
+        return model, optimizer, scheduler, iteration
+    freeze_role(model, role)
+    return model, None, None, iteration
+
+
+def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = SETTING) -> None:
+    """Freeze chunks that have no DDP, give them a config of their own, and have them refuse to train.
+
+    Args:
+        model: chunks as ``get_model(..., wrap_with_ddp=False)`` returns them.
+        role: named in errors.
+        setting: named in errors, as what to change for a model that trains.
+    """
+    _give_own_config(model)
+    freeze(model)
+    refuse_training(model, role, setting)
+
+
+def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
+    """Replace a config that is the policy's too: with it this model runs in the policy's ``no_sync``."""
+    copies: dict[int, tuple[Any, Any]] = {}
+    for module in (module for chunk in model for module in chunk.modules()):
+        config = vars(module).get("config")
+        if hasattr(config, "no_sync_func"):
+            if id(config) not in copies:
+                copies[id(config)] = config, without_training(config)
+            module.config = copies[id(config)][1]
+
+
+# --- what Megatron's functions do inside of inference_role()
+
+
+def get_model(
+    build: Callable[..., Any], arguments: inspect.BoundArguments, args: Any = None
+) -> Sequence[torch.nn.Module]:
+    """Build chunks, without DDP for a role that only scores; an explicit ``wrap_with_ddp=True`` is obeyed.
+
+    Args:
+        build: a ``get_model`` that takes ``wrap_with_ddp``.
+        arguments: those that it is called with.
+        args: Megatron's global arguments, where they also decide how chunks are wrapped.
+    """
+    current = _scope.get()
+    if current is not None and (reason := _reason_to_wrap(arguments.arguments, args)):
+        current.reason_skipped = reason
+    elif current is not None:
+        arguments.arguments["wrap_with_ddp"] = False
+        current.ddp_skipped = True
+        if current.on_model_built is not None:
+            current.on_model_built()
+    model: Sequence[torch.nn.Module] = build(*arguments.args, **arguments.kwargs)
+    return model
+
+
+def _reason_to_wrap(arguments: dict[str, Any], args: Any) -> str:
+    if arguments.get("wrap_with_ddp"):
+        return "the framework passes wrap_with_ddp itself"
+    # Without the wrapper every rank would hold all the parameters.
+    sharded = [name for name in _SHARDED if arguments.get(name) or getattr(args, name, None)]
+    return f"its parameters are sharded ({', '.join(sharded)})" if sharded else ""
+
+
+def optimizer(build: Callable[[], Any], model: Any) -> Any:
+    """Return an optimizer, or :class:`NullOptimizer` for a role that only scores.
+
+    Raises:
+        InferenceOnlyError: outside of :func:`inference_role`, for chunks that only score.
+    """
+    if ddp_skipped():
+        return NullOptimizer()
+    refuse_to_train(model, "get_megatron_optimizer")
+    return build()
+
+
+def scheduler(build: Callable[[], Any]) -> Any:
+    """Return a scheduler, or :class:`NullScheduler` for a role that only scores."""
+    return NullScheduler() if ddp_skipped() else build()
+
+
+class NullOptimizer:
+    """An optimizer of nothing, with what frameworks call between making it and returning it."""
+
+    is_stub_optimizer = True
+    chained_optimizers: tuple[()] = ()
+    param_groups: tuple[()] = ()
+
+    def reload_model_params(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class NullScheduler:
+    """A scheduler of nothing; OpenClaw-RL and miles advance it after loading."""
+
+    num_steps = 0
+
+    def step(self, increment: int = 0) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

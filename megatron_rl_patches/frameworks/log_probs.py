@@ -1,0 +1,92 @@
+"""Log-probabilities and entropies by the conventions that slime, miles and verl share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..losses.logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+_IGNORED = -100
+_HAS_ENTROPY = "_loss_has_entropy"
+
+
+def log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    rows: Tensor | slice | None = None,
+    with_entropy: bool = False,
+    entropy_grad: bool = True,
+    keep_mask: Tensor | None = None,
+    temperature: float = 1.0,
+    inplace_backward: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
+
+    Args:
+        logits: ``[..., V / tp]``.
+        tokens: ``[...]``, or ``[n]`` with ``rows``. Frameworks look up prompts and padding too, so an id
+            outside of the vocabulary is no error: it has log-probability and entropy 0.
+        tp_group: tensor-parallel group; ``None`` is the default group where there is one, as it is to
+            ``torch.distributed`` and hence to frameworks.
+        rows: which ``n`` rows to score.
+        inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
+            :func:`vocab_parallel_log_probs`, which explains the other arguments too.
+    """
+    if tp_group is None and dist.is_available() and dist.is_initialized():
+        tp_group = dist.group.WORLD
+    vocab_size = logits.shape[-1] * (1 if tp_group is None else dist.get_world_size(tp_group))
+    targets = tokens.reshape(-1).long()
+    targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _IGNORED)
+    logits_tv = logits.reshape(-1, logits.shape[-1])
+    in_place = inplace_backward and _may_be_overwritten(logits_tv)
+    if not with_entropy:
+        log_probs = vocab_parallel_log_probs(
+            logits_tv,
+            targets,
+            tp_group=tp_group,
+            rows=rows,
+            keep_mask=keep_mask,
+            temperature=temperature,
+            inplace_backward=in_place,
+            ignore_index=_IGNORED,
+        )
+        return log_probs.view(tokens.shape), None
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+        logits_tv,
+        targets,
+        tp_group=tp_group,
+        rows=rows,
+        keep_mask=keep_mask,
+        temperature=temperature,
+        inplace_backward=in_place,
+        ignore_index=_IGNORED,
+        entropy_grad=entropy_grad,
+    )
+    return log_probs.view(tokens.shape), entropies.view(tokens.shape)
+
+
+def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """Return entropies ``[...]`` of logits ``[..., V / tp]``, in float32."""
+    any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    _, entropies = log_probs_and_entropy(logits, any_token, tp_group, with_entropy=True)
+    assert entropies is not None
+    if entropies.requires_grad:
+        setattr(logits.untyped_storage(), _HAS_ENTROPY, True)
+    return entropies
+
+
+def _may_be_overwritten(logits: Tensor) -> bool:
+    """Whether the gradient may overwrite the logits.
+
+    They must be an intermediate result with a storage of its own, in the dtype that Megatron overwrites, and
+    no entropy of them may be waiting for its backward.
+    """
+    base = logits if logits._base is None else logits._base
+    storage = logits.untyped_storage()
+    is_whole = storage.nbytes() == logits.numel() * logits.element_size()
+    is_leaf = base.is_leaf and base.requires_grad
+    return logits.dtype == torch.float32 and is_whole and not is_leaf and not hasattr(storage, _HAS_ENTROPY)

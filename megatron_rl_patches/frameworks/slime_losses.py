@@ -1,0 +1,142 @@
+"""Log-probabilities and entropies in the losses of slime, OpenClaw-RL and miles.
+
+The functions have the names of those that they take the place of. ``get_log_probs_and_entropy`` gets the
+framework's options and the logits of a microbatch and slices these, in some releases sample by sample;
+``calculate_log_probs_and_entropy`` gets a slice and computes. What the first knows, the second learns through
+:data:`scoring_context`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .._scoped import Scope, replaced
+from ..losses import checkpointed
+from .arguments import bind, call
+from .deferred_scoring import Samples, ScoringOptions, computed, score_rows
+from .log_probs import log_probs_and_entropy
+from .logit_rows import LogitRows, call_with_rows
+
+#: Names by which releases pass whether the entropy has a gradient.
+_ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
+#: Parameters of the function that computes; others are left to the framework's own code.
+_KNOWN = {"logits", "tokens", "tp_group", "with_entropy", "log_prob_keep_mask", "chunk_size", *_ENTROPY_GRAD}
+#: These two matter to a mode of miles that is left alone.
+_KNOWN |= {"true_on_policy", "vocab_size"}
+
+
+@dataclass
+class ScoringContext:
+    """What is known while ``get_log_probs_and_entropy`` runs.
+
+    Attributes:
+        entropy_grad: whether any loss depends on the entropy.
+        leave_alone: the framework writes into the logits between scoring one sample and the next; what is
+            computed from them again in backward would see that, so its own code computes.
+        samples: those that are to be scored in one pass.
+    """
+
+    entropy_grad: bool = True
+    leave_alone: bool = False
+    samples: Samples | None = None
+
+
+scoring_context: Scope[ScoringContext] = Scope("scoring")
+
+
+def loss_function(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Checkpoint the whole function instead of the loss in it; the rest of it computes a few numbers."""
+    framework_args = bind(wrapped, args, kwargs, defaults=True).arguments["args"]
+    if not framework_args.recompute_loss_function:
+        return wrapped(*args, **kwargs)
+
+    def without_recomputation(*args: Any, **kwargs: Any) -> Any:
+        # The option changes in place, not in a copy: custom losses may keep something on ``args``.
+        with replaced(framework_args, recompute_loss_function=False):
+            return wrapped(*args, **kwargs)
+
+    return checkpointed(without_recomputation, preserve_rng_state=True)(*args, **kwargs)
+
+
+def get_log_probs_and_entropy(
+    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run the framework's function on :class:`LogitRows`, and on the logits where it needs their values."""
+    bound = bind(wrapped, args, kwargs, defaults=True)
+    framework_args = bound.arguments["args"]
+    # A custom loss may well use the entropy whatever this coefficient is.
+    is_metric = (
+        getattr(framework_args, "loss_type", None) == "policy_loss"
+        and getattr(framework_args, "entropy_coef", None) == 0
+    )
+
+    def run(logits: Tensor, leave_alone: bool = False) -> Any:
+        with scoring_context.enter(ScoringContext(not is_metric, leave_alone)):
+            return tree_map(computed, call(wrapped, bound, logits=logits))
+
+    logits = bound.arguments["logits"]
+    return call_with_rows(run, logits, on_logits=lambda written: run(logits, leave_alone=written))
+
+
+def calculate_log_probs_and_entropy(
+    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return log-probabilities ``[n, 1]``, and entropies ``[n]`` or ``None``, of logits ``[n, V / tp]``."""
+    bound = bind(wrapped, args, kwargs, defaults=True)
+    arguments, parameters = bound.arguments, bound.signature.parameters
+    unknown = [n for n in arguments if n not in _KNOWN and arguments[n] is not parameters[n].default]
+    context = scoring_context.get() or ScoringContext()
+    passed_entropy_grad = [arguments[name] for name in _ENTROPY_GRAD if name in arguments]
+    context.entropy_grad = context.entropy_grad and all(passed_entropy_grad)
+    logits, tokens, keep_mask = arguments["logits"], arguments["tokens"], arguments.get("log_prob_keep_mask")
+    is_deferred = isinstance(logits, LogitRows)
+    left_alone = [*unknown, *(["true_on_policy"] if arguments.get("true_on_policy") else [])]
+    if left_alone and is_deferred:
+        logits.need(", ".join(left_alone))
+    if left_alone or context.leave_alone or (len(logits) == 0 and not is_deferred):
+        return wrapped(*args, **kwargs)
+    options = ScoringOptions(arguments["tp_group"], bool(arguments["with_entropy"]), context.entropy_grad)
+    if is_deferred and keep_mask is None:
+        if context.samples is None or not context.samples.accept(logits, options):
+            context.samples = Samples(options)
+        log_probs, entropy = context.samples.add(logits, tokens)
+    elif is_deferred:
+        log_probs, entropy = score_rows(logits, tokens, options, keep_mask)
+    else:
+        log_probs, entropy = log_probs_and_entropy(
+            logits,
+            tokens,
+            options.tp_group,
+            with_entropy=options.with_entropy,
+            entropy_grad=options.entropy_grad,
+            keep_mask=keep_mask,
+        )
+    if entropy is not None and not passed_entropy_grad:
+        entropy = entropy.to(logits.dtype)  # releases without such an argument compute it in this dtype
+    return log_probs.unsqueeze(-1), entropy
+
+
+def allgather_cp_redistribute(
+    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Leave out the backward of the entropy's all-reduce on every rank where the entropy has no gradient."""
+    bound = bind(wrapped, args, kwargs, defaults=True)
+    context, res = scoring_context.get() or ScoringContext(), bound.arguments["res"]
+    entropy = {} if context.entropy_grad or "entropy" not in res else {"entropy": res.pop("entropy")}
+    call(wrapped, bound)
+    with torch.no_grad():
+        call(wrapped, bound, res=entropy)
+    res.update(entropy)
+
+
+def compute_log_probs(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return log-probabilities ``[n, 1]``; Megatron's fused cross entropy would overwrite float32 logits."""
+    arguments = bind(wrapped, args, kwargs, defaults=True).arguments
+    log_probs, _ = log_probs_and_entropy(arguments["logits"], arguments["tokens"], arguments["process_group"])
+    return log_probs.unsqueeze(1)

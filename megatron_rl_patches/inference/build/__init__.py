@@ -1,0 +1,1 @@
+"""Building a Megatron model that only scores: no DDP, no gradient buffers, frozen, in eval mode."""

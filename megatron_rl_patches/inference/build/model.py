@@ -1,0 +1,210 @@
+"""Megatron models that only score: no DDP, no gradient buffers, no optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.enums import ModelType
+from megatron.core.fp8_utils import correct_amax_history_if_needed
+from megatron.core.transformer.module import Float16Module
+from torch.nn import Module
+
+from ..._scoped import replaced
+from ...errors import InferenceOnlyError, InvalidInputError
+from .frozen import refuse_training
+from .meta_device import materialize, parameters_on_meta
+from .provider import (
+    DTYPES,
+    arguments_per_stage,
+    call_provider,
+    give_own_config,
+    inference_copy,
+    pipeline_rank_and_size,
+    require_inference_chunk,
+    without_training,
+)
+from .rng import preserved_rng
+from .this_thread import replaced_in_this_thread
+
+__all__ = ["build_inference_model", "freeze", "without_training"]
+
+_INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
+
+PreWrap = Callable[[list[Module]], "Sequence[Module] | None"]
+
+
+def build_inference_model(
+    model_provider: Callable[..., Module],
+    config: Any,
+    *,
+    model_type: Any = None,
+    dtype: str = "bf16",
+    device: torch.device | str | None = None,
+    virtual_pipeline_size: int | None = None,
+    pg_collection: Any = None,
+    pre_wrap: PreWrap | None = None,
+) -> list[Module]:
+    """Build a model that only scores: a teacher, a reference or a reward model.
+
+    The chunks unwrap by ``.module`` and have the ``state_dict`` and ``sharded_state_dict`` keys of what
+    Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen. Parameters
+    are constructed on the meta device and get memory once, in their final dtype, so the peak is the
+    parameters alone. They are **not initialized** but filled with NaN: load a checkpoint before use. Methods
+    that training loops call on a chunk, such as ``zero_grad_buffer()`` and ``no_sync()``, raise
+    ``InferenceOnlyError``.
+
+    Megatron's parallel groups must exist. No collective is started, so an error leaves no other rank hanging.
+    Random streams are as before. Other threads may go on using torch meanwhile.
+
+    Args:
+        model_provider: called once per virtual pipeline stage, by keyword, with those of ``pre_process``,
+            ``post_process``, ``config``, ``pg_collection`` and (with virtual stages) ``vp_stage`` that it
+            takes, as ``get_model`` of the installed release does. It should take ``config``. A
+            method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
+        config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
+            gradient scale and timers: one that is shared with a policy would run the policy's ``no_sync``
+            around the teacher's forward passes. The original is not touched.
+        model_type: a ``megatron.core.enums.ModelType``; by default ``encoder_or_decoder``.
+        dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
+        device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
+            parameters without memory, for counting them; this works without CUDA.
+        virtual_pipeline_size: chunks per pipeline rank; by default that of ``config`` or Megatron's groups.
+        pg_collection: a ``ProcessGroupCollection`` to use in place of Megatron's global groups.
+        pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
+            hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
+
+    Returns:
+        One module per virtual pipeline stage; a list of one without.
+
+    Raises:
+        InvalidInputError: a dtype, device or virtual pipeline size that does not fit, or a provider that
+            returns no module.
+        InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, or builds on a
+            config that is, or may become, a policy's.
+    """
+    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
+        raise InferenceOnlyError(
+            "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
+            "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
+        )
+    target = _target_device(device, dtype)
+    stages = _virtual_stages(virtual_pipeline_size, config, pg_collection)
+    own = inference_copy(config, dtype)
+    own.virtual_pipeline_model_parallel_size = stages
+    if inspect.ismethod(model_provider) and model_provider.__self__ is config:
+        model_provider = types.MethodType(model_provider.__func__, own)
+
+    with preserved_rng():
+        with _constructing(own, target):
+            chunks = []
+            for arguments in arguments_per_stage(own, stages, pg_collection):
+                chunk = call_provider(model_provider, arguments)
+                require_inference_chunk(chunk)
+                give_own_config(chunk, own, config, dtype)
+                _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
+                chunks.append(chunk)
+        for chunk in chunks if target.type != "meta" else ():
+            materialize(chunk, target)
+        if pre_wrap is not None:
+            chunks = list(pre_wrap(chunks) or chunks)
+            for chunk in chunks:
+                require_inference_chunk(chunk)
+        if target.type != "meta":
+            chunks = [chunk.to(target) for chunk in chunks]
+        if dtype != "fp32":
+            chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+        correct_amax_history_if_needed(chunks)
+    freeze(chunks)
+    refuse_training(chunks, role="inference-only", setting="build_inference_model")
+    return chunks
+
+
+def freeze(model: Sequence[Module]) -> None:
+    """Put the model in eval mode, and let no parameter require a gradient.
+
+    Call it again before scoring if the model may have been put in train mode.
+    """
+    for chunk in model:
+        chunk.eval()
+        chunk.requires_grad_(False)
+
+
+def _target_device(device: torch.device | str | None, dtype: str) -> torch.device:
+    if device is None and not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
+    on_nvidia = target.type == "cuda" and torch.version.hip is None
+    if dtype == "bf16" and on_nvidia and torch.cuda.get_device_capability(target) < (8, 0):
+        raise InvalidInputError(
+            f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
+            "use 'fp16' or 'fp32'"
+        )
+    return target
+
+
+def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> int | None:
+    """Return the chunks per pipeline rank, ``None`` without interleaving; all sources must agree."""
+    groups = "Megatron's parallel groups"
+    sizes_by_source = {
+        "virtual_pipeline_size": requested,
+        "config.virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+    }
+    if pg_collection is None:
+        # Schedules read it, and releases without vp_stage also read it to build the model.
+        sizes_by_source[groups] = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    sizes = {size for size in sizes_by_source.values() if size is not None}
+    if not sizes or sizes == {1}:
+        return None
+    listed = ", ".join(f"{source}: {size}" for source, size in sizes_by_source.items())
+    if pipeline_rank_and_size(pg_collection)[1] == 1:
+        raise InvalidInputError(f"{listed}; but virtual stages need more than one pipeline rank")
+    if len(sizes) > 1 or min(sizes) < 1 or sizes_by_source.get(groups, 0) is None:
+        raise InvalidInputError(
+            f"{listed}; these do not fit together. One pipeline schedule runs all models of a process, "
+            "so they have equally many chunks per rank"
+        )
+    return sizes.pop()
+
+
+@contextmanager
+def _constructing(own: Any, target: torch.device) -> Iterator[None]:
+    """Let this thread construct modules without memory, initialization and data-parallel wrappers."""
+    # Initialization is wasted: a checkpoint will overwrite it.
+    changes: dict[str, Any] = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
+    if target.type == "meta":  # with it, constructors put together the weights of all TP ranks
+        changes["use_cpu_initialization"] = False
+    with (
+        parameters_on_meta(use_cuda=target.type == "cuda"),
+        # Before it fails on meta parameters, or allocates gradient buffers.
+        replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
+        replaced(own, **changes),
+    ):
+        yield
+
+
+def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise InferenceOnlyError(
+        f"the model provider wraps the model in {type(self).__name__}, which is for training; one for "
+        "inference returns the bare model (of Megatron-Bridge's: provide, not provide_distributed_model)"
+    )
+
+
+def _finish_as_get_model_does(chunk: Any, model_type: Any, stage: int | None) -> None:
+    chunk.model_type = ModelType.encoder_or_decoder if model_type is None else model_type
+    if stage is not None:
+        chunk.vp_stage = stage
+    for parameter in chunk.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if chunk.config.bf16 or chunk.config.fp16:
+        # The wrapper converts the parameters, except those that Megatron keeps in float32. On the meta
+        # device this is free; the wrapper itself is thrown away.
+        Float16Module(chunk.config, chunk)

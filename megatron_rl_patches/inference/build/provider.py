@@ -1,0 +1,160 @@
+"""Calls of a model provider, and checks of what it returns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, process_groups_config
+from torch.nn import Module
+
+from ..._chunks import SYNC_FUNCTIONS, is_data_parallel
+from ...errors import InferenceOnlyError, InvalidInputError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+# Fields of a config that training loops set, and that schedules act upon.
+_TRAINING_ONLY = (
+    *SYNC_FUNCTIONS,
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "moe_grad_scale_func",
+    "mtp_grad_scale_func",
+    "timers",
+)
+
+# Newer releases pass the virtual stage to a model as an argument, older ones set a global.
+_STAGES_BY_ARGUMENT = "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
+
+
+def without_training(config: Any) -> Any:
+    """Return a copy of a ``TransformerConfig`` without the functions and timers of training loops."""
+    # Shallow: members such as process groups cannot be copied, and a dataclass checks itself only when made.
+    own = copy.copy(config)
+    for name in _TRAINING_ONLY:
+        if hasattr(own, name):
+            setattr(own, name, None)
+    return own
+
+
+def inference_copy(config: Any, dtype: str) -> Any:
+    """Return a copy for scoring, with another dtype of parameters and of what pipeline stages send."""
+    own = without_training(config)
+    own.bf16, own.fp16 = dtype == "bf16", dtype == "fp16"
+    if own.autocast_dtype == own.params_dtype:
+        own.autocast_dtype = DTYPES[dtype]
+    own.params_dtype = own.pipeline_dtype = DTYPES[dtype]
+    return own
+
+
+def arguments_per_stage(own: Any, stages: int | None, pg_collection: Any) -> Iterator[dict[str, Any]]:
+    """Yield what Megatron's ``get_model`` passes to a provider, for each virtual stage."""
+    rank, size = pipeline_rank_and_size(pg_collection)
+    if pg_collection is None and hasattr(process_groups_config, "ProcessGroupCollection"):
+        pg_collection = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
+    for stage in range(stages or 1):
+        arguments = {
+            "pre_process": rank == 0 and stage == 0,
+            "post_process": rank == size - 1 and stage == (stages or 1) - 1,
+            "config": own,
+            "pg_collection": pg_collection,
+            "vp_stage": None if stages is None else stage,
+        }
+        yield {name: value for name, value in arguments.items() if value is not None}
+
+
+def call_provider(provider: Callable[..., Module], arguments: Mapping[str, Any]) -> Module:
+    """Call the provider with those of the arguments that it takes."""
+    parameters = inspect.signature(provider).parameters.values()
+    takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        takes |= arguments.keys() - (set() if _STAGES_BY_ARGUMENT else {"vp_stage"})
+    if _STAGES_BY_ARGUMENT and "vp_stage" in arguments and "vp_stage" not in takes:
+        raise InvalidInputError(
+            f"the model provider {provider!r} takes no vp_stage, so it cannot tell virtual pipeline stages "
+            "apart: give it that parameter, and pass it on to the model"
+        )
+    with virtual_rank(arguments.get("vp_stage")):
+        return provider(**{name: value for name, value in arguments.items() if name in takes})
+
+
+@contextmanager
+def virtual_rank(stage: int | None) -> Iterator[None]:
+    """Set the global by which models of releases without ``vp_stage`` know their virtual stage."""
+    if stage is None or _STAGES_BY_ARGUMENT:
+        yield
+        return
+    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    try:
+        yield
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+
+
+def require_inference_chunk(chunk: Any) -> None:
+    """Refuse what is no module, and a model that trains, since it would be frozen."""
+    if not isinstance(chunk, Module):
+        raise InvalidInputError(
+            f"the model provider returned {chunk!r}; it must return one torch.nn.Module per call"
+        )
+    for module in chunk.modules():
+        if is_data_parallel(module) or type(module).__name__ == "FSDPModule":
+            raise InferenceOnlyError(
+                f"the model provider returned a model in {type(module).__name__}, which trains; "
+                "it must build and return a bare model of its own"
+            )
+    for name, parameter in chunk.named_parameters():
+        if hasattr(parameter, "main_grad"):
+            raise InferenceOnlyError(
+                f"the model provider returned a model whose parameter {name} has a gradient buffer, so it "
+                "belongs to a model that trains; build a new model"
+            )
+
+
+def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
+    """Give the chunk a config that it shares with no policy.
+
+    A provider may ignore ``own``, the copy of the ``original`` config in its arguments, and make another one.
+    Whether another model holds that one, too, cannot be known, so the chunk gets a copy of it.
+    """
+    used = getattr(chunk, "config", None)
+    if used is own:
+        return
+    if used is None:
+        raise InvalidInputError(
+            f"the model provider returned a {type(chunk).__name__} without a config, by which Megatron's "
+            "schedules run a model: return a MegatronModule"
+        )
+    advice = "give the provider a parameter `config`, and build the model with it"
+    installed = [name for name in SYNC_FUNCTIONS if getattr(used, name, None) is not None]
+    if used is original or installed:
+        why = f"has {', '.join(installed)} of a model that trains" if installed else "is the one passed in"
+        raise InferenceOnlyError(
+            f"the model provider does not build on the config that it is called with, but on one that {why}: "
+            f"with a shared config the teacher would run inside the policy's sync functions; {advice}"
+        )
+    values = {name: getattr(used, name) for name in ("bf16", "fp16", "params_dtype")}
+    if differing := [f"{name}: {value}" for name, value in values.items() if value != getattr(own, name)]:
+        raise InferenceOnlyError(
+            f"dtype is {dtype!r}, but the model provider builds on a config of its own, with "
+            f"{', '.join(differing)}; {advice}"
+        )
+    copied = inference_copy(used, dtype)
+    for module in chunk.modules():
+        if getattr(module, "config", None) is used:
+            module.config = copied
+
+
+def pipeline_rank_and_size(pg_collection: Any) -> tuple[int, int]:
+    """Return this rank in the pipeline-parallel group, and its size."""
+    if pg_collection is not None:
+        return pg_collection.pp.rank(), pg_collection.pp.size()
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )

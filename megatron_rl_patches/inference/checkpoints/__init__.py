@@ -1,0 +1,1 @@
+"""Loading weights, and nothing else, from Megatron's checkpoints."""

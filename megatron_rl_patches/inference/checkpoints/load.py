@@ -1,0 +1,248 @@
+"""Weights for a model that only scores: from Megatron's checkpoints, weights only, all or nothing."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from ..._chunks import as_chunks, unwrap
+from ...errors import CheckpointError, InvalidInputError
+from . import torch_legacy
+from .location import FORMATS, TORCH, Location, detect_format, locate
+from .mismatch import Mismatch
+from .pickles import Inert, load_torch, one_line, require_harmless
+
+_log = logging.getLogger("megatron_rl_patches")
+_EXTRA_STATE = "_extra_state"
+_AS_BEFORE = "Nothing was loaded; the weights are as before."
+_Model = torch.nn.Module | Sequence[torch.nn.Module]
+_State = dict[str, Any]
+
+
+def load_inference_checkpoint(
+    model: _Model,
+    path: str | os.PathLike[str],
+    *,
+    format: str = "auto",
+    ckpt_step: int | None = None,
+    exact: bool = False,
+) -> int:
+    """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
+
+    It works on megatron-core alone and changes no global state, such as arguments and random generators. The
+    optimizer's shards are neither read nor checked, and may be absent; Megatron-LM's ``load_checkpoint``
+    refuses other TP and PP sizes unless they were saved in a fully reshardable format
+    (``megatron/training/checkpointing.py``).
+
+    A collective: every rank of the default process group calls it. The ranks agree after each step, so
+    either all of them load or all of them raise. Keys, shapes and file sizes are checked before any tensor
+    is read, and all tensors are read before the first weight is written. What stays unnoticed are bytes that
+    changed within a stored tensor: torch does not verify its checksums.
+
+    Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
+    Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
+    a warning: rows beyond those stored become zero. Pass ``vocab_size`` to :func:`forward_log_probs` to leave
+    them out. ``_extra_state`` entries (scales of Transformer Engine) are loaded where both sides have
+    them. No code runs that the files name; a file that asks for it is refused.
+
+    It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, plus
+    one stored piece, plus a second copy of weights that Megatron splits for storage (gated MLP) while it
+    joins them. From ``torch``, tensors are mapped from the file and copied one by one.
+
+    Args:
+        model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
+            ``Float16Module`` or DDP, or bare.
+        path: a checkpoint root with ``latest_checkpointed_iteration.txt``, an ``iter_XXXXXXX`` or
+            ``release`` folder, or any folder written by ``megatron.core.dist_checkpointing``.
+        format: ``"torch_dist"`` (any TP, PP, VPP and EP sizes), ``"torch"`` (the sizes of the checkpoint),
+            or ``"auto"``, whichever of them it is.
+        ckpt_step: the iteration to take from a root instead of the latest, as ``--ckpt-step``.
+        exact: refuse other dtypes and another padding of the vocabulary too.
+
+    Returns:
+        The iteration at which the checkpoint was saved; 0 for a release, as in Megatron, and if the
+        checkpoint does not hold it.
+
+    Raises:
+        InvalidInputError: no chunks, a chunk on the meta device, or an unknown format.
+        CheckpointError: the checkpoint is missing, partial, corrupt, hostile, of another model or format.
+            Every rank raises it, it names the ranks that failed, and all weights are bit for bit as before.
+    """
+    if format not in ("auto", *FORMATS):
+        raise InvalidInputError(f"format={format!r}: expected 'auto', {' or '.join(map(repr, FORMATS))}")
+    chunks = _bare_chunks(model)
+    with _on_all_ranks_or_none(f"cannot load {os.fspath(path)}"):
+        location = locate(path, ckpt_step)
+        stored_format = detect_format(location.folder)
+        if format not in ("auto", stored_format):
+            raise CheckpointError(f"{location.folder} is in the format {stored_format}, not {format}")
+    # While a run is saving, ranks may read different iterations from the tracker.
+    names = _gather(location.folder.name)
+    if len(set(names)) > 1:
+        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
+
+    if stored_format == TORCH:
+        with _on_all_ranks_or_none(f"cannot load {location.folder}"):
+            content = torch_legacy.open_own_file(location.folder)
+            states = torch_legacy.model_states(content, chunks)
+    else:
+        content, states = _read_torch_dist(chunks, location, exact)
+    with _on_all_ranks_or_none(f"cannot load {location.folder}"):
+        iteration = _iteration(location, content)
+        states = [_without_inert_extra_states(state, location.folder) for state in states]
+        for chunk, state in zip(chunks, states, strict=True):
+            _refuse(_compare(chunk, state, exact))
+    # From here on only an extra state can refuse, or a device can fail.
+    outcome = "Some weights may be new and others not; build the model again."
+    with _on_all_ranks_or_none(f"writing the weights of {location.folder}", outcome):
+        for chunk, state in zip(chunks, states, strict=True):
+            chunk.load_state_dict(state, strict=False)
+    return iteration
+
+
+def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -> int:
+    """Return the iteration of the checkpoint that :func:`load_inference_checkpoint` would load.
+
+    Reads no weights. Not a collective, and needs no process group.
+    """
+    location = locate(path, ckpt_step)
+    if location.iteration is not None:
+        return location.iteration
+    if detect_format(location.folder) == TORCH:
+        return _iteration(location, torch_legacy.open_any_file(location.folder))
+    from .torch_dist import TorchDistCheckpoint
+
+    return _iteration(location, TorchDistCheckpoint.open(location.folder).common)
+
+
+def _read_torch_dist(
+    chunks: Sequence[torch.nn.Module], location: Location, exact: bool
+) -> tuple[_State, list[_State]]:
+    from .torch_dist import TorchDistCheckpoint, requested_tensors
+
+    with _on_all_ranks_or_none(f"cannot load {location.folder}"):
+        checkpoint = TorchDistCheckpoint.open(location.folder)
+        request = checkpoint.request(chunks)
+        requested = requested_tensors(request)
+        checkpoint.check_files(requested)
+        mismatch, paddings = checkpoint.compare(requested, exact)
+    # A tensor of the checkpoint may have its place on any rank. One bit for each stored name says whether it
+    # has one on this rank: the names themselves would be megabytes from every rank to every rank.
+    names = checkpoint.names()
+    bits = sum(1 << position for position, name in enumerate(names) if name in requested)
+    all_bits, mismatches, all_paddings = zip(*_gather((bits, mismatch, paddings)), strict=True)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        for name, (stored, expected) in {k: v for each in all_paddings for k, v in each.items()}.items():
+            # It might be another vocabulary, which shows nowhere else.
+            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, stored, expected)
+    with _on_all_ranks_or_none(f"cannot load {location.folder}"):
+        union = functools.reduce(operator.or_, all_bits)
+        unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
+        _refuse(Mismatch.merged([*mismatches, Mismatch(unexpected=unexpected)]))
+    with _on_all_ranks_or_none(f"cannot read {location.folder}"):
+        states = checkpoint.read(request)
+    return checkpoint.common, states
+
+
+def _iteration(location: Location, content: dict[str, Any]) -> int:
+    stored = content.get("iteration", content.get("total_iters"))
+    if location.folder.name == "release" or stored is None:
+        return location.iteration or 0
+    return int(stored)
+
+
+def _bare_chunks(model: _Model) -> list[torch.nn.Module]:
+    chunks = [unwrap(chunk) for chunk in as_chunks(model)]
+    if not chunks:
+        raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
+    for index, chunk in enumerate(chunks):
+        meta = next((name for name, tensor in chunk.named_parameters() if tensor.is_meta), None)
+        if meta is not None:
+            raise InvalidInputError(
+                f"chunk {index} is on the meta device ({meta}), with no memory to load into; "
+                "materialize it first, as build_inference_model does"
+            )
+    return chunks
+
+
+def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Mismatch:
+    """Return what ``load_state_dict`` would complain about only after it has loaded all other weights."""
+    model = _weights(chunk.state_dict(keep_vars=True))
+    mismatch = Mismatch.between(stored := _weights(state), model, dtypes=exact)
+    # Tied weights have several names, and one is enough.
+    loaded = {id(model[name]) for name in model.keys() & stored.keys()}
+    mismatch.missing = [name for name in mismatch.missing if id(model[name]) not in loaded]
+    return mismatch
+
+
+def _refuse(mismatch: Mismatch) -> None:
+    if differences := mismatch.describe("the checkpoint"):
+        raise CheckpointError(f"the checkpoint is of another model; {differences}")
+
+
+def _weights(state: _State) -> dict[str, torch.Tensor]:
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if _EXTRA_STATE not in name}
+
+
+def _without_inert_extra_states(state: _State, folder: Path) -> _State:
+    """Check the pickles that layers will unpickle, and leave out objects of unknown classes."""
+    for name, value in state.items():
+        if _EXTRA_STATE not in name:
+            continue
+        if isinstance(value, torch.Tensor) and value.numel():
+            require_harmless(value.cpu().numpy().tobytes(), f"{folder}: {name}")
+        elif isinstance(value, io.BytesIO):
+            # It is read safely and written again, without what is unknown.
+            torch.save(load_torch(value, folder), rewritten := io.BytesIO())
+            rewritten.seek(0)
+            state = {**state, name: rewritten}
+    return {name: value for name, value in state.items() if not isinstance(value, Inert)}
+
+
+@contextmanager
+def _on_all_ranks_or_none(action: str, outcome: str = _AS_BEFORE) -> Iterator[None]:
+    """If the body fails on some rank, raise on all a ``CheckpointError`` that names those where it failed."""
+    error: Exception | None = None
+    reason = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+        reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
+    reasons = {rank: reason for rank, reason in enumerate(_gather(reason)) if reason is not None}
+    if reasons:
+        raise CheckpointError(f"{action}: {_summary(reasons)}. {outcome}") from error
+
+
+def _summary(reasons: dict[int, str]) -> str:
+    """Join the reasons, each once, with the ranks that have it."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    ranks_by_reason: dict[str, list[int]] = {}
+    for rank, reason in reasons.items():
+        ranks_by_reason.setdefault(reason, []).append(rank)
+    parts = []
+    for reason, ranks in ranks_by_reason.items():
+        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        parts.append(f"{'every rank' if len(ranks) == world else listed}: {reason}")
+    return "; ".join(parts)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Return the values of all ranks; without a process group this rank's alone."""
+    if not torch.distributed.is_initialized():
+        return [value]
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values

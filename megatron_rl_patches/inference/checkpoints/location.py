@@ -1,0 +1,118 @@
+"""The folder and the format of a Megatron checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..._text import first
+from ...errors import CheckpointError
+from .pickles import one_line
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TORCH_DIST, TORCH = "torch_dist", "torch"
+FORMATS = (TORCH_DIST, TORCH)
+
+
+@dataclass(frozen=True)
+class Location:
+    """The folder of one iteration, with ``metadata.json`` or ``mp_rank_*`` in it."""
+
+    folder: Path
+    #: By the folder's name; ``None`` if that is no iteration's. Megatron counts a release as 0.
+    iteration: int | None
+
+
+def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Location:
+    """Find the folder to load for a checkpoint root, the folder of an iteration, or a bare checkpoint."""
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: {'not a folder' if root.exists() else 'no such folder'}")
+    patterns = ("metadata.json", ".metadata", "common.pt", "mp_rank_*", "*.distcp")
+    if any(entry.match(pattern) for entry in root.iterdir() for pattern in patterns):
+        if ckpt_step is not None:
+            raise CheckpointError(
+                f"ckpt_step={ckpt_step} chooses among the iterations of a checkpoint root, "
+                f"but {root} is the checkpoint of one iteration; give its parent, or no ckpt_step"
+            )
+        return Location(root, _iteration_of(root.name))
+    if ckpt_step is not None:
+        name = f"iter_{ckpt_step:07d}"
+    elif (root / TRACKER).is_file():
+        name = _tracked(root / TRACKER)
+    else:
+        raise _no_checkpoint_in(root)
+    if not (root / name).is_dir():
+        origin = f"{TRACKER} points at" if ckpt_step is None else f"ckpt_step={ckpt_step} asks for"
+        raise CheckpointError(f"{origin} {name}, which is not in {root}; there: {_iterations_in(root)}")
+    return Location(root / name, _iteration_of(name))
+
+
+def detect_format(folder: Path) -> str:
+    """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
+    names = {entry.name for entry in folder.iterdir()}
+    if "metadata.json" in names:
+        try:
+            backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise CheckpointError(f"{folder / 'metadata.json'} is corrupt: {one_line(error)}") from error
+        if backend != TORCH_DIST:
+            raise _unsupported(folder, backend)
+        return TORCH_DIST
+    if any(name.startswith("mp_rank_") for name in names):
+        return TORCH
+    partial = (
+        "a part of a torch_dist checkpoint (metadata.json, which is written last, is missing: the save did "
+        "not finish, or the copy is incomplete)"
+    )
+    if "common.pt" in names or (".metadata" not in names and any(name.endswith(".distcp") for name in names)):
+        raise CheckpointError(f"{folder} is {partial}")
+    if ".metadata" in names:
+        # From megatron-core 0.19 on, torch_dist has no common.pt by which it differs from these.
+        raise _unsupported(folder, f"torch_dcp or fsdp_dtensor, or it is {partial}")
+    raise _no_checkpoint_in(folder)
+
+
+def _iteration_of(name: str) -> int | None:
+    if name == "release":
+        return 0
+    match = re.fullmatch(r"iter_(\d{7,})", name)
+    return int(match[1]) if match else None
+
+
+def _tracked(tracker: Path) -> str:
+    if (text := tracker.read_text(errors="replace").strip()) == "release":
+        return text
+    if not text.isdecimal():
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
+    return f"iter_{int(text):07d}"
+
+
+def _unsupported(folder: Path, stored_format: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} is in the format {stored_format}; supported: {' and '.join(FORMATS)}. "
+        "Convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
+    )
+
+
+def _no_checkpoint_in(folder: Path) -> CheckpointError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".safetensors") or name.startswith("pytorch_model") for name in names):
+        return CheckpointError(
+            f"{folder} is a Hugging Face checkpoint; supported: {' and '.join(FORMATS)}. "
+            "Load it through the framework or Megatron-Bridge, in build_inference_model(pre_wrap=...)"
+        )
+    if any(_iteration_of(name) is not None for name in names):
+        return CheckpointError(
+            f"{folder} has no {TRACKER}, so it does not say which iteration is the latest; "
+            f"there: {_iterations_in(folder)}; give the folder of one, or ckpt_step"
+        )
+    return CheckpointError(f"{folder} holds no Megatron checkpoint; found: {first(names) or 'nothing'}")
+
+
+def _iterations_in(root: Path) -> str:
+    names = sorted((e.name for e in root.iterdir() if _iteration_of(e.name) is not None), reverse=True)
+    return first(names) or "no iteration at all"

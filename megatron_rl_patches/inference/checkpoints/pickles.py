@@ -1,0 +1,209 @@
+"""Unpickling that calls only the functions and classes in the tables below, and no code of a file's author.
+
+Torch's ``weights_only=True`` is not for ``.metadata``, and releases treat unknown classes differently.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import os
+import pathlib
+import pickle
+import sys
+import zipfile
+from enum import Enum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import torch
+import torch._utils
+from torch.distributed.checkpoint import filesystem, metadata
+
+from ...errors import CheckpointError
+
+_Table = dict[tuple[str, str], Any]
+
+
+def load_dict(file: Path) -> dict[str, Any]:
+    """Load a dict saved by ``torch.save``: tensors are mapped from the file, and read when they are used.
+
+    Megatron's checkpoints hold the saving program's arguments, with enums and classes of modules that need
+    not exist in this process. They become :class:`Inert` objects.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
+    return as_dict(load_torch(file, file), file)
+
+
+def load_torch(source: Path | IO[bytes], file: Path) -> Any:
+    """Load a file, whose tensors are then mapped, or a stream of ``torch.save``, to the CPU."""
+    if os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "").lower() in ("1", "y", "yes", "true"):
+        raise CheckpointError(
+            f"{file} needs the unpickler of this package, which torch refuses while "
+            "TORCH_FORCE_WEIGHTS_ONLY_LOAD is set; unset it: that unpickler runs no code of the file either"
+        )
+    try:
+        _require_plain_archive(source)
+        # Torch lets this module do the unpickling, and adds the storages.
+        return torch.load(
+            source,
+            map_location="cpu",
+            mmap=isinstance(source, Path),
+            weights_only=False,
+            pickle_module=_LENIENT_PICKLE,
+        )
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{file} is corrupt or truncated: {one_line(error)}") from error
+
+
+def as_dict(content: Any, file: Path) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__} where Megatron saves a dict")
+    return content
+
+
+def require_harmless(pickled: bytes, name: str) -> None:
+    """Check that a pickle inside a checkpoint names nothing but tensors and builtin containers.
+
+    TransformerEngine unpickles the extra state of its layers itself, without any protection.
+    """
+    try:
+        _ExtraStateUnpickler(io.BytesIO(pickled)).load()
+    except Exception as error:
+        raise CheckpointError(f"{name} is a pickle that is not safe to load: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and first line of an exception; the whole is chained to the error that quotes it."""
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+class Inert:
+    """Stands for an object of a class that is not in the table; keeps nothing, does nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __call__(self, *args: object, **kwargs: object) -> Inert:
+        return self
+
+    def append(self, *args: object) -> None: ...
+
+    __setstate__ = __setitem__ = extend = add = append
+
+
+def _enum_member(owner: Any, name: Any) -> Any:
+    """Stand in for ``getattr``, with which some releases of Python pickle the members of an enum."""
+    if owner is Inert:
+        return Inert()
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError(f"it asks for an attribute of {owner!r}, which is no enum")
+    return owner[name]
+
+
+def _existing(module: Any, *names: str) -> _Table:
+    return {(module.__name__, name): getattr(module, name) for name in names if hasattr(module, name)}
+
+
+_BUILTINS: _Table = {
+    (module, builtin.__name__): builtin
+    for module in ("builtins", "__builtin__")
+    for builtin in (set, frozenset, bytearray, complex, list, dict, tuple, int, bool, slice)
+}
+_BUILTINS |= {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    # With this, old protocols pickle bytes.
+    ("_codecs", "encode"): lambda text, encoding: text.encode("latin1"),
+}
+_TORCH: _Table = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+_TORCH |= {("torch", "Size"): torch.Size, ("torch", "device"): torch.device}
+_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+_IN_METADATA: _Table = {
+    **_BUILTINS,
+    **_TORCH,
+    ("builtins", "getattr"): _enum_member,
+    ("__builtin__", "getattr"): _enum_member,
+    ("torch.serialization", "_get_layout"): _LAYOUTS.__getitem__,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+    **_existing(metadata, "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+    **_existing(metadata, "StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    **_existing(filesystem, "_StorageInfo"),
+}
+_IN_OLDER_TORCH = "torch.distributed._shard.sharded_tensor.metadata"
+for _name in ("TensorProperties", "MEM_FORMAT_ENCODING"):
+    if _class := getattr(metadata, _name, None) or getattr(metadata, f"_{_name}", None):
+        _IN_METADATA[_IN_OLDER_TORCH, _name] = _class
+
+_IN_TENSORS: _Table = {
+    **_BUILTINS,
+    **_TORCH,
+    ("_io", "BytesIO"): io.BytesIO,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    **_existing(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+}
+_IN_EXTRA_STATES: _Table = {
+    **_IN_TENSORS,
+    ("torch.storage", "_load_from_bytes"): lambda content: torch.load(
+        io.BytesIO(content), map_location="cpu", weights_only=True
+    ),
+}
+
+# Plans of the saving ranks, which megatron-core stores for its next save, and nobody needs for loading.
+_PLANS = (
+    "megatron.core.dist_checkpointing.",
+    "nvidia_resiliency_ext.",
+    "torch.distributed.checkpoint.planner",
+)
+_RECIPES = "transformer_engine.common.recipe"
+
+
+def _allowed(table: _Table, module: str, name: str) -> Any:
+    if (module, name) not in table:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in such a file")
+    return table[module, name]
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """For the index of a distributed checkpoint: refuses what is neither in the table nor part of a plan."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Inert if module.startswith(_PLANS) else _allowed(_IN_METADATA, module, name)
+
+
+class _ExtraStateUnpickler(pickle.Unpickler):
+    """For extra states, which also hold recipes of TransformerEngine: classes of enums and dataclasses.
+
+    Nothing may become an :class:`Inert` object here: who unpickles it again gets, and calls, the real one.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        recipe = getattr(sys.modules.get(module), name, None) if module == _RECIPES else None
+        if isinstance(recipe, type) and recipe.__module__ == _RECIPES:
+            return recipe
+        return _allowed(_IN_EXTRA_STATES, module, name)
+
+
+class _Lenient(pickle.Unpickler):
+    """For ``torch.load``: puts :class:`Inert` in place of what is not in the table."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _IN_TENSORS.get((module, name), Inert)
+
+
+def _require_plain_archive(source: Path | IO[bytes]) -> None:
+    """Refuse older formats and TorchScript, which ``torch.load`` would read without our unpickler."""
+    with zipfile.ZipFile(source) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise pickle.UnpicklingError("it is a TorchScript archive")
+    if not isinstance(source, Path):
+        source.seek(0)
+
+
+# What torch.load uses of a pickle module.
+_LENIENT_PICKLE: Any = SimpleNamespace(__name__=__name__, Unpickler=_Lenient, load=None)

@@ -1,0 +1,184 @@
+"""Parameters of every pipeline stage, from the real ``GPTModel`` on the meta device.
+
+A process of its own builds it, with torch's fake process groups, so that the caller's groups stay untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ...errors import InvalidInputError
+from .model import GPTDescription, ParallelSizes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Parameter(NamedTuple):
+    """One parameter of a model chunk, with its size on one rank."""
+
+    numel: int
+    #: The name of a torch dtype: ``"bfloat16"``.
+    dtype: str
+    #: Its gradients are reduced over the expert-data-parallel group (Megatron: ``allreduce`` is False).
+    expert: bool
+
+
+def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
+    """Return the parameters of a real model chunk, in the order of ``chunk.parameters()``."""
+    return [
+        Parameter(p.numel(), str(p.dtype).removeprefix("torch."), not getattr(p, "allreduce", True))
+        for p in chunk.parameters()
+    ]
+
+
+@functools.cache
+def count_parameters(
+    description: GPTDescription, sizes: ParallelSizes, dtype: str
+) -> list[list[list[Parameter]]]:
+    """Count the parameters of each chunk of each pipeline stage, in seconds and without memory for them."""
+    child = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps([vars(description), vars(sizes), dtype]),
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+            # The patches have no part in this, and their messages would only confuse.
+            "MEGATRON_RL_PATCHES": "0",
+        },
+    )
+    if child.returncode:
+        raise InvalidInputError(f"counting the parameters failed:\n{child.stderr.strip()}")
+    answer = json.loads(child.stdout.splitlines()[-1])
+    if "error" in answer:
+        raise InvalidInputError(f"Megatron does not build this model: {answer['error']}")
+    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer["stages"]]
+
+
+def main() -> None:
+    """Run the child: reads a task as JSON from stdin, writes the stages or Megatron's objection to stdout."""
+    description, sizes, dtype = json.load(sys.stdin)
+    warnings.simplefilter("ignore")
+    # Without these the local layers use torch's norms, which have the same parameters and build anywhere.
+    for absent in ("apex", "transformer_engine"):
+        sys.modules[absent] = cast(ModuleType, None)
+    answer: dict[str, Any]
+    try:
+        answer = {"stages": list(_stages(GPTDescription(**description), ParallelSizes(**sizes), dtype))}
+    except Exception as error:
+        answer = {"error": str(error) or repr(error)}
+    print(json.dumps(answer))
+
+
+def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> Iterator[list[list[Parameter]]]:
+    from ..build.model import build_inference_model
+
+    config = _transformer_config(description, sizes)
+    for stage in range(sizes.pipeline_model_parallel_size):
+        with _fake_rank(sizes, stage):
+            provider = _provider(description, sizes.tensor_model_parallel_size)
+            chunks = build_inference_model(provider, config, dtype=dtype, device="meta")
+            yield [parameters_of(chunk) for chunk in chunks]
+
+
+@contextmanager
+def _fake_rank(sizes: ParallelSizes, stage: int) -> Iterator[None]:
+    """Be the first rank of a pipeline stage, in a world without replicas: these have the same shapes."""
+    import torch.distributed
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    tp, ep = sizes.tensor_model_parallel_size, sizes.expert_model_parallel_size
+    ranks_per_stage = math.lcm(tp, ep * (sizes.expert_tensor_parallel_size or tp))
+    torch.distributed.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=stage * ranks_per_stage,
+        world_size=sizes.pipeline_model_parallel_size * ranks_per_stage,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tp,
+            sizes.pipeline_model_parallel_size,
+            sizes.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=sizes.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[..., Any]:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    # Some releases take their own wrapper file for TransformerEngine, and then fail on its classes.
+    multi_latent_attention.HAVE_TE = False
+    positions = description.learned_absolute_position_embeddings
+
+    def provide(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None) -> Any:
+        staged = {"vp_stage": vp_stage, "normalization": description.normalization}
+        layers = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, **_accepted(get_gpt_decoder_block_spec, staged)
+        )
+        for layer in layers.layer_specs:
+            # It has no parameters, and the local one refuses latent attention.
+            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+        return GPTModel(
+            config,
+            layers,
+            vocab_size=description.padded_vocab_size(tensor_parallel),
+            max_sequence_length=positions or 1,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not description.untie_embeddings_and_output_weights,
+            position_embedding_type="learned_absolute" if positions else "rope",
+            **_accepted(GPTModel, {"vp_stage": vp_stage}),
+        )
+
+    return provide
+
+
+def _transformer_config(description: GPTDescription, sizes: ParallelSizes) -> Any:
+    import torch
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
+    groups = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
+    return config_class(
+        **description.config_fields(config_class),
+        **{name: getattr(sizes, name) for name in (f"{group}_parallel_size" for group in groups)},
+        num_layers_in_first_pipeline_stage=sizes.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=sizes.decoder_last_pipeline_num_layers,
+        pipeline_dtype=torch.float32,
+        perform_initialization=False,
+    )
+
+
+def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the arguments that this release has."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Descriptions of a GPT and of its parallel groups, which together decide the shapes of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...errors import InvalidInputError
+
+# Fields of TransformerConfig that change the parameters, and that a description does not have.
+_BEYOND_A_DESCRIPTION = (
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "heterogeneous_block_specs",
+    "linear_attention_type",
+    "moe_latent_size",
+    "moe_shared_expert_gate",
+    "mtp_num_layers",
+    "pipeline_model_parallel_layout",
+)
+_NAMES_IN_CONFIG = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
+
+
+@dataclass(frozen=True)
+class GPTDescription:
+    """A GPT by the names of Megatron-LM's arguments. Sizes are those of the whole model, not of a rank.
+
+    Attributes:
+        num_query_groups: None: as many as attention heads.
+        ffn_hidden_size: None: four times ``hidden_size``, as in Megatron.
+        kv_channels: size of one attention head. None: ``hidden_size`` over the number of heads.
+        vocab_size: before padding to a multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel
+            size.
+        num_experts: None: no layer is a mixture of experts.
+        moe_layer_freq: N: every N-th layer has experts; or a 1 (experts) or 0 (dense) for each layer.
+        learned_absolute_position_embeddings: number of positions with a learned embedding; 0 with rotary
+            embeddings, which have no parameters.
+        q_lora_rank: this and the next four are for ``multi_latent_attention``.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int
+    num_query_groups: int | None = None
+    ffn_hidden_size: int | None = None
+    kv_channels: int | None = None
+    make_vocab_size_divisible_by: int = 128
+    untie_embeddings_and_output_weights: bool = False
+    swiglu: bool = False
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    normalization: str = "LayerNorm"
+    learned_absolute_position_embeddings: int = 0
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_layer_freq: int | Sequence[int] = 1
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        _require_at_least_one(self, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
+        if not isinstance(self.moe_layer_freq, int):
+            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))  # hashable
+        else:
+            _require_at_least_one(self, ["moe_layer_freq"])
+
+    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
+        """Return the rows of the embedding over all ranks, padded as by Megatron-LM's tokenizer."""
+        multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+    @classmethod
+    def from_config(cls, config: Any, **model: Any) -> GPTDescription:
+        """Describe a ``TransformerConfig``; ``model`` adds what that does not hold, above all ``vocab_size``.
+
+        Raises:
+            InvalidInputError: a description has no field for something in the config, or ``model`` lacks
+                ``vocab_size``.
+        """
+        if beyond := [name for name in _BEYOND_A_DESCRIPTION if getattr(config, name, None)]:
+            raise InvalidInputError(
+                f"{', '.join(beyond)}: not covered by a description of the model; "
+                "build the model and pass its chunks instead"
+            )
+        if "vocab_size" not in model:
+            raise InvalidInputError("a TransformerConfig does not hold vocab_size; pass vocab_size=...")
+        names = {field.name: _NAMES_IN_CONFIG.get(field.name, field.name) for field in fields(cls)}
+        known = {ours: getattr(config, theirs) for ours, theirs in names.items() if hasattr(config, theirs)}
+        return cls(**{**known, **model})
+
+    def config_fields(self, config_class: Any) -> dict[str, Any]:
+        """Return the fields that ``TransformerConfig``, or ``MLATransformerConfig``, has."""
+        values = {_NAMES_IN_CONFIG.get(name, name): value for name, value in vars(self).items()}
+        if not isinstance(self.moe_layer_freq, int):
+            values["moe_layer_freq"] = list(self.moe_layer_freq)  # Megatron takes no other sequence
+        return {field.name: values[field.name] for field in fields(config_class) if field.name in values}
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the parallel groups, by their names in Megatron.
+
+    Attributes:
+        virtual_pipeline_model_parallel_size: model chunks per pipeline stage; None: one.
+        expert_tensor_parallel_size: None: the tensor-parallel size, as in Megatron.
+        data_parallel_size: replicas, without context parallelism.
+        decoder_first_pipeline_num_layers: layers of the first stage where it differs from the others.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    data_parallel_size: int = 1
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_at_least_one(self, vars(self))
+        if self.virtual_pipeline_model_parallel_size == 1:
+            object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
+        if self._ranks_per_stage % (experts := _ranks_of_all_experts(self)):
+            raise InvalidInputError(
+                f"one pipeline stage has {self._ranks_per_stage} ranks (tensor × context × data parallel), "
+                f"which is no multiple of {experts} (expert × expert tensor parallel); "
+                f"data_parallel_size must be a multiple of {_fewest_replicas(self)}"
+            )
+
+    @classmethod
+    def from_config(cls, config: Any) -> ParallelSizes:
+        """Read the sizes from a ``TransformerConfig``, with the fewest replicas; else return one rank."""
+        names = [field.name for field in fields(cls) if hasattr(config, field.name)]
+        sizes = {name: getattr(config, name) for name in names}
+        return cls(**sizes, data_parallel_size=_fewest_replicas(config) if sizes else 1)
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        return self._ranks_per_stage * self.pipeline_model_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share the gradients of a dense parameter: the data- and context-parallel group."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that share the gradients of an expert's parameter: the expert-data-parallel group."""
+        return self._ranks_per_stage // _ranks_of_all_experts(self)
+
+    @property
+    def _ranks_per_stage(self) -> int:
+        return self.tensor_model_parallel_size * self.replicas
+
+
+def _require_at_least_one(sizes: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if (value := getattr(sizes, name)) is not None and value < 1:
+            raise InvalidInputError(f"{name} is {value}; it must be at least 1")
+
+
+def _ranks_of_all_experts(sizes: Any) -> int:
+    """Return how many ranks hold one copy of all experts; ``sizes`` may be a ``TransformerConfig``."""
+    tensor: int = sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size
+    return tensor * int(sizes.expert_model_parallel_size)
+
+
+def _fewest_replicas(sizes: Any) -> int:
+    """Return the smallest data-parallel size with which a stage has enough ranks for all experts."""
+    experts = _ranks_of_all_experts(sizes)
+    return experts // math.gcd(experts, sizes.tensor_model_parallel_size * sizes.context_parallel_size)

@@ -1,0 +1,1 @@
+"""Log-probabilities and most probable tokens, computed through Megatron's pipeline schedules."""

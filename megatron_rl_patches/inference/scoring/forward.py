@@ -1,0 +1,210 @@
+"""Log-probabilities of response tokens, and most probable tokens, through Megatron's pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import InvalidInputError
+from ...losses import (
+    TopKDistribution,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from .microbatches import Microbatch
+from .schedule import Forward, Group, forward_only, vocabulary_of
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+class Scores(NamedTuple):
+    """Scores of each sample, in the original order."""
+
+    #: Per sample ``[response_length]``, float32: log-probability of each response token.
+    log_probs: list[torch.Tensor]
+    #: Per sample ``[response_length]``, float32, in nats: entropy of the distribution that predicts it.
+    entropy: list[torch.Tensor] | None
+
+
+def forward_log_probs(
+    model: Model,
+    microbatches: Sequence[Mapping[str, Any]],
+    *,
+    forward: Forward | None = None,
+    with_entropy: bool = False,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    output_device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> Scores | None:
+    """Score response tokens with a model: forward only, without pipelining, with PP, or interleaved (VPP).
+
+    All ranks of a tensor- and pipeline-parallel group of ``megatron.core.parallel_state`` call it with the
+    same microbatches, each data-parallel replica with its own. Afterwards, also if it raises, no autograd
+    graph and no activation is left, and training modes and config are as before.
+
+    Args:
+        model: model chunk, or list of them, as Megatron's ``get_model`` returns, inference-only or in DDP.
+        microbatches: mappings of
+
+            * ``tokens``: int64 ``[b, s]``, padded on the right with any valid token; shapes may differ;
+            * ``lengths``: ``b`` numbers of tokens, prompt and response together;
+            * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
+              but the first token, which nothing predicts;
+            * ``indices``: ``b`` positions of the samples in the result. Default: in order;
+            * ``position_ids``, int64 ``[b, s]``, and ``attention_mask``: for the model. Default: counted from
+              0; ``None``, with which Megatron's own layer specs attend causally, so never to the padding.
+
+            With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
+        forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
+            last stage is the logits ``[b, s, vocabulary / tp]``, of whole sequences also under context
+            parallelism. Default: ``chunk(tokens, position_ids, attention_mask)``; under context parallelism
+            with the two chunks of each sequence that Megatron gives this rank (zigzag).
+        with_entropy: also return the entropy.
+        temperature: logits are divided by it.
+        vocab_size: ids from this number on are padding of the vocabulary and get probability zero. Default:
+            all ids of the model count, as they do in training with Megatron's losses.
+        output_device: where the results go.
+        progress: show a progress bar on global rank 0.
+
+    Returns:
+        :class:`Scores` on the last pipeline stage, the same bits on all its tensor-parallel ranks; ``None``
+        on the other stages.
+
+    Raises:
+        InvalidInputError: on every rank alike, before any communication; but for logits of a wrong shape
+            from ``forward`` on the last stage alone.
+    """
+    _check_temperature(temperature)
+
+    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+        options = _options(batch, group, temperature)
+        if with_entropy:
+            return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
+        return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
+
+    scores = forward_only(
+        model,
+        microbatches,
+        score,
+        forward=forward,
+        vocab_size=vocab_size,
+        output_device=output_device,
+        progress=progress,
+    )
+    if scores is None:
+        return None
+    log_probs, *entropies = zip(*scores, strict=True)
+    return Scores(list(log_probs), list(entropies[0]) if with_entropy else None)
+
+
+def forward_topk(
+    model: Model,
+    microbatches: Sequence[Mapping[str, Any]],
+    k: int | None = None,
+    *,
+    at: Sequence[torch.Tensor | TopKDistribution] | None = None,
+    forward: Forward | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    allgather_cp: bool = False,
+    output_device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> list[TopKDistribution] | None:
+    """Return the distributions that predict response tokens: of their k most probable ids, or at given ids.
+
+    For distillation on the student's own top-k::
+
+        student_topk = forward_topk(student, microbatches, k=64)
+        teacher_topk = forward_topk(teacher, microbatches, at=student_topk)
+
+    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`.
+
+    Args:
+        k: how many of the most probable tokens.
+        at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
+            with such ids, in the order of the results. Only the last stage reads it; other stages may pass
+            ``None``, which is what this function returned to them.
+        allgather_cp: refused: under context parallelism the sequences are cut in zigzag.
+
+    Returns:
+        One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
+        in the original order, on the last pipeline stage, the same bits on all its tensor-parallel and
+        context-parallel ranks; ``None`` on the other stages.
+
+    Raises:
+        InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
+            what the last one finds.
+    """
+    _check_temperature(temperature)
+    if allgather_cp:
+        raise InvalidInputError(
+            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or give a "
+            "`forward` that returns the logits of whole sequences."
+        )
+    most = vocab_size or vocabulary_of(model)
+    if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
+        raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
+    at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at or []]
+
+    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+        options = _options(batch, group, temperature)
+        if k is not None:
+            topk = vocab_parallel_topk(logits_tv, k, **options)
+            return topk.indices, topk.log_probs, topk.tail_log_prob
+        ids_of_samples = [at_ids[index].to(logits_tv.device) for index in batch.indices]
+        ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
+        return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
+
+    samples = forward_only(
+        model,
+        microbatches,
+        score,
+        check=None if k is not None else partial(_problem_with_ids, at_ids, at is None, most),
+        forward=forward,
+        vocab_size=vocab_size,
+        output_device=output_device,
+        progress=progress,
+    )
+    return None if samples is None else [TopKDistribution(*sample) for sample in samples]
+
+
+def _problem_with_ids(
+    at: Sequence[torch.Tensor], is_none: bool, vocabulary: int | None, batches: Sequence[Microbatch]
+) -> str | None:
+    """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
+    if is_none:
+        return "neither k nor `at` is given: which tokens of the vocabulary to score?"
+    lengths: dict[int, int] = {}
+    for batch in batches:
+        lengths.update(zip(batch.indices, batch.layout.response_lengths, strict=True))
+    if len(at) != len(lengths):
+        return f"`at` has ids for {len(at)} samples, and the microbatches have {len(lengths)}."
+    for index, ids_nk in enumerate(at):
+        if not isinstance(ids_nk, torch.Tensor) or ids_nk.dtype != torch.int64 or ids_nk.dim() != 2:
+            kind = getattr(ids_nk, "dtype", type(ids_nk).__name__)
+            return f"`at` of sample {index} is {kind}. Expected: int64 token ids [response_length, K]."
+        if len(ids_nk) != lengths[index] or ids_nk.shape[1] != at[0].shape[1]:
+            return (
+                f"`at` of sample {index} is {list(ids_nk.shape)}. Expected: [{lengths[index]}, "
+                f"{at[0].shape[1]}]: the tokens of its response, and the same K for all samples."
+            )
+        lowest, highest = torch.aminmax(ids_nk) if ids_nk.numel() else (0, 0)
+        if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+            end = "?" if vocabulary is None else vocabulary - 1
+            return f"`at` of sample {index} has ids {lowest} to {highest}. Expected: 0 to {end}."
+    return None
+
+
+def _options(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
+    return {"tp_group": group, "rows": batch.layout.response_rows, "temperature": temperature}
+
+
+def _check_temperature(temperature: float) -> None:
+    if not temperature > 0:
+        raise InvalidInputError(f"temperature is {temperature}. Expected: more than 0, as it divides logits.")

@@ -1,0 +1,147 @@
+"""Microbatches to score: parsed and checked before any communication."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._text import first
+from ...errors import InvalidInputError
+from ...losses import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """One microbatch after checking; ``fields`` is the mapping that the caller passed."""
+
+    fields: Mapping[str, Any]
+    tokens_bs: torch.Tensor
+    #: Tokens of each sample, whole and without padding.
+    samples: list[torch.Tensor]
+    #: Position of each sample in the result.
+    indices: list[int]
+    #: Which rows of this rank's logits predict response tokens.
+    layout: SequenceLayout
+
+    @property
+    def targets_n(self) -> torch.Tensor:
+        """Tokens ``[n]`` that the ``n`` rows of the layout predict."""
+        device = self.layout.response_rows.device
+        return self.layout.response_targets([sample.to(device) for sample in self.samples])
+
+
+def parse_microbatches(
+    mappings: Sequence[Mapping[str, Any]],
+    *,
+    packing: bool,
+    vocabulary: int | None,
+    sequence_parallel_size: int = 1,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> list[Microbatch]:
+    """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
+
+    Args:
+        packing: may several samples stand in one row?
+        vocabulary: token ids must be smaller; ``None`` if the vocabulary is not known.
+        sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
+        device: where the logits will be.
+    """
+    if not mappings:
+        raise InvalidInputError("there are no microbatches to score: give every rank one at least.")
+    microbatches: list[Microbatch] = []
+    count = 0
+    rank: dict[str, Any] = {"cp_rank": cp_rank, "cp_size": cp_size, "device": device}
+    for number, mapping in enumerate(mappings):
+        try:
+            microbatch = _microbatch(mapping, count, packing, rank)
+            _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"microbatch {number}: {error}") from None
+        microbatches.append(microbatch)
+        count += len(microbatch.indices)
+    indices = [index for microbatch in microbatches for index in microbatch.indices]
+    if sorted(indices) != list(range(count)):
+        raise InvalidInputError(
+            f"indices [{first(indices)}] are no permutation of 0 to {count - 1}: give each of the {count} "
+            "samples its own position in the result, in all microbatches or in none."
+        )
+    return microbatches
+
+
+def _microbatch(
+    fields: Mapping[str, Any], first_index: int, packing: bool, rank: dict[str, Any]
+) -> Microbatch:
+    if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
+        raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
+    tokens_bs = fields["tokens"]
+    if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
+        kind, shape = getattr(tokens_bs, "dtype", type(tokens_bs).__name__), getattr(tokens_bs, "shape", ())
+        raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
+    lengths = _integers(fields["lengths"])
+    starts = _sample_starts(lengths, tokens_bs.shape[0], tokens_bs.shape[1], packing)
+    responses = _integers(fields.get("response_lengths"), default=[length - 1 for length in lengths])
+    if len(responses) != len(lengths) or any(
+        not 0 <= response < length for response, length in zip(responses, lengths, strict=True)
+    ):
+        raise InvalidInputError(
+            f"response_lengths [{first(responses)}] do not fit lengths [{first(lengths)}]. Expected: one for "
+            "each sample, at most its length - 1, as nothing predicts its first token."
+        )
+    indices = _integers(fields.get("indices"), default=[first_index + i for i in range(len(lengths))])
+    if len(indices) != len(lengths):
+        raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
+    size, width = tokens_bs.shape
+    samples = [
+        tokens_bs.flatten()[start : start + length] for start, length in zip(starts, lengths, strict=True)
+    ]
+    padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
+    if len(lengths) > size:
+        padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
+    layout = SequenceLayout.build(lengths, responses, **padding, **rank)
+    return Microbatch(fields, tokens_bs, samples, indices, layout)
+
+
+def _sample_starts(lengths: list[int], size: int, width: int, packing: bool) -> list[int]:
+    """Return where each sample starts in the flattened tokens."""
+    if len(lengths) == size > 0 and all(0 < length <= width for length in lengths):
+        return [sample * width for sample in range(size)]
+    if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
+        return [sum(lengths[:sample]) for sample in range(len(lengths))]
+    raise InvalidInputError(
+        f"lengths [{first(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
+        f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "
+        "for a single row."
+    )
+
+
+def _check_tokens(
+    tokens_bs: torch.Tensor, vocabulary: int | None, sequence_parallel_size: int, cp_size: int
+) -> None:
+    multiple = (2 * cp_size if cp_size > 1 else 1) * sequence_parallel_size
+    if tokens_bs.shape[1] % multiple:
+        reasons = [f"2 × context-parallel size {cp_size}"] if cp_size > 1 else []
+        if sequence_parallel_size > 1:
+            reasons.append(f"tensor-parallel size {sequence_parallel_size}, for sequence parallelism")
+        raise InvalidInputError(
+            f"tokens are {tokens_bs.shape[1]} wide. Expected: a multiple of {multiple} "
+            f"({' × '.join(reasons)}); pad them on the right."
+        )
+    lowest, highest = (int(extreme) for extreme in torch.aminmax(tokens_bs))
+    # Vocabulary-parallel embeddings silently use zeros for such a token.
+    if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+        raise InvalidInputError(
+            f"token ids are {lowest} to {highest}. Expected: 0 to "
+            f"{'?' if vocabulary is None else vocabulary - 1}; is this the tokenizer of this model, and is "
+            "the padding a valid token?"
+        )
+
+
+def _integers(values: Any, default: list[int] | None = None) -> list[int]:
+    if values is None and default is not None:
+        return default
+    return [int(value) for value in (values.tolist() if isinstance(values, torch.Tensor) else values)]

@@ -1,0 +1,247 @@
+"""Megatron's pipeline schedules, forward only: from microbatches to values per token on the last stage."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from tqdm import tqdm
+
+from ..._chunks import SYNC_FUNCTIONS, as_chunks
+from ..._scoped import replaced
+from ...errors import InvalidInputError
+from ..build.meta_device import rng_tracker_that_does_not_fork
+from ..build.rng import cuda_rng_tracker
+from .microbatches import Microbatch, parse_microbatches
+
+Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
+#: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
+Group = torch.distributed.ProcessGroup | None
+#: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
+#: logits ``[T, vocabulary / tp]``.
+Score = Callable[[Microbatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
+
+
+def forward_only(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    microbatches: Sequence[Mapping[str, Any]],
+    score: Score,
+    *,
+    check: Callable[[Sequence[Microbatch]], str | None] | None = None,
+    forward: Forward | None,
+    vocab_size: int | None,
+    output_device: torch.device | str,
+    progress: bool,
+) -> list[tuple[torch.Tensor, ...]] | None:
+    """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
+
+    ``check`` returns what is wrong with data that only the last stage has; all stages then raise. The result
+    has for each sample, in the original order, the part of each tensor of ``score`` that belongs to its
+    response, with memory of its own; it is ``None`` on stages other than the last.
+    """
+    chunks = list(as_chunks(model))
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if len(chunks) != virtual:
+        raise InvalidInputError(
+            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: give "
+            "all chunks of this rank, built for the parallel groups that are initialized."
+        )
+    config = get_model_config(chunks[0])
+    padded_size = vocabulary_of(chunks)
+    if vocab_size is not None and not 0 < vocab_size <= (padded_size or vocab_size):
+        raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
+    context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
+    batches = parse_microbatches(
+        microbatches,
+        packing=forward is not None,
+        vocabulary=vocab_size or padded_size,
+        sequence_parallel_size=(
+            parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        ),
+        cp_rank=context_parallel.rank,
+        cp_size=context_parallel.size,
+        device=next(chunks[-1].parameters()).device,
+    )
+    on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    if check is not None:
+        _raise_on_all_stages(check(batches) if on_last_stage else None)
+    shapes = {batch.tokens_bs.shape for batch in batches}
+    # The interleaved schedule takes full groups: the smallest batch is repeated until the last one is full.
+    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
+    schedule = [*batches, *[smallest] * (-len(batches) % group_size)]
+    hide = not progress or torch.distributed.get_rank() != 0
+    with (
+        torch.no_grad(),
+        _evaluating(chunks),
+        # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone by
+        # a backward pass, which never comes here. Without equal shapes the stages tell each other the shape
+        # of every activation that they send.
+        replaced(
+            config,
+            **dict.fromkeys(("timers", *SYNC_FUNCTIONS)),
+            variable_seq_lengths=forward is not None or len(shapes) > 1 or config.variable_seq_lengths,
+        ),
+        tqdm(total=len(schedule), desc="scoring", unit="microbatch", leave=False, disable=hide) as bar,
+    ):
+
+        def forward_step(
+            batches: Iterator[Microbatch], chunk: torch.nn.Module
+        ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
+            batch = next(batches)
+            output = (forward or context_parallel.forward)(chunk, batch.fields)
+            if chunk is chunks[-1]:
+                bar.update()
+            if not _attribute(chunk, "post_process", True):
+                return output, None
+            parts = _scored(output, batch, chunk, score, vocab_size)
+            scores = [
+                torch.cat(batch.layout.gather_responses(part, context_parallel.group)) for part in parts
+            ]
+            # In place of the logits, which the schedule would hold while the next microbatch runs.
+            return output.new_zeros(1), lambda output, non_loss_data: scores
+
+        (size, width), *_ = shapes
+        collected = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(schedule) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(schedule),
+            seq_length=width,
+            micro_batch_size=size,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        return _by_sample(batches, collected[: len(batches)], output_device) if on_last_stage else None
+
+
+def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
+    """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
+    size: int | None = _attribute(as_chunks(model)[0], "vocab_size", None)
+    return size
+
+
+def _raise_on_all_stages(problem: str | None) -> None:
+    """Raise what the last stage objects to on all stages, which would otherwise wait for it forever."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        problems = [problem]
+        torch.distributed.broadcast_object_list(
+            problems,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        [problem] = problems
+    if problem is not None:
+        raise InvalidInputError(problem)
+
+
+class _ContextParallel(NamedTuple):
+    """This rank's place in the context-parallel group, which shares sequences in zigzag; default: alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group = None
+
+    @classmethod
+    def of_groups(cls) -> _ContextParallel:
+        size = parallel_state.get_context_parallel_world_size()
+        if size == 1:
+            return cls()
+        return cls(
+            parallel_state.get_context_parallel_rank(), size, parallel_state.get_context_parallel_group()
+        )
+
+    def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
+        if self.size == 1:
+            return values
+        chunks = values.chunk(2 * self.size, dim=dim)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=dim)
+
+    def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
+        """Run a model chunk on this rank's part of a microbatch."""
+        device = next(chunk.parameters()).device
+        tokens_bs = fields["tokens"].to(device, non_blocking=True)
+        position_ids, attention_mask = fields.get("position_ids"), fields.get("attention_mask")
+        if position_ids is None:
+            position_ids = torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs)
+        if attention_mask is not None:
+            attention_mask = self.cut(attention_mask.to(device, non_blocking=True), dim=2)
+        position_ids = self.cut(position_ids.to(device, non_blocking=True))
+        output: torch.Tensor = chunk(
+            self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)
+        )
+        return output
+
+
+@contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Put the model in eval mode, and at the end each module in the mode that it had."""
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    try:
+        for chunk in chunks:
+            chunk.eval()
+        # Megatron forks it for dropout. There is none in eval mode, and it may not have been seeded.
+        tracker = cuda_rng_tracker()
+        unseeded = tracker is None or not tracker.get_states()
+        with rng_tracker_that_does_not_fork() if unseeded else nullcontext():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for chunk in chunks:
+            # The stage keeps the last activation that it received; drop it.
+            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+
+
+def _without_float32_copy(chunk: Any) -> dict[str, bool]:
+    """Return the argument, new in megatron-core 0.15, that saves a copy of all logits in float32."""
+    while chunk is not None:
+        if "fp32_output" in inspect.signature(chunk.forward).parameters:
+            return {"fp32_output": False}
+        chunk = getattr(chunk, "module", None)
+    return {}
+
+
+def _scored(
+    logits_bsv: torch.Tensor, batch: Microbatch, chunk: Any, score: Score, vocab_size: int | None
+) -> tuple[torch.Tensor, ...]:
+    """Call ``score`` with the logits of the last stage, those of padding ids set to -inf."""
+    if logits_bsv.shape[:2] != batch.layout.logits_shape:
+        raise InvalidInputError(
+            f"`forward` returned {list(logits_bsv.shape)} on the last stage. Expected: logits "
+            f"[{', '.join(map(str, batch.layout.logits_shape))}, vocabulary / tp], as the tokens are."
+        )
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1 or not _attribute(chunk, "parallel_output", True):
+        group = None
+    if vocab_size is not None:
+        first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
+        logits_bsv[..., max(0, vocab_size - first_id) :] = float("-inf")
+    return score(batch, logits_bsv.flatten(0, 1), group)
+
+
+def _by_sample(
+    batches: Sequence[Microbatch], scores: Sequence[Sequence[torch.Tensor]], device: torch.device | str
+) -> list[tuple[torch.Tensor, ...]]:
+    """Cut the scores of the batches into those of the samples, and put these in the original order."""
+    lengths = [length for batch in batches for length in batch.layout.response_lengths]
+    indices = [index for batch in batches for index in batch.indices]
+    kinds = [torch.split(torch.cat(parts).to(device), lengths) for parts in zip(*scores, strict=True)]
+    samples = zip(indices, zip(*kinds, strict=True), strict=True)
+    return [tuple(part.clone() for part in sample) for _, sample in sorted(samples, key=lambda pair: pair[0])]
+
+
+def _attribute(chunk: torch.nn.Module, name: str, default: Any) -> Any:
+    """Return an attribute of the model inside any wrappers."""
+    try:
+        return get_attr_wrapped_model(chunk, name)
+    except RuntimeError:
+        return default

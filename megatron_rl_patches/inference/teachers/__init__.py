@@ -1,0 +1,1 @@
+"""Several sets of weights that take turns in one model."""

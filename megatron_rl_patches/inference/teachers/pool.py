@@ -1,0 +1,226 @@
+"""Several teachers in the device memory of one: weights wait in host memory and are swapped in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...errors import InferenceOnlyError, InvalidInputError
+from ..checkpoints.mismatch import Mismatch
+from .weights import HostCopy, Layout, all_nan, layout_of, named_weights, prefixes
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+StateDict = Mapping[str, Any]
+#: Where a teacher's weights come from; see :meth:`TeacherPool.add`.
+Source = str | os.PathLike[str] | StateDict | Sequence[StateDict] | Callable[[Any], Any]
+
+
+class TeacherPool:
+    """Homogeneous teachers that share one inference-only model.
+
+    Device memory is the model's, however many teachers there are; each teacher takes its bytes in host memory
+    (pinned if the model is on a GPU). Parameters keep their storages: CUDA graphs stay valid. ::
+
+        pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
+        pool.add("math", "checkpoints/math")
+        pool.add("code", "checkpoints/code")
+        with pool.use("code") as model:
+            scores = forward_log_probs(model, microbatches)
+
+    **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
+    the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
+    copy a turn. Weights that are no teacher's, unless they are all NaN as ``build_inference_model`` leaves
+    them, are saved in host memory and put back by the outermost ``use``, every time.
+
+    The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
+    one thread. Change the model's weights by in-place torch functions, as loaders do: the pool notices these,
+    but not changes through ``.data``. Copies are queued on the current CUDA stream, after what was computed
+    with the former weights and before what comes next; the CPU does not wait for them.
+
+    Args:
+        model: model chunk, or list of chunks, frozen.
+
+    Raises:
+        InferenceOnlyError: a parameter requires grad; also later, if it does by then.
+        InvalidInputError: a parameter has no plain memory (meta device, quantized tensor classes).
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._teachers: dict[str, HostCopy] = {}
+        self._in_use: tuple[str, ...] = ()
+        # The teacher's copy that the model held when its tensors had these versions; None: no teacher's.
+        self._resident: HostCopy | None = None
+        self._versions: list[int] = []
+        # A copy into the model began and did not end: its weights are a mix.
+        self._partially_written = False
+        layout = self._layout()
+        # Tensors without memory, to compare with.
+        self._expected = {name: weight.to("meta") for name, weight in layout.weights.items()}
+        self._sizes = [len(storage) for storage in layout.storages]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the teachers, in the order in which they were added."""
+        return list(self._teachers)
+
+    def __len__(self) -> int:
+        return len(self._teachers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._teachers
+
+    @property
+    def resident(self) -> str | None:
+        """The teacher whose weights the model holds; ``None`` if they are no teacher's."""
+        resident = self._resident_copy()
+        return next((name for name, copy in self._teachers.items() if copy is resident), None)
+
+    def add(self, name: str, source: Source | None = None) -> None:
+        """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
+
+        A model that held nothing but NaN keeps the new teacher.
+
+        Args:
+            name: the name for :meth:`use`.
+            source: its weights. ``None``: those that the model holds now; a path: a checkpoint, loaded with
+                ``exact`` on all ranks together; ``chunk.state_dict()``, or one per chunk; or a function that
+                takes the model and loads weights into it, which may convert them.
+
+        Raises:
+            InvalidInputError: the name is taken; weights differ in name, shape or dtype; or the model holds
+                no weights, only NaN.
+            CheckpointError: the checkpoint cannot be loaded, or is of other names, shapes or dtypes.
+        """
+        if name in self._teachers:
+            raise InvalidInputError(
+                f"there is a teacher {name!r} already: remove it first, or choose another name."
+            )
+        load = None if source is None else self._loader(source)
+        before = self._snapshot()
+        if load is None:
+            if before is None:
+                raise InvalidInputError(
+                    "the model holds nothing to add, only NaN or what an interrupted swap left: load weights."
+                )
+            self._teachers[name] = before
+            self._set_resident(before)
+            return
+        self._resident, self._partially_written = None, True
+        try:
+            load(self.model)
+            self._teachers[name] = copy = HostCopy(self._checked_layout().storages)
+            self._set_resident(copy)
+        finally:
+            if before is not None:
+                self._swap(before)
+
+    def remove(self, name: str) -> None:
+        """Drop a teacher and its host memory. If the model holds its weights they stay, as no teacher's."""
+        copy = self._teacher(name)
+        if name in self._in_use:
+            raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
+        del self._teachers[name]
+        if copy not in self._teachers.values() and self._resident is copy:
+            self._resident = None
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Any]:
+        """Yield the model with the weights of a teacher; not a collective: each rank swaps its own shard."""
+        copy = self._teacher(name)
+        before = self._snapshot()
+        outer = self._in_use
+        try:
+            self._in_use = (*outer, name)
+            self._swap(copy)
+            yield self.model
+        finally:
+            self._in_use = outer
+            if before is not None and (outer or before not in self._teachers.values()):
+                self._swap(before)
+
+    def _teacher(self, name: str) -> HostCopy:
+        if name not in self._teachers:
+            known = ", ".join(map(repr, self._teachers)) or "none"
+            raise InvalidInputError(f"there is no teacher {name!r}. Added so far: {known}.")
+        return self._teachers[name]
+
+    def _layout(self) -> Layout:
+        for name, weight in named_weights(self._chunks):
+            if weight.requires_grad:
+                raise InferenceOnlyError(
+                    f"{name} requires grad: a pool overwrites the weights of its model, which must be one "
+                    "that does not train. Freeze it (requires_grad_(False)), or give the pool its own."
+                )
+        return layout_of(self._chunks)
+
+    def _checked_layout(self) -> Layout:
+        layout = self._layout()
+        mismatch = Mismatch.between(layout.weights, self._expected)
+        if mismatch or [len(storage) for storage in layout.storages] != self._sizes:
+            difference = mismatch.describe("the changed model") or "other weights share memory"
+            raise InvalidInputError(
+                f"the model is no longer the one that this pool was made for: {difference}."
+            )
+        return layout
+
+    def _resident_copy(self) -> HostCopy | None:
+        """Return the copy that the model holds, unless its weights have been changed since."""
+        if self._resident is not None and self._checked_layout().versions != self._versions:
+            self._resident = None
+        return self._resident
+
+    def _snapshot(self) -> HostCopy | None:
+        """Return what the model holds, copied if it is no teacher's; ``None`` if there is nothing to lose."""
+        resident = self._resident_copy()
+        if resident is None and not self._partially_written and not all_nan(self._chunks):
+            return HostCopy(self._checked_layout().storages)
+        return resident
+
+    def _set_resident(self, copy: HostCopy) -> None:
+        self._resident = copy if copy in self._teachers.values() else None
+        self._versions = self._checked_layout().versions
+        self._partially_written = False
+
+    def _swap(self, copy: HostCopy) -> None:
+        if self._resident_copy() is copy:
+            return
+        storages = self._checked_layout().storages
+        # Ctrl-C, for one, can end a copy early.
+        self._resident, self._partially_written = None, True
+        copy.copy_to(storages)
+        self._set_resident(copy)
+
+    def _loader(self, source: Source) -> Callable[[Any], Any]:
+        if isinstance(source, (str, os.PathLike)):
+            from ..checkpoints.load import load_inference_checkpoint
+
+            path = source
+            return lambda model: load_inference_checkpoint(model, path, exact=True)
+        if callable(source):
+            return source
+        states = [source] if isinstance(source, Mapping) else list(source)
+        if (count := len(states)) != len(self._chunks):
+            raise InvalidInputError(
+                f"{count} state dicts for {len(self._chunks)} model chunks: give one each."
+            )
+        weights = {
+            prefix + name: weight
+            for prefix, state in zip(prefixes(count), states, strict=True)
+            for name, weight in state.items()
+            if isinstance(weight, torch.Tensor) and not name.endswith("_extra_state")
+        }
+        if difference := Mismatch.between(weights, self._expected).describe("the state dict"):
+            raise InvalidInputError(f"the state dict is of another model: {difference}.")
+
+        def load(model: Any) -> None:
+            with torch.no_grad():
+                for name, weight in named_weights(self._chunks):
+                    weight.copy_(weights[name])
+
+        return load

@@ -1,0 +1,109 @@
+"""The weights of a model as bytes, copied to host memory and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..._chunks import unwrap
+from ...errors import InvalidInputError
+
+# Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
+_BLOCK_BYTES = 1 << 28
+
+
+class Layout(NamedTuple):
+    """Parameters and persistent buffers of a model, and where they lie."""
+
+    weights: dict[str, torch.Tensor]
+    #: Version counters of the tensors, which in-place functions increase.
+    versions: list[int]
+    #: uint8 ``[bytes]`` of every storage, once however many tensors share it.
+    storages: list[torch.Tensor]
+
+
+class HostCopy:
+    """A copy of a model's weights in host memory; it does not change."""
+
+    def __init__(self, storages: Sequence[torch.Tensor]) -> None:
+        gpus = {storage.device for storage in storages if storage.is_cuda}
+        self.nbytes = sum(map(len, storages))
+        sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
+        self._blocks = [
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
+        ]
+        for storage, block in _aligned(storages, self._blocks):
+            block.copy_(storage, non_blocking=True)
+        for gpu in gpus:  # when this returns the copy is complete
+            torch.cuda.current_stream(gpu).synchronize()
+
+    def copy_to(self, storages: Sequence[torch.Tensor]) -> None:
+        """Copy back, asynchronously on CUDA, into storages as large as those that were copied."""
+        for storage, block in _aligned(storages, self._blocks):
+            storage.copy_(block, non_blocking=True)
+
+
+def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
+    """Return the layout of a model; weights without plain memory are refused."""
+    weights = list(named_weights(chunks))
+    storages: dict[int, torch.Tensor] = {}
+    for name, weight in weights:
+        if weight.numel() == 0:
+            continue
+        try:
+            address = weight.untyped_storage().data_ptr()
+        except RuntimeError:  # tensor classes that wrap others
+            address = 0
+        if address == 0:
+            raise InvalidInputError(
+                f"{name} ({type(weight).__name__} on {weight.device}) has no plain memory to copy: a pool "
+                "takes models on real devices, without quantized weights."
+            )
+        if weight.is_inference():
+            raise InvalidInputError(
+                f"{name} was made under torch.inference_mode(), so that a pool cannot notice who changes it: "
+                "build the model outside of it."
+            )
+        if address not in storages:
+            empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
+            storages[address] = empty.set_(weight.untyped_storage())
+    return Layout(dict(weights), [weight._version for _, weight in weights], [*storages.values()])
+
+
+def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by their names in ``state_dict``; shared ones by each name."""
+    for prefix, chunk in zip(prefixes(len(chunks)), chunks, strict=True):
+        for path, module in unwrap(chunk).named_modules(remove_duplicate=False):
+            for name, weight in {**module._parameters, **module._buffers}.items():
+                if weight is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}{path}{'.' * bool(path)}{name}", weight
+
+
+def all_nan(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Is every parameter NaN throughout, as ``build_inference_model`` leaves them?"""
+    return all(
+        parameter.is_floating_point() and parameter.element_size() > 1 and bool(parameter.isnan().all())
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    )
+
+
+def prefixes(chunks: int) -> list[str]:
+    """Return prefixes that make the names of several chunks different."""
+    return [""] if chunks == 1 else [f"chunk {index}: " for index in range(chunks)]
+
+
+def _aligned(
+    storages: Iterable[torch.Tensor], blocks: Iterable[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same bytes of both, in pieces that end where a storage or a block ends."""
+    remaining = iter(blocks)
+    block = torch.empty(0, dtype=torch.uint8)
+    for storage in storages:
+        while len(storage):
+            block = block if len(block) else next(remaining)
+            size = min(len(storage), len(block))
+            yield storage[:size], block[:size]
+            storage, block = storage[size:], block[size:]

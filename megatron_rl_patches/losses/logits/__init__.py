@@ -1,0 +1,1 @@
+"""From logits, split over the vocabulary or not, to a few numbers per token."""

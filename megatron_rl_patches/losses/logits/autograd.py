@@ -1,0 +1,73 @@
+"""What the autograd functions of the losses over logits have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InvalidInputError
+
+
+class DifferentiableOnce(torch.autograd.Function):
+    """Return a gradient as it is, and refuse to differentiate it.
+
+    ``once_differentiable`` does not do: where the weights of the loss are constants, it lets the gradient
+    pass for a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor | None) -> Tensor:
+        """``sources`` are the tensors that the gradient was computed from."""
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise InvalidInputError(
+            "the gradient of a vocabulary-parallel loss cannot be differentiated twice: second "
+            "derivatives need torch.log_softmax"
+        )
+
+
+def logits_gradient(ctx: Any, compute: Callable[..., Tensor], *gradients: Tensor | None) -> Tensor | None:
+    """Return the gradient of the logits, which cannot be differentiated; ``None`` without any gradient.
+
+    Args:
+        ctx: the first tensor that it saved is the logits.
+        compute: called as ``compute(ctx, logits, other_saved_tensors, *gradients)``, without grad mode.
+        gradients: of the results; ``None`` for a result that nobody differentiates.
+    """
+    if all(gradient is None for gradient in gradients):
+        return None
+    logits, *saved = saved_tensors(ctx)
+    with torch.no_grad():
+        result = compute(ctx, logits, saved, *gradients)
+    if torch.is_grad_enabled():  # create_graph=True
+        return DifferentiableOnce.apply(result, logits, *gradients)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group."""
+    if group is None or (size := dist.get_world_size(group)) == 1:
+        return values[None]
+    gathered = values.new_empty((size * len(values), *values.shape[1:]))
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(size, *values.shape)
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """Return ``ctx.saved_tensors``; say in the words of these losses why that is not possible."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise InvalidInputError(
+            "the logits were overwritten after forward, so that their gradient cannot be computed: by an "
+            "inplace_backward (this is a second backward, or another loss of these logits), or by some "
+            f"operation in place. Autograd says: {error}"
+        ) from error

@@ -1,0 +1,115 @@
+"""Checks of arguments, made on every rank alike and before anything is computed or sent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .options import VocabParallelOptions
+from .rows import SelectedRows
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+
+def selected_rows(
+    logits: Tensor, rows: Tensor | slice | None, keep_mask: Tensor | None, options: VocabParallelOptions
+) -> SelectedRows:
+    """Return the rows of the logits that a loss reads; reject logits, rows and mask that do not fit."""
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise InvalidInputError(
+            f"logits are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
+        )
+    if logits.dtype not in _FLOATS:
+        raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
+    selected = SelectedRows(logits.detach(), _valid_rows(rows, logits), options.block_bytes)
+    if keep_mask is not None:
+        _check_device("keep_mask", keep_mask, logits)
+        if keep_mask.dtype != torch.bool or keep_mask.shape != (selected.n, logits.shape[1]):
+            raise InvalidInputError(
+                f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
+                f"{[selected.n, logits.shape[1]]}: a line per selected row, a column per column of logits"
+            )
+    return selected
+
+
+def valid_targets(targets: Tensor, rows: SelectedRows, options: VocabParallelOptions) -> Tensor:
+    """Return the targets as int64; reject those that do not fit the rows or lie outside the vocabulary."""
+    if targets.shape != (rows.n,) or targets.dtype not in _INTEGERS:
+        raise InvalidInputError(
+            f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[rows.n]}: "
+            "one token id for each selected row"
+        )
+    return _valid_ids("targets", targets, rows, options, "to ignore a row")
+
+
+def valid_indices(indices: Tensor, rows: SelectedRows, options: VocabParallelOptions) -> Tensor:
+    """Return the indices as int64; reject those that do not fit the rows or lie outside the vocabulary."""
+    fits = indices.dim() == 2 and len(indices) == rows.n and indices.shape[1] > 0
+    if not fits or indices.dtype not in _INTEGERS:
+        raise InvalidInputError(
+            f"indices are {indices.dtype} {list(indices.shape)}, expected torch.int64 [{rows.n}, K]: "
+            "K token ids for each selected row, K at least 1"
+        )
+    return _valid_ids("indices", indices, rows, options, "for no entry")
+
+
+def _valid_ids(
+    name: str, ids: Tensor, rows: SelectedRows, options: VocabParallelOptions, meaning: str
+) -> Tensor:
+    _check_device(name, ids, rows.logits)
+    vocab_size, ignore_index = rows.logits.shape[1] * options.tp_size, options.ignore_index
+    in_vocabulary = ((ids >= 0) & (ids < vocab_size)) | (ids == ignore_index)
+    _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
+    return ids.long()
+
+
+def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:
+    size = logits.shape[0]
+    if rows is None:
+        return slice(0, size)
+    if isinstance(rows, slice):
+        row_range = range(*rows.indices(size))
+        if row_range.step == 1:
+            return slice(row_range.start, max(row_range.start, row_range.stop))
+        return torch.tensor(row_range, dtype=torch.int64, device=logits.device)
+    if not isinstance(rows, Tensor):
+        raise InvalidInputError(f"rows are a {type(rows).__name__}, expected a slice or a tensor of numbers")
+    if rows.dim() != 1 or rows.dtype != torch.int64:
+        raise InvalidInputError(
+            f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
+            + ("; rows of a mask are mask.nonzero().squeeze(1)" if rows.dtype == torch.bool else "")
+        )
+    _check_device("rows", rows, logits)
+    _require((rows >= 0) & (rows < size), f"rows: numbers from 0 to {size - 1}", rows)
+    once = torch.ones_like(rows)
+    uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
+    _require(uses <= 1, "rows: each at most once, since gradients of a row are written, not added up", uses)
+    return _as_slice(rows)
+
+
+def _as_slice(rows: Tensor) -> slice | Tensor:
+    """Return a slice for consecutive rows, which are then read without a copy.
+
+    Rows on a GPU stay as they are: to look at their values would make the host wait.
+    """
+    if rows.device.type != "cpu":
+        return rows
+    if len(rows) == 0:
+        return slice(0, 0)
+    first = int(rows[0])
+    consecutive = torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
+    return slice(first, first + len(rows)) if consecutive else rows
+
+
+def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
+    if tensor.device != logits.device:
+        raise InvalidInputError(f"{name} on {tensor.device}, logits on {logits.device}: expected one device")
+
+
+def _require(ok: Tensor, expected: str, values: Tensor) -> None:
+    if ok.device.type == "cuda":  # The device stops there. To look at the values would make the host wait.
+        torch._assert_async(ok.all(), f"expected {expected}")
+    elif not ok.all():
+        raise InvalidInputError(f"expected {expected}; found {values[~ok][:5].tolist()}")

@@ -1,0 +1,94 @@
+"""Block functions, compiled where that pays and a compiler is at hand; otherwise run as they are."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from .rows import SelectedRows
+
+# Compiling the first function of a process takes some ten seconds, others one or two.
+WORTHWHILE_ELEMENTS = 1 << 24
+RETRY_SECONDS = 300.0
+_VARIANTS = 64  # of one function: dtypes, with or without temperature, mask, entropy, ...
+
+_log = logging.getLogger(__name__)
+_no_retry_before = 0.0
+
+
+class BlockFunction:
+    """A function to be called for one block of rows after the other.
+
+    With ``fused=True`` it is compiled, and what the compiler raises is raised. With ``"auto"`` it is compiled
+    for large logits where there is a compiler. If that fails, for instance since a disk is full, a warning
+    names the cause, and this and later blocks run as plain operators; some minutes later compiling is tried
+    again. A compiled function reads all of a block's logits before it overwrites any with their gradient, and
+    whatever can fail comes before both, so that a block can always be computed again.
+
+    Attributes:
+        compiled: whether the function is called without buffers, since the compiler needs none.
+    """
+
+    def __init__(self, function: Callable[..., Any], rows: SelectedRows, fused: bool | str) -> None:
+        self._function, self._required = function, fused is True
+        self.compiled = self._required or (fused == "auto" and _is_worthwhile(rows))
+        self._try = self.compiled
+
+    def __call__(self, *args: Any) -> Any:
+        if self._try:
+            try:
+                return _call_compiled(self._function, *args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if self._required:
+                    raise
+                self._give_up(error)
+        return self._function(*args)
+
+    def _give_up(self, error: Exception) -> None:
+        global _no_retry_before
+        self._try, _no_retry_before = False, time.monotonic() + RETRY_SECONDS
+        _log.warning(
+            "torch.compile failed for %s, which goes on with plain operators: %s: %s",
+            self._function.__name__,
+            type(error).__name__,
+            error,
+        )
+
+
+def _is_worthwhile(rows: SelectedRows) -> bool:
+    large = rows.n * rows.logits.shape[1] >= WORTHWHILE_ELEMENTS
+    return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
+
+
+@cache
+def _has_compiler(device: str) -> bool:
+    if device == "cuda":
+        return importlib.util.find_spec("triton") is not None
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    return device == "cpu" and shutil.which(os.environ.get("CXX", default)) is not None
+
+
+def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
+    # Imported with the first compiled call: it takes a second.
+    import torch._dynamo.config as config
+
+    # torch 2.6 has the limit under its former name.
+    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    with config.patch({limit: _VARIANTS}):
+        return _compiled(function)(*args)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)

@@ -1,0 +1,119 @@
+"""Who may overwrite the logits with their gradient, and who reads them after that.
+
+Autograd's version counters stop every operation that saved the logits before they were overwritten. They do
+not stop an operation that reads them *afterwards*: a loss that is computed again, as in a second backward
+through checkpointing, would take the gradient for logits. So the fact is recorded on the storage, which all
+views of the logits have in common.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._text import first
+from ...errors import InvalidInputError
+from .autograd import all_gather
+
+_CLAIM = "_loss_storage_claim"
+_GRADIENT_VERSION = "_loss_gradient_version"
+
+_LEAF = (
+    "inplace_backward would overwrite a leaf that requires grad: give the output of an operation, "
+    "or inplace_backward=False"
+)
+_PART = (
+    "inplace_backward needs logits with a storage of their own, and these are a part of something "
+    "larger: give the whole (rows= selects), or inplace_backward=False"
+)
+_CLAIMED = (
+    "these logits were given to another inplace_backward: only one loss can have their storage; "
+    "use vocab_parallel_log_probs_and_entropy for both, or inplace_backward=False"
+)
+_REASONS = (None, _LEAF, _PART, _CLAIMED)
+
+
+class StorageClaim:
+    """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
+
+    Each rank decides by its own logits whether they can be overwritten. A rank that refuses must not leave
+    the others waiting for it, so the refusal travels with the collective of the forward, and all ranks raise.
+
+    Attributes:
+        asked_for: whether ``inplace_backward`` was set, as it is on all ranks or on none.
+        reason: why the logits of this rank cannot be overwritten, as a position in ``_REASONS``; 0: they can.
+    """
+
+    def __init__(self, asked_for: bool, reason: int = 0) -> None:
+        self.asked_for, self.reason = asked_for, reason
+
+    def gather(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """All-gather ``[k, n]`` to ``[tp, k, n]``, and raise where a rank cannot overwrite its logits."""
+        if not self.asked_for:
+            return all_gather(values, group)
+        gathered = all_gather(torch.cat([values, self.marker(values, len(values))[:, None]], dim=1), group)
+        self.check(gathered[:, 0, -1])
+        return gathered[..., :-1]
+
+    def marker(self, like: Tensor, size: int) -> Tensor:
+        return like.new_full((size,), self.reason)
+
+    def check(self, gathered: Tensor) -> None:
+        """Raise on every rank alike if the marker of any rank, in ``gathered`` ``[tp]``, names a reason."""
+        if gathered.device.type == "cuda" and not self.reason:
+            # The device stops there. To look at the values would make the host wait.
+            torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
+            return
+        reasons = [int(reason) for reason in gathered.tolist()]
+        ranks = [rank for rank, reason in enumerate(reasons) if reason]
+        if ranks:
+            where = f" (of ranks {first(ranks)} of tp_group)" if len(reasons) > 1 else ""
+            raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
+
+
+def claim_storage(logits: Tensor, inplace_backward: bool) -> StorageClaim:
+    """Claim the logits' storage for a backward, if one will overwrite it."""
+    if not (inplace_backward and torch.is_grad_enabled() and logits.requires_grad):
+        return StorageClaim(inplace_backward)
+    reason = _reason_against(logits)
+    claim = StorageClaim(inplace_backward, _REASONS.index(reason))
+    if reason is None:
+        setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
+    return claim
+
+
+def _reason_against(logits: Tensor) -> str | None:
+    base = logits if logits._base is None else logits._base
+    if base.is_leaf and base.requires_grad:
+        return _LEAF
+    repeats = any(
+        size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)
+    )
+    storage = logits.untyped_storage()
+    if repeats or storage.nbytes() != logits.numel() * logits.element_size():
+        return _PART
+    earlier = getattr(storage, _CLAIM, None)
+    # Checkpointing calls a second time, within backward, for the same loss.
+    if earlier is not None and earlier() is not None and torch._C._current_graph_task_id() == -1:
+        return _CLAIMED
+    return None
+
+
+def mark_overwritten(logits: Tensor) -> None:
+    """Record that the logits hold a gradient, for as long as nobody writes to them."""
+    storage = logits.untyped_storage()
+    setattr(storage, _CLAIM, None)
+    setattr(storage, _GRADIENT_VERSION, logits._version)
+
+
+def check_not_overwritten(logits: Tensor) -> None:
+    """Raise where the logits hold a gradient, see :func:`mark_overwritten`."""
+    version = getattr(logits.untyped_storage(), _GRADIENT_VERSION, None)
+    if version is not None and not logits.is_inference() and version == logits._version:
+        raise InvalidInputError(
+            "these logits were overwritten with their gradient by an inplace_backward: compute what reads "
+            "them before, run backward once, or use inplace_backward=False"
+        )

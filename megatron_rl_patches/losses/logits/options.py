@@ -1,0 +1,56 @@
+"""The options of the losses over logits, checked once and handed on as one object."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ...errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class VocabParallelOptions:
+    """How to read logits ``[T, V / tp]`` and where to put their gradient.
+
+    Attributes:
+        tp_group: ranks that hold the other columns of the vocabulary; ``None``: there are none.
+        temperature: logits are divided by it.
+        inplace_backward: backward overwrites the logits with their gradient.
+        block_bytes: scratch memory for a block of rows; ``None``: chosen by size and device.
+        fused: ``True``: compile the functions that work on a block; ``False``: run them as they are;
+            ``"auto"``: compile for large logits, where there is a compiler.
+        ignore_index: target, or entry of ``indices``, that stands for no token.
+        with_entropy: compute entropies beside log-probabilities.
+        entropy_grad: entropies require grad.
+    """
+
+    tp_group: dist.ProcessGroup | None = None
+    temperature: float = 1.0
+    inplace_backward: bool = False
+    block_bytes: int | None = None
+    fused: bool | str = "auto"
+    ignore_index: int = -100
+    with_entropy: bool = False
+    entropy_grad: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.temperature, (int, float)) and 0 < self.temperature < math.inf):
+            raise InvalidInputError(f"temperature is {self.temperature!r}, expected a positive number")
+        if self.block_bytes is not None and self.block_bytes <= 0:
+            raise InvalidInputError(f"block_bytes is {self.block_bytes}, expected a positive number or None")
+        if self.fused not in (True, False, "auto"):
+            raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
+        if self.tp_group is not None and dist.get_rank(self.tp_group) < 0:
+            raise InvalidInputError(
+                "this rank is not in tp_group: give the group that holds its part of the vocabulary"
+            )
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)

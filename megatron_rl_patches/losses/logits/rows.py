@@ -1,0 +1,131 @@
+"""The rows of the logits that a loss reads, and where the gradient of a block of them goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedRows:
+    """``n`` of the ``T`` rows of ``logits`` ``[T, V / tp]``, read and written one block of rows at a time.
+
+    Attributes:
+        index: a slice with step 1, or ``n`` distinct row numbers (int64).
+        block_bytes: size of the scratch buffers for one block together; ``None``: the default.
+    """
+
+    logits: Tensor
+    index: slice | Tensor
+    block_bytes: int | None = None
+
+    @property
+    def n(self) -> int:
+        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that statistics and gradients are computed in: float64 for float64, else float32."""
+        return torch.float64 if self.logits.dtype == torch.float64 else torch.float32
+
+    @property
+    def row_indices(self) -> Tensor:
+        if isinstance(self.index, slice):
+            return torch.arange(self.index.start, self.index.stop, device=self.logits.device)
+        return self.index
+
+    @property
+    def can_be_viewed(self) -> bool:
+        """Whether a block of the rows is a view of the logits in the dtype of the computation."""
+        return isinstance(self.index, slice) and self.logits.dtype == self.dtype
+
+    def blocks(self, buffers: int, width: int | None = None, scale: int = 1) -> list[slice]:
+        """Cut the ``n`` rows into ranges, such that so many buffers of one range fit into ``block_bytes``.
+
+        A buffer has ``width`` columns, by default those of the logits. ``scale`` multiplies the default of
+        ``block_bytes``.
+        """
+        size = self.block_bytes or scale * _default_block_bytes(self.logits)
+        row_bytes = max(width or self.logits.shape[1], 1) * self.dtype.itemsize * max(buffers, 1)
+        step = max(1, size // row_bytes)
+        return [slice(start, min(start + step, self.n)) for start in range(0, self.n, step)]
+
+    def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
+        """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
+        rows = blocks[0].stop - blocks[0].start if blocks else 0
+        return self.logits.new_empty((buffers, rows, self.logits.shape[1]), dtype=self.dtype)
+
+    def read(self, block: slice, buffer: Tensor | None) -> Tensor:
+        """Return the logits of a block: a view of them, or ``buffer`` filled with them.
+
+        With a buffer the result has the buffer's dtype, without one that of the logits.
+        """
+        logits = self.logits
+        if isinstance(self.index, slice):
+            x = logits[self.index.start + block.start : self.index.start + block.stop]
+            return x if buffer is None or x.dtype == buffer.dtype else buffer.copy_(x)
+        if buffer is None or logits.dtype != buffer.dtype:
+            x = logits.index_select(0, self.index[block])
+            return x if buffer is None else buffer.copy_(x)
+        return torch.index_select(logits, 0, self.index[block], out=buffer)
+
+    def new_gradient(self, in_place: bool) -> Tensor:
+        """Return a tensor like the logits, or the logits themselves, with zeros in all other rows."""
+        logits = self.logits
+        if isinstance(self.index, slice):
+            gradient = logits if in_place else torch.empty_like(logits)
+            gradient[: self.index.start].zero_()
+            gradient[self.index.stop :].zero_()
+            return gradient
+        if not in_place:
+            return torch.zeros_like(logits)
+        others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, self.index, 0)
+        # Sorting brings the other rows to the front. nonzero() would make the host wait for a GPU.
+        return logits.index_fill_(0, others.argsort(descending=True)[: len(logits) - self.n], 0.0)
+
+    def read_and_write_views(
+        self, gradient: Tensor, block: slice, buffers: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the logits of a block, and where to compute its gradient before :meth:`write`.
+
+        With buffers the gradient is computed in the logits' own dtype or in the first buffer. In place, both
+        are the same object, so that a compiler sees that they are one.
+        """
+        if self.can_be_viewed or (buffers is None and isinstance(self.index, slice)):
+            x = self.read(block, None)
+            assert isinstance(self.index, slice)
+            if gradient.data_ptr() == self.logits.data_ptr():
+                return x, x
+            return x, gradient[self.index.start + block.start : self.index.start + block.stop]
+        x = self.read(block, None if buffers is None else buffers[0])
+        return x, x
+
+    def write(self, gradient: Tensor, block: slice, values: Tensor) -> None:
+        """Put the gradient of a block where it belongs, unless it was computed there."""
+        if isinstance(self.index, Tensor):
+            gradient.index_copy_(0, self.index[block], values.to(gradient.dtype))
+            return
+        place = gradient[self.index.start + block.start : self.index.start + block.stop]
+        if place.data_ptr() != values.data_ptr():
+            place.copy_(values)
+
+    def scalar(self, temperature: float) -> Tensor | None:
+        """Return the temperature as a tensor without dimensions, or ``None`` where it is 1.
+
+        A compiled function must not see it as a number: each value would be compiled in.
+        """
+        if temperature == 1:
+            return None
+        return torch.full((), temperature, dtype=self.dtype, device=self.logits.device)
+
+
+def _default_block_bytes(logits: Tensor) -> int:
+    """On a CPU what the cache holds, on a GPU what keeps it busy; 1% of the logits bounds or raises it."""
+    one_percent = logits.numel() * logits.element_size() // 100
+    if logits.device.type == "cpu":
+        return max(min(2 * _MIB * torch.get_num_threads(), one_percent), _MIB)
+    return max(64 * _MIB, one_percent)

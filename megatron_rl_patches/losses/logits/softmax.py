@@ -1,0 +1,363 @@
+"""Softmax statistics and gradients of a block of rows, with plain operators that may be compiled.
+
+:func:`block_statistics` and :func:`block_gradient` work on one block of rows. Run as they are, their
+operators write into buffers that stay in the cache. Compiled, they need no buffers and become a few kernels.
+:func:`statistics` and :func:`gradient` go over all rows and know where they are read and written.
+
+Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
+up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
+digits of all others where these are small. Measured against float64, log-probabilities and entropies have a
+relative error below 2e-6 in the worst cases of the tests, and of 1e-7 in ordinary ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .compiling import BlockFunction
+from .options import VocabParallelOptions
+from .rows import SelectedRows
+
+_MINUS_INF = float("-inf")
+_STRETCH = 256  # columns, or so
+_SHORTEST_STRETCH = 64
+_LONGEST_STRETCH = 4096  # that is summed in float32
+_COMPILED_GRADIENT_BLOCKS = 8  # times the size of other blocks
+
+
+class SoftmaxGradient(NamedTuple):
+    """``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``, ``[n, 1]`` each.
+
+    This is what one softmax contributes to the gradient of a row ``x``. ``b`` is ``None`` where no entropy is
+    differentiated.
+    """
+
+    max_logit: Tensor
+    a: Tensor
+    b: Tensor | None = None
+
+
+#: A :class:`SoftmaxGradient` of some rows as a bare tuple, or three times ``None``. The compiler asks for the
+#: members of an argument that it has seen before, and fails where it finds ``None`` in its place.
+Part = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def part_of_rows(softmax: SoftmaxGradient | None, block: slice) -> Part:
+    """Return the part of a block of rows, as :func:`block_gradient` takes it."""
+    if softmax is None:
+        return None, None, None
+    max_logit, a, b = softmax
+    return max_logit[block], a[block], None if b is None else b[block]
+
+
+class TargetGradient(NamedTuple):
+    """The gradient at the targets, which is not the sum of the softmaxes' contributions; ``[n, 1]`` each."""
+
+    column: Tensor  # int64, a column of this rank; -1 where another rank has the target
+    value: Tensor
+
+
+def statistics(
+    rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | None, options: VocabParallelOptions
+) -> list[Tensor]:
+    """Read the rows once and return the statistics of one or two softmaxes over this rank's columns.
+
+    Args:
+        local_target: the target among this rank's columns, ``[n]``; -1 where another rank has it.
+        keep_mask: bool ``[n, V / tp]``, the columns that log-probabilities see beside the target.
+
+    Returns:
+        Float64 ``[2, n]`` for the log-probabilities, or ``[3, n]`` if the same softmax serves the entropy.
+        With a keep-mask and an entropy, ``[2, n]`` of the kept columns and ``[3, n]`` of all. With
+        ``z = (x - max_logit) / temperature`` these are
+
+        * ``max_logit``, -inf where no column counts,
+        * ``sum_exp_minus_1 = sum(exp(z)) - 1`` (of a single part: 0 where no column counts),
+        * ``sum_z_exp = sum(z * exp(z))``, for the entropy.
+    """
+    passes: list[tuple[Tensor | None, bool]] = []  # the mask, and whether an entropy is computed
+    if keep_mask is not None:
+        passes.append((keep_mask, False))
+    if options.with_entropy or keep_mask is None:
+        passes.append((None, options.with_entropy))
+    results = [_PassResult.empty(rows, 1 + with_entropy) for _, with_entropy in passes]
+    source = replace(rows, logits=stretches(rows.logits.detach()))
+    temperature = rows.scalar(options.temperature)
+    _read_blocks(rows, source, passes, results, temperature, options)
+    merged = []
+    for (mask, _), result in zip(passes, results, strict=True):
+        _add_largest_stretch(result, source, mask, temperature)
+        merged.append(torch.cat([result.max_logit.double()[None], result.sums]))
+    if keep_mask is not None:
+        merged[0] = _with_target(merged[0], rows, local_target, keep_mask, options.temperature)
+    return merged
+
+
+def _read_blocks(
+    rows: SelectedRows,
+    source: SelectedRows,
+    passes: list[tuple[Tensor | None, bool]],
+    results: list[_PassResult],
+    temperature: Tensor | None,
+    options: VocabParallelOptions,
+) -> None:
+    call = BlockFunction(block_statistics, rows, options.fused)
+    buffers = 1 + options.with_entropy
+    blocks = rows.blocks(1 if call.compiled else buffers)
+    scratch = None if call.compiled else stretches(rows.scratch(blocks, buffers))
+    for block in blocks:
+        work = None if scratch is None else scratch[:, : block.stop - block.start]
+        for (mask, with_entropy), result in zip(passes, results, strict=True):
+            x = source.read(block, None if work is None else work[0])
+            keep = None if mask is None else stretches(mask[block])
+            result.set(block, *call(x, keep, temperature, with_entropy, work))
+
+
+class _PassResult(NamedTuple):
+    """What one pass over all rows has found."""
+
+    max_logit: Tensor  # [n]
+    largest: Tensor  # int64 [n], the stretch of the largest logit
+    sums: Tensor  # float64 [1 or 2, n]: of exp(z) outside of that stretch, and of z * exp(z)
+
+    @classmethod
+    def empty(cls, rows: SelectedRows, sums: int) -> _PassResult:
+        new = rows.logits.new_empty
+        return cls(
+            new(rows.n, dtype=rows.dtype),
+            new(rows.n, dtype=torch.int64),
+            new((sums, rows.n), dtype=torch.float64),
+        )
+
+    def set(self, block: slice, max_logit: Tensor, largest: Tensor, *sums: Tensor) -> None:
+        self.max_logit[block] = max_logit
+        self.largest[block] = largest
+        for total, values in zip(self.sums, sums, strict=True):
+            total[block] = values
+
+
+def block_statistics(
+    x: Tensor,
+    keep_mask: Tensor | None,
+    temperature: Tensor | None,
+    with_entropy: bool,
+    buffers: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Return ``(max_logit, largest, sum_exp)`` of logits ``[rows, stretches, columns]``, ``[rows]`` each.
+
+    With an entropy ``sum_z_exp`` follows. ``largest`` is the stretch of the largest logit, and ``sum_exp``
+    leaves that stretch out. ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be
+    the first of them.
+    """
+    if buffers is None and x.dtype != torch.float64:
+        x = x.float()
+    if keep_mask is not None:
+        out = None if buffers is None else buffers[0]
+        x = torch.where(keep_mask, x, torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device), out=out)
+    max_logit, largest = x.amax(2).max(1)
+    reference = _finite(max_logit)[:, None, None]
+    z = scaled_(torch.sub(x, reference, out=None if buffers is None else buffers[0]), temperature)
+    if with_entropy:
+        z = z.clamp_(min=exp_floor(z.dtype))
+        exp_z = torch.exp(z, out=None if buffers is None else buffers[1])
+    else:
+        exp_z = z.exp_()
+    sum_exp = _sum_of_columns(exp_z).scatter_(1, largest[:, None], 0.0).sum(1, dtype=torch.float64)
+    if not with_entropy:
+        return max_logit, largest, sum_exp
+    return max_logit, largest, sum_exp, _sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
+
+
+def _add_largest_stretch(
+    result: _PassResult, source: SelectedRows, keep_mask: Tensor | None, temperature: Tensor | None
+) -> None:
+    """Add to the sums of ``exp(z)`` what :func:`block_statistics` left out."""
+    for block in source.blocks(3, width=source.logits.shape[2]):
+        largest = result.largest[block]
+        x = source.logits[source.row_indices[block], largest]
+        if keep_mask is not None:
+            positions = torch.arange(block.start, block.stop, device=x.device)
+            x = x.masked_fill(~stretches(keep_mask)[positions, largest], _MINUS_INF)
+        result.sums[0, block] += sum_exp_but_largest(x.to(source.dtype), result.max_logit[block], temperature)
+
+
+def sum_exp_but_largest(x: Tensor, max_logit: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return the sum of ``exp(z)`` over one stretch ``[rows, columns]``, without its largest logit.
+
+    The largest logit's term, 1, would swallow the digits of the others where they are small.
+    """
+    exp_z = scaled_(x - _finite(max_logit)[:, None], temperature).exp_()
+    return _sum_of_columns(exp_z.scatter_(1, exp_z.argmax(1, keepdim=True), 0.0))
+
+
+def _finite(max_logit: Tensor) -> Tensor:
+    """Replace -inf, the largest logit where no column counts."""
+    return max_logit.clamp(min=torch.finfo(max_logit.dtype).min)
+
+
+def merge(parts: Tensor, temperature: float) -> Tensor:
+    """Return the statistics ``[2 or 3, n]`` over all columns from those of parts, ``[parts, 2 or 3, n]``.
+
+    In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
+    """
+    max_logits, sums, *sums_z_exp = parts.unbind(1)
+    max_logit, largest = max_logits.max(0)
+    z = (max_logits - torch.where(max_logit == _MINUS_INF, 0.0, max_logit)) / temperature
+    weights = z.exp()
+    # The largest part's own weight, 1, is what the result leaves out.
+    sum_exp_minus_1 = (weights * sums).sum(0) + weights.scatter(0, largest[None], 0.0).sum(0)
+    result = [max_logit, torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)]
+    if sums_z_exp:
+        z = z.clamp(min=exp_floor(z.dtype))
+        result.append((weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0))
+    return torch.stack(result)
+
+
+def gradient(
+    rows: SelectedRows,
+    unmasked: SoftmaxGradient | None,
+    masked: SoftmaxGradient | None,
+    target: TargetGradient,
+    keep_mask: Tensor | None,
+    has_grad: Tensor,
+    options: VocabParallelOptions,
+) -> Tensor:
+    """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected.
+
+    Args:
+        unmasked: contribution of the softmax over all columns.
+        masked: contribution of the softmax over the columns in ``keep_mask``.
+        has_grad: bool ``[n, 1]``; a row where it is false has no gradient, whatever its logits are.
+    """
+    gradient = rows.new_gradient(options.inplace_backward)
+    call = BlockFunction(block_gradient, rows, options.fused)
+    for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
+    buffers = for_block + (masked is not None and unmasked is not None)
+    buffers += unmasked is not None and unmasked.b is not None
+    if call.compiled:
+        # One pass over consecutive rows needs neither cache nor copies: larger blocks mean fewer calls.
+        blocks = rows.blocks(1, scale=_COMPILED_GRADIENT_BLOCKS if isinstance(rows.index, slice) else 1)
+    else:
+        blocks = rows.blocks(buffers)
+    scratch = None if call.compiled else rows.scratch(blocks, buffers)
+    temperature = rows.scalar(options.temperature)
+    # A GPU would have to be asked for its answer, and masks rows at no cost.
+    all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
+    for block in blocks:
+        work = None if scratch is None else scratch[:, : block.stop - block.start]
+        x, out = rows.read_and_write_views(gradient, block, work)
+        call(
+            x,
+            out,
+            part_of_rows(unmasked, block),
+            part_of_rows(masked, block),
+            None if masked is None or keep_mask is None else keep_mask[block],
+            None if all_have_grad else has_grad[block],
+            temperature,
+            None if work is None else work[for_block:],
+        )
+        rows.write(gradient, block, out)
+    _put(gradient, rows.row_indices, target)
+    return gradient
+
+
+def block_gradient(
+    x: Tensor,
+    out: Tensor,
+    unmasked: Part,
+    masked: Part,
+    keep_mask: Tensor | None,
+    has_grad: Tensor | None,
+    temperature: Tensor | None,
+    buffers: Tensor | None,
+) -> None:
+    """Write the gradient of logits ``x`` ``[rows, V / tp]`` into ``out``, which may be ``x`` itself.
+
+    Args:
+        buffers: ``[k, rows, V / tp]`` in the dtype of ``out``, to be overwritten: the first for a masked
+            contribution beside an unmasked one, the last for ``z`` where there is a ``b``.
+    """
+    total: Tensor | None = None
+    if keep_mask is not None:
+        work = None if buffers is None else out if unmasked[1] is None else buffers[0]
+        total = _contribution(x, masked, temperature, work, work).masked_fill_(~keep_mask, 0.0)
+    if unmasked[1] is not None:
+        exp_out = None if buffers is None else out
+        z_out = exp_out if buffers is None or unmasked[2] is None else buffers[-1]
+        part = _contribution(x, unmasked, temperature, z_out, exp_out)
+        total = part if total is None else part.add_(total)
+    if total is None:
+        total = torch.zeros_like(out)
+    if has_grad is not None:
+        total.masked_fill_(~has_grad, 0.0)
+    if total is not out:
+        out.copy_(total)
+
+
+def _contribution(
+    x: Tensor, part: Part, temperature: Tensor | None, z_out: Tensor | None, exp_out: Tensor | None
+) -> Tensor:
+    """Return ``exp(z) * (a + b * z)``; the buffers may be one where there is no ``b``."""
+    max_logit, a, b = part
+    assert max_logit is not None and a is not None
+    z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
+    if b is None:
+        return torch.exp(z, out=exp_out).mul_(a)
+    z.clamp_(min=exp_floor(z.dtype))
+    return torch.exp(z, out=exp_out).mul_(z.mul_(b).add_(a))
+
+
+def exp_floor(dtype: torch.dtype) -> float:
+    """Return a ``z`` with ``exp(z) == 0`` to take the place of -inf, since ``0 * inf`` is not a number."""
+    return -750.0 if dtype == torch.float64 else -110.0
+
+
+def stretches(x: Tensor) -> Tensor:
+    """Cut the last dimension into stretches of equal width: ``[..., V]`` as ``[..., stretches, columns]``."""
+    width = _width_of_stretches(x.shape[-1])
+    return x.unflatten(-1, (x.shape[-1] // width, width))  # type: ignore[no-untyped-call]
+
+
+@lru_cache
+def _width_of_stretches(columns: int) -> int:
+    """Return a divisor of the number of columns near ``_STRETCH``; all of them, where there is none."""
+    width = math.gcd(columns, _STRETCH)
+    if width >= _SHORTEST_STRETCH:
+        return width
+    divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
+    return next(divisors, columns)
+
+
+def _sum_of_columns(x: Tensor) -> Tensor:
+    """Sum ``[..., columns]`` over its columns, long stretches in float64."""
+    return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None)
+
+
+def scaled_(z: Tensor, temperature: Tensor | None) -> Tensor:
+    """Divide differences of logits, in place. ``x / temperature`` before the difference would be rounded."""
+    return z if temperature is None else z.div_(temperature)
+
+
+def _with_target(
+    statistics: Tensor, rows: SelectedRows, local_target: Tensor, keep_mask: Tensor, temperature: float
+) -> Tensor:
+    """Add the target's own term to the statistics of the kept columns, where the mask leaves it out."""
+    column = local_target.clamp(min=0)
+    is_counted = (local_target < 0) | keep_mask.gather(1, column[:, None]).squeeze(1)
+    logit = rows.logits.detach()[rows.row_indices, column].double()
+    logit = torch.where(is_counted, _MINUS_INF, logit)
+    return merge(torch.stack([statistics, torch.stack([logit, torch.zeros_like(logit)])]), temperature)
+
+
+def _put(gradient: Tensor, row_indices: Tensor, target: TargetGradient) -> None:
+    """Set the gradient at the targets that this rank has."""
+    column = target.column.squeeze(1)
+    places = row_indices, column.clamp(min=0)
+    value = target.value.squeeze(1).to(gradient.dtype)
+    gradient[places] = torch.where(column < 0, gradient[places], value)

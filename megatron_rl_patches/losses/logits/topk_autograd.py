@@ -1,0 +1,179 @@
+"""Top-k of all ranks' logits, and the autograd function of log-probabilities at given ids and of the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import topk_blocks
+from .autograd import all_gather, logits_gradient
+from .inplace import StorageClaim, mark_overwritten
+from .options import VocabParallelOptions
+from .rows import SelectedRows
+from .topk_blocks import Gradients, Ids
+
+
+def topk(rows: SelectedRows, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
+    width = rows.logits.shape[1]
+    logits, columns, tail = topk_blocks.largest(rows, min(k, width), options.temperature)
+    # Columns travel as the bits of floats, since one collective takes one dtype.
+    integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
+    sent = torch.cat([logits, columns.to(integers).view(rows.dtype), tail.T], dim=1)
+    gathered = all_gather(sent, options.tp_group)
+    logits, columns, tail = torch.split(gathered, [*columns.shape[1:], *columns.shape[1:], 2], dim=-1)
+
+    indices = logits.new_empty((rows.n, k), dtype=torch.int64)
+    log_probs = logits.new_empty((rows.n, k))
+    log_tail = logits.new_empty(rows.n)
+    starts = torch.arange(len(logits), device=logits.device)[:, None, None] * width
+    for block in _blocks(rows, columns.shape[2] * len(columns)):
+        ids = columns[:, block].contiguous().view(integers) + starts
+        # Ranks stand side by side in their order, so that of equal logits the lowest id stays first.
+        candidates, order = _ranks_side_by_side(logits[:, block]).sort(dim=1, descending=True, stable=True)
+        indices[block] = _ranks_side_by_side(ids).gather(1, order[:, :k])
+        highest = candidates[:, :1].double()
+        z = (candidates.double() - highest) / options.temperature
+        tails = _log_masses(tail[:, block].unbind(2), highest, options.temperature)
+        log_total, log_tail[block] = _total_and_tail(z[:, :k], torch.cat([z[:, k:], tails], 1))
+        log_probs[block] = z[:, :k] - log_total
+    return indices, log_probs, log_tail
+
+
+def _ranks_side_by_side(values: Tensor) -> Tensor:
+    """Return ``[tp, rows, k]`` as ``[rows, tp * k]``."""
+    return values.movedim(0, 1).flatten(1)
+
+
+class LogProbsAt(torch.autograd.Function):
+    """The autograd function of log-probabilities at ids and of the tail, see :mod:`.topk`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        rows: SelectedRows,
+        indices: Tensor,
+        options: VocabParallelOptions,
+        claim: StorageClaim,
+    ) -> tuple[Tensor, Tensor]:
+        """``indices`` are ``[n, K]``, negative for none."""
+        ctx.set_materialize_grads(False)
+        ids = Ids(indices, options.tp_rank * logits.shape[1])
+        # What becomes log_probs holds the logits at the ids until the loop.
+        log_probs, local_tail = topk_blocks.statistics(rows, ids, options.temperature)
+        tail = _sum_over_ranks(log_probs, local_tail, options, claim)
+        max_logit = tail.new_empty(rows.n)
+        log_sum_exp = tail.new_empty(rows.n, dtype=torch.float64)
+        log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
+        for block in _blocks(rows, indices.shape[1]):
+            at_ids = log_probs[block].masked_fill(indices[block] < 0, float("-inf"))
+            highest = torch.maximum(at_ids.amax(1), tail[:, 0, block].amax(0))[:, None].double()
+            z = (at_ids.double() - highest) / options.temperature
+            inside = z.masked_fill(_repeated_or_none(indices[block]), float("-inf"))
+            outside = _log_masses(tail[:, :, block].unbind(1), highest, options.temperature)
+            total, log_tail[block] = _total_and_tail(inside, outside)
+            max_logit[block], log_sum_exp[block] = highest.squeeze(1), total.squeeze(1)
+            tail_max_weight[block] = _weight_in_tail(tail[:, :, block], options)
+            log_probs[block] = (z - total).masked_fill(indices[block] < 0, float("-inf"))
+
+        index, ctx.slice = (None, rows.index) if isinstance(rows.index, slice) else (rows.index, None)
+        ctx.options, ctx.claim = options, claim
+        statistics = local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail
+        ctx.save_for_backward(logits, indices, index, *statistics)
+        return log_probs, log_tail.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_log_tail: Tensor | None) -> tuple[Any, ...]:
+        gradient = logits_gradient(ctx, _gradient, grad_log_probs, grad_log_tail)
+        return gradient, None, None, None, None
+
+
+def _gradient(
+    ctx: Any,
+    logits: Tensor,
+    saved: list[Any],
+    grad_log_probs: Tensor | None,
+    grad_log_tail: Tensor | None,
+) -> Tensor:
+    indices, index, tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail = saved
+    options: VocabParallelOptions = ctx.options
+    rows = SelectedRows(logits.detach(), ctx.slice if index is None else index, options.block_bytes)
+    zero = tail_max.new_zeros(())
+    g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
+    h = zero if grad_log_tail is None else grad_log_tail
+    h = torch.where(log_tail == float("-inf"), zero, h)  # an empty tail is constant
+    has_grad = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
+    gradients = Gradients(tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail, g, h, has_grad)
+    ids = Ids(indices, options.tp_rank * logits.shape[1])
+    gradient = topk_blocks.gradient(rows, ids, gradients, options.temperature, options.inplace_backward)
+    if options.inplace_backward:
+        mark_overwritten(logits)
+    return gradient
+
+
+def _blocks(rows: SelectedRows, k: int) -> list[slice]:
+    """Cut the rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
+    return rows.blocks(buffers=16, width=k)
+
+
+def _log_masses(tails: Sequence[Tensor], max_logit: Tensor, temperature: float) -> Tensor:
+    """Return ``log(sum(exp((x - max_logit) / T)))`` of each rank's tail, float64 ``[rows, tp]``."""
+    tail_max, sum_exp_minus_1 = (values.T.double() for values in tails)
+    return (tail_max - max_logit) / temperature + sum_exp_minus_1.log1p()
+
+
+def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
+    """Return the probability of this rank's largest tail logit within all tails ``[tp, 2, rows]``."""
+    max_logit = tails[:, 0].amax(0)[:, None].double()
+    log_masses = _log_masses(tails.unbind(1), max_logit, options.temperature)
+    z = (tails[options.tp_rank, 0].double() - max_logit[:, 0]) / options.temperature
+    return (z - log_masses.logsumexp(1)).exp()
+
+
+def _total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log of the sum of all, ``[rows, 1]``, and the log of the tail's part of it, ``[rows]``.
+
+    ``ids`` and ``tail`` ``[rows, any]`` are the logs of the terms inside and outside of the ids.
+    """
+    log_ids, log_tail = (part.logsumexp(1, keepdim=True) for part in (ids, tail))
+    # A difference of two logarithms would lose the digits of a tail next to 1.
+    log_share = torch.nn.functional.logsigmoid(log_tail - log_ids)
+    return torch.logaddexp(log_ids, log_tail), log_share.squeeze(1)
+
+
+def _sum_over_ranks(
+    logits: Tensor, tail: Tensor, options: VocabParallelOptions, claim: StorageClaim
+) -> Tensor:
+    """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
+
+    This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks have
+    the same bits.
+    """
+    size = options.tp_size
+    marker = claim.marker(logits, int(claim.asked_for))
+    if size == 1:
+        if claim.asked_for:
+            claim.check(marker)
+        return tail[None]
+    sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(marker)))])
+    tails, markers = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(marker)])
+    tails.view(size, *tail.shape)[options.tp_rank] = tail
+    markers.view(size, -1)[options.tp_rank] = marker
+    dist.all_reduce(sent, group=options.tp_group)
+    if claim.asked_for:
+        claim.check(markers)
+    logits.copy_(sent[: logits.numel()].view_as(logits))
+    return tails.view(size, *tail.shape).clone()
+
+
+def _repeated_or_none(indices: Tensor) -> Tensor:
+    """Return where an id is none, or stands at another place of its row as well and is counted there."""
+    ids, order = indices.sort(1)
+    repeated = ids < 0
+    repeated[:, 1:] |= ids[:, 1:] == ids[:, :-1]
+    return torch.empty_like(repeated).scatter_(1, order, repeated)

@@ -1,0 +1,194 @@
+"""A rank's own logits at some ids of each row, and all its other logits, one block of rows at a time.
+
+The other logits, the *tail*, have a softmax of their own. Their statistics are relative to the tail's largest
+logit, so that they keep all digits where the ids have next to all of the probability.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rows import SelectedRows
+from .softmax import (
+    SoftmaxGradient,
+    block_gradient,
+    block_statistics,
+    part_of_rows,
+    stretches,
+    sum_exp_but_largest,
+)
+
+_MINUS_INF = float("-inf")
+
+
+class Ids(NamedTuple):
+    """Token ids ``[n, K]``, negative for none; ``start`` is the id of this rank's first column."""
+
+    indices: Tensor
+    start: int
+
+    def columns(self, block: slice, width: int) -> _Columns:
+        column = self.indices[block] - self.start
+        is_local = (column >= 0) & (column < width)
+        any_local = torch.where(is_local, column, -1).amax(1, keepdim=True)
+        return _Columns(is_local, torch.where(is_local, column, any_local).clamp(min=0), any_local >= 0)
+
+
+class _Columns(NamedTuple):
+    """The columns of this rank that the ids of a block of rows stand for.
+
+    An id of another rank is given the column of a local id of the same row, so that reading and writing all
+    ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
+    as it is.
+    """
+
+    is_local: Tensor  # [rows, K]
+    column: Tensor  # [rows, K]
+    any_local: Tensor  # [rows, 1]
+
+    def put(self, block: Tensor, value: Tensor | float) -> None:
+        """Write one value per column; ids that share a column must have the same value."""
+        unchanged = block.gather(1, self.column)
+        block.scatter_(1, self.column, torch.where(self.any_local, value, unchanged))
+
+    def summed(self, block: Tensor, value: Tensor) -> Tensor:
+        """Return for each id the sum of the values of all ids in its column; the block is scratch memory."""
+        block.scatter_(1, self.column, 0.0)
+        block.scatter_add_(1, self.column, torch.where(self.is_local, value, 0.0).to(block.dtype))
+        return block.gather(1, self.column)
+
+
+def largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``k`` largest logits of each row.
+
+    Returns:
+        Logits ``[n, k]`` and their columns ``[n, k]``, from the largest on, equal ones from the lowest column
+        on; and of all others ``(max_logit, sum_exp_minus_1)`` ``[2, n]``, see :func:`.softmax.statistics`.
+    """
+    logits = rows.logits.new_empty((rows.n, k), dtype=rows.dtype)
+    columns = torch.empty_like(logits, dtype=torch.int64)
+    tail = logits.new_empty((2, rows.n))
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=3)
+    buffers = rows.scratch(blocks, 2)
+    for block in blocks:
+        work, spare = buffers[:, : block.stop - block.start]
+        _copied(rows, block, work)
+        logits[block], columns[block] = _largest(work, k)
+        work.scatter_(1, columns[block], _MINUS_INF)
+        tail[:, block] = _tail_statistics(work, spare, divisor)
+    return logits, columns, tail
+
+
+def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values, columns = x.topk(k)
+    # torch.topk does not say which of equal logits it takes for the last places, nor in which order.
+    lowest = values[:, -1:]
+    column_indices = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    tied = torch.where(x == lowest, column_indices, x.shape[1]).topk(k, largest=False).values.long()
+    # NaN comes first in topk and is not greater than anything, so places are counted by inequality.
+    place = torch.arange(k, device=x.device) - (values != lowest).sum(1, keepdim=True)
+    columns = torch.where(values == lowest, tied.gather(1, place.clamp(min=0)), columns)
+    columns, order = columns.sort(1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
+
+
+def statistics(rows: SelectedRows, ids: Ids, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the logits at the ids, ``[n, K]``, 0 for those of other ranks; the tail as :func:`largest`."""
+    logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
+    tail = logits.new_empty((2, rows.n))
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=2)
+    buffers = rows.scratch(blocks, 2)
+    for block in blocks:
+        work, spare = buffers[:, : block.stop - block.start]
+        _copied(rows, block, work)
+        columns = ids.columns(block, work.shape[1])
+        logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
+        columns.put(work, _MINUS_INF)
+        tail[:, block] = _tail_statistics(work, spare, divisor)
+    return logits, tail
+
+
+def _tail_statistics(x: Tensor, spare: Tensor, temperature: Tensor | None) -> Tensor:
+    """Return the statistics ``[2, rows]`` of a block; ``spare`` is overwritten."""
+    x = stretches(x)
+    max_logit, largest, sum_exp = block_statistics(x, None, temperature, False, stretches(spare)[None])
+    rows = torch.arange(len(x), device=x.device)
+    sum_exp += sum_exp_but_largest(x[rows, largest], max_logit, temperature)
+    return torch.stack([max_logit.double(), sum_exp])
+
+
+class Gradients(NamedTuple):
+    """What the gradient of the logits is computed from, for each row over the whole vocabulary.
+
+    With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
+
+        d / dx = (sum of g at its ids - p * (sum of all g + h) + h * p / tail if in the tail) / temperature
+    """
+
+    tail_max: Tensor  # [n], the largest logit of this rank's tail, -inf where the tail is empty
+    tail_max_weight: Tensor  # [n] float64, the probability of that logit within the tail of all ranks
+    max_logit: Tensor  # [n], the largest logit of all: differences to it keep digits that large logits lack
+    log_sum_exp: Tensor  # [n] float64, of (x - max_logit) / temperature
+    log_tail: Tensor  # [n] float64, log-probability of the tail
+    g: Tensor  # [n, K]
+    h: Tensor  # [n]
+    has_grad: Tensor  # [n] bool, whether g or h is not zero; a row without keeps a gradient of 0, NaN or not
+
+    def of_tail(self, block: slice, g_total: Tensor, temperature: float) -> tuple[SoftmaxGradient, Tensor]:
+        """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""
+        log_tail, h, tail_max = self.log_tail[block], self.h[block].double(), self.tail_max[block]
+        # An empty tail gets no gradient; in a row that NaN has spoilt it gets NaN like all the rest.
+        is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
+        counts = self.has_grad[block] & ~is_empty
+        a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
+        return SoftmaxGradient(tail_max[:, None], a.to(tail_max.dtype)[:, None]), counts[:, None]
+
+    def at_ids(
+        self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, temperature: float
+    ) -> Tensor:
+        """Return the gradient at the ids ``[rows, K]``, float64."""
+        max_logit, log_sum_exp = self.max_logit[block, None].double(), self.log_sum_exp[block, None]
+        log_p = (logits.double() - max_logit) / temperature - log_sum_exp
+        of_others = (g_total + self.h[block])[:, None] - g_at_ids
+        # 1 - p, of a p that may be next to 1
+        gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / temperature
+        return torch.where(self.has_grad[block, None], gradient, 0.0)
+
+
+def gradient(
+    rows: SelectedRows, ids: Ids, gradients: Gradients, temperature: float, in_place: bool
+) -> Tensor:
+    """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected."""
+    gradient = rows.new_gradient(in_place)
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=1)
+    scratch = rows.scratch(blocks, int(not rows.can_be_viewed))
+    for block in blocks:
+        x, work = rows.read_and_write_views(gradient, block, scratch[:, : block.stop - block.start])
+        if work is not x:
+            work.copy_(x)
+        columns = ids.columns(block, work.shape[1])
+        logits = work.gather(1, columns.column)
+        g = torch.where(ids.indices[block] < 0, 0.0, gradients.g[block])
+        g_total = g.sum(1, dtype=torch.float64)
+        g_at_ids = columns.summed(work, g).double()
+        work.scatter_(1, columns.column, torch.where(columns.any_local, _MINUS_INF, logits))
+        of_tail, has_grad = gradients.of_tail(block, g_total, temperature)
+        tail_part, no_part = part_of_rows(of_tail, slice(None)), part_of_rows(None, block)
+        block_gradient(work, work, tail_part, no_part, None, has_grad, divisor, work[None])
+        values = gradients.at_ids(block, logits, g_at_ids, g_total, temperature)
+        columns.put(work, values.to(work.dtype))
+        rows.write(gradient, block, work)
+    return gradient
+
+
+def _copied(rows: SelectedRows, block: slice, buffer: Tensor) -> Tensor:
+    """Copy the logits of a block into the buffer, unless they were read into it."""
+    x = rows.read(block, buffer)
+    return buffer if x is buffer else buffer.copy_(x)

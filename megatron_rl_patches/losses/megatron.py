@@ -1,0 +1,123 @@
+"""Loss functions in the form that Megatron's schedules expect from a forward step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed
+
+from ..errors import InvalidInputError
+from .checkpointing import checkpointed
+from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
+from .objectives.reduction import LossAndCount
+from .sequences.layout import SequenceLayout
+from .sequences.responses import packed_log_probs_and_entropy
+
+LossFunc = Callable[[torch.Tensor], LossAndCount]
+
+
+def make_loss_func(
+    tokens: Sequence[torch.Tensor],
+    layout: SequenceLayout,
+    batch: PolicyBatch,
+    options: PolicyOptions | None = None,
+    *,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    keep_mask: torch.Tensor | None = None,
+    inplace_backward: bool = False,
+    recompute: bool = False,
+    normalizer: float | None = None,
+) -> LossFunc:
+    """Return the function ``logits -> (loss, num_tokens, metrics)`` that a Megatron forward step returns::
+
+        def forward_step(data_iterator, model):
+            ...
+            return model(tokens, position_ids, None), make_loss_func(tokens, layout, batch, options)
+
+    The loss is :func:`policy_loss`. Under context parallelism log-probs and entropies are gathered over
+    ``cp_group``, so that every rank computes the whole loss and the whole count.
+
+    Args:
+        tokens: whole samples, prompt and response, int64 ``[total_length]`` each.
+        layout: where their responses stand in the logits.
+        batch: advantages, masks and other log-probs of the full responses, in the order of ``tokens``.
+        options: which loss to compute; PPO by default.
+        tp_group: process group over which the vocabulary is split; ``None`` if it is whole.
+        cp_group: process group over which the sequences are split; ``None`` if they are whole.
+        temperature: temperature of the rollout, by which logits are divided.
+        with_entropy: compute the entropy, which costs one more ``exp`` per logit; ``entropy_coef`` needs it.
+        keep_mask: columns that sampling chose from; see :func:`packed_log_probs_and_entropy`.
+        inplace_backward: write the gradient into the logits; see :func:`vocab_parallel_log_probs`.
+        recompute: compute the loss again in backward instead of keeping tensors; see :func:`checkpointed`.
+        normalizer: ``None`` if ``config.calculate_per_token_loss`` is on. If it is off, give
+            :func:`mean_count` of the step: the loss is divided by it, and ``num_tokens`` is 1.
+
+    Raises:
+        InvalidInputError: batch, layout and options do not fit together; before any collective.
+    """
+    options = options or PolicyOptions()
+    batch.check_for(options)
+    if options.entropy_coef and not with_entropy:
+        raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
+    divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
+
+    def loss_func(logits: torch.Tensor) -> LossAndCount:
+        log_probs, entropies = packed_log_probs_and_entropy(
+            logits,
+            tokens,
+            layout,
+            tp_group=tp_group,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_grad=options.entropy_coef != 0,
+            keep_mask=keep_mask,
+            inplace_backward=inplace_backward,
+        )
+        if entropies is None:
+            log_probs = layout.gather_responses(log_probs, cp_group)
+        elif layout.cp_size > 1:
+            # One tensor for both, so that there is one collective in forward and one in backward.
+            pairs = [torch.stack(pair, dim=-1) for pair in zip(log_probs, entropies, strict=True)]
+            gathered = layout.gather_responses(pairs, cp_group)
+            log_probs, entropies = ([pair_n2[:, i] for pair_n2 in gathered] for i in (0, 1))
+        loss, count, metrics = policy_loss(log_probs, batch, options, entropies)
+        return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
+
+    return checkpointed(loss_func, enabled=recompute)
+
+
+def checked_divisor(
+    response_lengths: list[int],
+    layout: SequenceLayout,
+    cp_group: torch.distributed.ProcessGroup | None,
+    normalizer: float | None,
+) -> float:
+    """Check that all fits the layout; return what a loss that all CP ranks compute in full is divided by."""
+    if response_lengths != list(layout.response_lengths):
+        raise InvalidInputError(
+            f"batch has responses of the lengths {response_lengths}, layout of "
+            f"{list(layout.response_lengths)}; under context parallelism too give the full responses"
+        )
+    if layout.cp_size > 1 and cp_group is None:
+        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; give cp_group")
+    if normalizer is not None and not normalizer > 0:
+        raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
+    return (normalizer or 1.0) * (layout.cp_size if layout.cp_size > 1 and _adds_up_parts() else 1)
+
+
+def _adds_up_parts() -> bool:
+    """Return whether Megatron takes the losses of context-parallel ranks for parts, as 0.12 does.
+
+    It multiplies them by the number of ranks, or does not add up the counts. Later the factor cancels.
+    """
+    try:
+        from megatron.core.pipeline_parallel.schedules import forward_step
+    except ImportError:
+        return False
+    # The release that changed this also added the parameter vp_stage.
+    return "vp_stage" not in inspect.signature(forward_step).parameters

@@ -1,0 +1,1 @@
+"""Losses from numbers per token: policy losses, distillation, and how they are averaged."""

@@ -1,0 +1,285 @@
+"""Policy losses over the responses of a microbatch.
+
+:func:`policy_loss` computes PPO and the losses derived from it. They differ in the ratio, the clipping, the
+KL penalty and the average, each of which is an option of :class:`PolicyOptions`. All but PPO take their
+advantages from :func:`group_advantages`::
+
+    PPO       PolicyOptions()
+    GRPO      PolicyOptions(normalization="sequence", kl_coef=0.04)
+    Dr. GRPO  PolicyOptions(normalization="constant", constant_length=...)  # and divide_by_std=False
+    DAPO      PolicyOptions(clip_high=0.28)
+    GSPO      PolicyOptions(objective="gspo", clip_low=3e-4, clip_high=4e-4, normalization="sequence")
+    CISPO     PolicyOptions(objective="cispo", clip_low=1.0, clip_high=...)  # no lower bound
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .reduction import LossAndCount, Normalization, check_normalization, metrics_of, token_weights
+
+Objective = Literal["ppo", "gspo", "cispo"]
+KlEstimator = Literal["k1", "k2", "k3"]
+
+# An infinite ratio would turn gradients of zero into NaN. No trainer means a ratio of more than e^20.
+_MAX_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Options of :func:`policy_loss`.
+
+    ``r`` is the ratio of a token's new probability to its old one, ``A`` is the token's advantage.
+
+    Attributes:
+        objective: ``"ppo"``: ``-min(r A, clip(r) A)`` (arXiv 1707.06347, eq. 7). ``"gspo"``: the same, with
+            ``exp`` of a response's mean log-ratio in place of each token's ratio (2507.18071, eq. 14; for one
+            advantage per response eq. 5). ``"cispo"``: ``-sg(clip(r)) A log p`` (2506.13585, eq. 4), so that
+            clipped tokens keep their gradient.
+        clip_low: ``clip(r)`` is at least ``1 - clip_low``.
+        clip_high: ``clip(r)`` is at most ``1 + clip_high``.
+        dual_clip: for ``A < 0``, bound the loss by ``-dual_clip A`` (1912.09729); greater than 1.
+        entropy_coef: weight of the entropy bonus.
+        kl_coef: weight of the KL divergence from the reference policy.
+        kl_estimator: how :func:`estimate_kl` estimates that divergence: ``"k1"``, ``"k2"`` or ``"k3"``.
+        normalization: what the loss is an average over; see :func:`token_weights`.
+        constant_length: the divisor of the normalization ``"constant"``.
+        tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
+            you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
+            makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
+
+    """
+
+    objective: Objective = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    normalization: Normalization = "token"
+    constant_length: int | None = None
+    tis_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        objectives, estimators = get_args(Objective), get_args(KlEstimator)
+        objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
+        conditions = {
+            f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
+            f"kl_estimator must be one of {estimators}, not {estimator!r}": estimator in estimators,
+            f"clip_low must be in [0, 1], not {self.clip_low}": 0 <= self.clip_low <= 1,
+            f"clip_high must be at least 0, not {self.clip_high}": self.clip_high >= 0,
+            f"dual_clip must be greater than 1, not {dual}": dual is None or dual > 1,
+            f"dual_clip bounds a clipped surrogate, which {objective!r} has not; leave it None": (
+                dual is None or objective != "cispo"
+            ),
+            f"entropy_coef must be finite, not {self.entropy_coef}": math.isfinite(self.entropy_coef),
+            f"kl_coef must be finite and at least 0, not {self.kl_coef}": 0 <= self.kl_coef < math.inf,
+            f"tis_clip must be greater than 0, not {tis}": tis is None or tis > 0,
+        }
+        for requirement, holds in conditions.items():
+            if not holds:
+                raise InvalidInputError(requirement)
+        check_normalization(self.normalization, self.constant_length)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyBatch:
+    """The data of a policy loss, besides the logits, for the responses of one microbatch.
+
+    Each attribute has one float tensor ``[response_length]`` per response; other shapes raise
+    :class:`InvalidInputError`. Under context parallelism every rank has the full responses. No gradient flows
+    into these tensors.
+
+    Attributes:
+        advantages: advantage of each token, or a scalar tensor for the whole response.
+        loss_masks: zero for tokens without loss, such as the output of tools. The other tensors are ignored
+            at these tokens and may hold ``nan`` there.
+        old_log_probs: log-probs under the policy before this step's updates, computed by the trainer.
+            ``None`` in the first update, when the policy has not changed yet.
+        ref_log_probs: log-probs under the reference policy; ``kl_coef`` needs them.
+        rollout_log_probs: log-probs that the rollout engine reported; ``tis_clip`` needs them.
+    """
+
+    advantages: Sequence[Tensor]
+    loss_masks: Sequence[Tensor]
+    old_log_probs: Sequence[Tensor] | None = None
+    ref_log_probs: Sequence[Tensor] | None = None
+    rollout_log_probs: Sequence[Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.loss_masks) == 0:
+            raise InvalidInputError("a microbatch without responses has no loss; give one wholly masked")
+        lengths = self.response_lengths
+        check_lengths("loss_masks", self.loss_masks, lengths)
+        check_lengths("advantages", self.advantages, lengths, scalars=True)
+        for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
+            check_lengths(name, getattr(self, name), lengths)
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Number of tokens of each response, masked ones included."""
+        return [len(mask) for mask in self.loss_masks]
+
+    def check_for(self, options: PolicyOptions) -> None:
+        """Raise :class:`InvalidInputError` if the options need log-probs that this batch lacks."""
+        if options.kl_coef and self.ref_log_probs is None:
+            raise InvalidInputError(f"kl_coef is {options.kl_coef}: ref_log_probs are needed, and missing")
+        if (tis := options.tis_clip) is not None and self.rollout_log_probs is None:
+            raise InvalidInputError(f"tis_clip is {tis}: rollout_log_probs are needed, and missing")
+
+
+def policy_loss(
+    log_probs: Sequence[Tensor],
+    batch: PolicyBatch,
+    options: PolicyOptions,
+    entropies: Sequence[Tensor] | None = None,
+) -> LossAndCount:
+    """Return the loss of a microbatch as a sum, the count to divide it by, and metrics.
+
+    The sum over all microbatches and ranks divided by the count over them is the loss of the whole batch, for
+    every normalization; Megatron divides so if ``config.calculate_per_token_loss`` is on. No collective runs.
+
+    Args:
+        log_probs: log-probs under the policy in training, float32 or float64 ``[response_length]`` per
+            response.
+        batch: advantages, masks and other log-probs of the same responses.
+        options: which loss to compute.
+        entropies: entropies in nats, ``[response_length]`` per response. ``entropy_coef`` needs them;
+            without it they are only reported.
+
+    Returns:
+        ``(loss, num_tokens, metrics)``, as Megatron's schedules take it. ``loss`` is a scalar with gradient,
+        ``num_tokens`` an int32 scalar that counts tokens or responses, depending on the normalization.
+        ``metrics`` are detached ``[sum, count]`` pairs for :func:`average_metrics` and recent Megatron-LM.
+        ``loss``, ``pg_loss`` and ``kl_loss`` are averages in the normalization of the loss. ``entropy``,
+        ``clip_fraction``, ``dual_clip_fraction``, ``approx_kl`` (k3 of KL(old, new)), ``ratio``,
+        ``tis_weight`` (before truncation) and ``tis_clip_fraction`` are averages over tokens. ``ratio_max``
+        is a maximum. Metrics of terms that the options leave out are absent.
+
+    Raises:
+        InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
+    """
+    batch.check_for(options)
+    lengths = batch.response_lengths
+    check_lengths("log_probs", log_probs, lengths)
+    check_lengths("entropies", entropies, lengths)
+    if options.entropy_coef and entropies is None:
+        raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
+    if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
+        raise InvalidInputError(f"log_probs are {dtype}; give float32 or float64, in which they are computed")
+    weights_n, count = token_weights(batch.loss_masks, options.normalization, options.constant_length, dtype)
+    mask_n = weights_n > 0
+
+    def masked(values: Sequence[Tensor]) -> Tensor:
+        # Masked before anything is computed, since nan times zero is nan, in backward too.
+        return torch.where(mask_n, torch.cat(list(values)), 0.0)
+
+    def constant(values: Sequence[Tensor]) -> Tensor:
+        return masked(values).detach()
+
+    log_probs_n = masked(log_probs)
+    old_n = constant(log_probs if batch.old_log_probs is None else batch.old_log_probs)
+    advantages_n = constant([a.expand(n) for a, n in zip(batch.advantages, lengths, strict=True)])
+    log_ratio_n = log_probs_n - old_n
+    per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
+    if options.objective == "gspo":
+        log_ratio_n = _sequence_log_ratio(log_ratio_n, mask_n, lengths)
+    ratio_n = per_token["ratio"] = log_ratio_n.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+
+    loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
+    per_token |= clipped
+    if options.tis_clip is not None and batch.rollout_log_probs is not None:
+        tis_n = (old_n - constant(batch.rollout_log_probs)).clamp(max=_MAX_LOG_RATIO).exp()
+        loss_n = loss_n * tis_n.clamp(max=options.tis_clip)
+        per_token |= {"tis_weight": tis_n, "tis_clip_fraction": tis_n > options.tis_clip}
+    in_loss = {"pg_loss": loss_n}
+    if options.kl_coef and batch.ref_log_probs is not None:
+        kl_n = estimate_kl(log_probs_n - constant(batch.ref_log_probs), options.kl_estimator)
+        loss_n = loss_n + options.kl_coef * kl_n
+        in_loss["kl_loss"] = kl_n
+    if entropies is not None:
+        per_token["entropy"] = masked(entropies)
+        if options.entropy_coef:
+            loss_n = loss_n - options.entropy_coef * per_token["entropy"]
+
+    metrics = metrics_of({"loss": loss_n, **in_loss}, per_token, weights_n, count)
+    greatest = torch.nn.functional.pad(ratio_n.detach() * mask_n, (0, 1)).max()
+    metrics["ratio_max"] = torch.stack([greatest, torch.ones_like(greatest)])
+    return (weights_n * loss_n).sum(), count, metrics
+
+
+def _sequence_log_ratio(log_ratio_n: Tensor, mask_n: Tensor, lengths: list[int]) -> Tensor:
+    """Return, per token, the mean log-ratio of its response as value and the token's own as gradient."""
+    parts = zip(torch.split(log_ratio_n.detach(), lengths), torch.split(mask_n, lengths), strict=True)
+    means = [(part.sum() / mask.sum().clamp(min=1)).expand(len(part)) for part, mask in parts]
+    return torch.cat(means) + (log_ratio_n - log_ratio_n.detach())
+
+
+def _clipped_loss(
+    ratio: Tensor, log_probs: Tensor, advantages: Tensor, options: PolicyOptions
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token, and what was clipped."""
+    clipped_ratio = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.objective == "cispo":
+        return -clipped_ratio.detach() * advantages * log_probs, {"clip_fraction": clipped_ratio != ratio}
+    unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
+    loss = torch.maximum(unclipped, clipped)
+    fractions = {"clip_fraction": clipped > unclipped}
+    if options.dual_clip is not None:
+        bound = -options.dual_clip * advantages
+        fractions["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return loss, fractions
+
+
+def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
+    """Return an estimate of KL(p, q) per token, in nats.
+
+    The estimators are Schulman's (joschu.net/blog/kl-approx.html), with ``d = log p - log q``:
+
+    ==========  ====================  ====================================================================
+    ``"k1"``    ``d``                 unbiased; for monitoring, as its gradient is zero on average
+    ``"k2"``    ``d**2 / 2``          biased; on average its gradient is that of the divergence
+    ``"k3"``    ``exp(-d) - 1 + d``   unbiased and never negative; the penalty of GRPO, arXiv 2402.03300
+    ==========  ====================  ====================================================================
+
+    Below ``d = -20`` k3 goes on as its tangent, with the gradient ``1 - e**20``. So neither value nor
+    gradient overflows, and descent always moves p towards q, however far apart they are.
+
+    Args:
+        log_ratio: ``d`` of tokens drawn from p, of any shape and floating dtype, which the estimates have
+            too. float16 cannot hold ``e**20``.
+        estimator: one of the three; another one raises :class:`InvalidInputError`.
+    """
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    if estimator != "k3":
+        raise InvalidInputError(f"estimator is {estimator!r}; it must be one of {get_args(KlEstimator)}")
+    bounded = log_ratio.clamp(min=-_MAX_LOG_RATIO)
+    # relu() and not clamp(): at the bound itself the gradient must come from one of the two terms only.
+    beyond = torch.relu(-_MAX_LOG_RATIO - log_ratio)
+    return torch.expm1(-bounded) + bounded + math.expm1(_MAX_LOG_RATIO) * beyond
+
+
+def check_lengths(
+    name: str, values: Sequence[Tensor] | None, lengths: Sequence[int], *, scalars: bool = False
+) -> None:
+    """Require ``None`` or a tensor ``[length]`` per response; with ``scalars`` it may also be ``[]``."""
+    if values is None:
+        return
+    shapes = [tuple(value.shape) for value in values]
+    expected = [() if scalars and not shape else (n,) for shape, n in zip(shapes, lengths, strict=False)]
+    if shapes != expected or len(shapes) != len(lengths):
+        raise InvalidInputError(
+            f"{name} have the shapes {shapes}; the loss masks are of responses of the lengths {list(lengths)}"
+        )

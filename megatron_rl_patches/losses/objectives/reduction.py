@@ -1,0 +1,141 @@
+"""Averages of losses and metrics that are right over microbatches and ranks.
+
+Microbatches and replicas hold different numbers of tokens and responses, so a mean of their means is not the
+mean. Losses and metrics are therefore **sums** with their **counts**, and the division happens once, over the
+whole step. Megatron divides like this with ``config.calculate_per_token_loss=True``. Without it Megatron
+averages over microbatches and replicas, and each microbatch must divide its sum by :func:`mean_count`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ...errors import InvalidInputError
+
+Normalization = Literal["token", "sequence", "constant"]
+#: A loss as a sum, the count to divide it by, and metrics, as Megatron's schedules take them.
+LossAndCount = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def token_weights(
+    loss_masks: Sequence[Tensor],
+    normalization: Normalization,
+    constant_length: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return the weight of each token in the sum, and the count to divide the sum by.
+
+    ======================  =============================  ===========================  =====================
+    ``normalization``       weight of a token              count                        source
+    ======================  =============================  ===========================  =====================
+    ``"token"``             1                              tokens                       DAPO, arXiv 2503.14476
+    ``"sequence"``          1 / tokens of its response     responses                    GRPO, arXiv 2402.03300
+    ``"constant"``          1 / ``constant_length``        responses                    Dr. GRPO, 2503.20783
+    ======================  =============================  ===========================  =====================
+
+    Masked tokens have no weight and are not counted, nor are responses that are wholly masked.
+
+    Args:
+        loss_masks: one mask ``[response_length]`` per response, zero for tokens without loss.
+        normalization: what the average is taken over.
+        constant_length: the same throughout training, such as the longest response allowed.
+        dtype: dtype of the weights.
+
+    Returns:
+        The weights ``[n]`` of the tokens of all responses; and the count, int32 as Megatron expects it.
+
+    Raises:
+        InvalidInputError: there are no responses, the normalization is unknown, or its length is missing.
+    """
+    check_normalization(normalization, constant_length)
+    if not loss_masks:
+        raise InvalidInputError("there are no responses; give one that is wholly masked where there is none")
+    weights = [(mask != 0).to(dtype) for mask in loss_masks]
+    tokens_b = torch.stack([(mask != 0).sum() for mask in loss_masks])
+    count = tokens_b.sum() if normalization == "token" else (tokens_b > 0).sum()
+    if normalization == "sequence":
+        weights = [w / n for w, n in zip(weights, tokens_b.clamp(min=1), strict=True)]
+    divisor = float(constant_length or 1) if normalization == "constant" else 1.0
+    return torch.cat(weights) / divisor, count.to(torch.int32)
+
+
+def mean_count(
+    loss_masks: Sequence[Tensor],
+    num_microbatches: int,
+    normalization: Normalization,
+    *,
+    data_parallel_group: torch.distributed.ProcessGroup | None = None,
+) -> float:
+    """Return the mean count of this step's microbatches, which is the ``normalizer`` of the loss functions.
+
+    Args:
+        loss_masks: masks of all responses of this replica in this step, ``[response_length]`` each.
+        num_microbatches: number of microbatches of this replica in this step.
+        normalization: as in :func:`token_weights`.
+        data_parallel_group: process group of the replicas, **without** context parallelism; one all-reduce of
+            two numbers runs over it. ``None`` if there is one replica only.
+
+    Returns:
+        Count of all replicas by their number of microbatches; 1 if every token is masked, so the loss is 0.
+    """
+    _, count = token_weights(loss_masks, normalization, constant_length=1)
+    total = torch.stack([count.double(), torch.full_like(count, num_microbatches).double()])
+    if data_parallel_group is not None:
+        torch.distributed.all_reduce(total, group=data_parallel_group)
+    return float(total[0] / total[1]) or 1.0
+
+
+def check_normalization(normalization: str, constant_length: int | None) -> None:
+    known = get_args(Normalization)
+    if normalization not in known:
+        raise InvalidInputError(f"normalization is {normalization!r}; it must be one of {known}")
+    if normalization == "constant" and (constant_length is None or constant_length <= 0):
+        raise InvalidInputError(
+            f"normalization 'constant' divides by constant_length, which is {constant_length}; give a length "
+            "that stays the same throughout training, such as the longest response allowed"
+        )
+
+
+def metrics_of(
+    in_loss: Mapping[str, Tensor], per_token: Mapping[str, Tensor], weights_n: Tensor, count: Tensor
+) -> dict[str, Tensor]:
+    """Return detached ``[sum, count]`` pairs of values ``[n]``: weighted as the loss, or each token alike."""
+    mask_n = (weights_n > 0).to(weights_n.dtype)
+    groups = ((in_loss, weights_n, count), (per_token, mask_n, mask_n.sum()))
+    return {
+        name: torch.stack([(weights * value.detach()).sum(), total.to(weights.dtype)])
+        for values, weights, total in groups
+        for name, value in values.items()
+    }
+
+
+def average_metrics(
+    reports: Sequence[Mapping[str, Tensor]], group: torch.distributed.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Return the averages of a loss's metrics over microbatches and ranks.
+
+    Args:
+        reports: one dict of ``[sum, count]`` pairs per microbatch, which ``get_forward_backward_func()(...)``
+            returns on the last pipeline stage; empty on the other stages.
+        group: data-parallel process group of that stage, over which two all-reduces run. ``None`` averages
+            over this rank's microbatches only.
+
+    Returns:
+        Sum divided by count, ``nan`` where the count is zero; and the maximum for names that end in ``_max``.
+    """
+    if not reports:
+        return {}
+    names = sorted(reports[0])
+    values = torch.stack([torch.stack([report[name] for report in reports]) for name in names])
+    pairs, maxima = values.sum(1), values[:, :, 0].amax(1)
+    if group is not None:
+        torch.distributed.all_reduce(pairs, group=group)
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+    is_maximum = torch.tensor([name.endswith("_max") for name in names], device=pairs.device)
+    averages = torch.where(is_maximum, maxima, pairs[:, 0] / pairs[:, 1])
+    return dict(zip(names, averages.tolist(), strict=True))

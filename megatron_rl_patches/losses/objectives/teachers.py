@@ -1,0 +1,94 @@
+"""Several teachers as one: a mixture of their distributions, or a teacher of its own for each sample.
+
+All teachers must share the student's vocabulary and score the same ids, those of the *student's* top-k when
+it sampled. Mixture and divergences are then exact for the k ids and for the tail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .topk_distribution import TopKDistribution
+
+T = TypeVar("T")
+
+
+def mix_teachers(
+    teachers: Sequence[TopKDistribution], weights: Sequence[float] | None = None
+) -> TopKDistribution:
+    """Return the mixture ``sum of weight * probability`` of the teachers' distributions, in their dtype.
+
+    Args:
+        teachers: distributions of the same ``n`` positions at the same indices.
+        weights: one weight per teacher, not negative; they are divided by their sum. ``None`` weights all
+            teachers alike.
+
+    Raises:
+        InvalidInputError: there are no teachers, the weights are invalid, or the indices differ.
+    """
+    check_same_indices(teachers)
+    log_weights = [math.log(w) if w else -math.inf for w in normalize_weights(weights, len(teachers))]
+
+    def mix(log_probs: list[Tensor]) -> Tensor:
+        weighted = [x.double() + log_weight for x, log_weight in zip(log_probs, log_weights, strict=True)]
+        return torch.stack(weighted).logsumexp(0).to(log_probs[0].dtype)
+
+    log_probs, tail = mix([t.log_probs for t in teachers]), mix([t.tail_log_prob for t in teachers])
+    return TopKDistribution(teachers[0].indices, log_probs, tail)
+
+
+def route_teachers(
+    names: Sequence[str], values: Mapping[str, Sequence[T | None] | Mapping[int, T]]
+) -> list[T]:
+    """Return, for each sample, the value of the teacher that the sample names.
+
+    Args:
+        names: name of the teacher of each sample.
+        values: the teachers' values by name, distributions or anything else. A teacher has either one value
+            per sample, ``None`` for samples that it did not score, or a mapping from the sample's position.
+            :class:`InvalidInputError` is raised where a named teacher or its value is missing.
+    """
+    if unknown := sorted(set(names) - set(values)):
+        raise InvalidInputError(f"samples name the teachers {unknown}, expected some of {sorted(values)}")
+    by_position = {
+        name: scored if isinstance(scored, Mapping) else {i: x for i, x in enumerate(scored) if x is not None}
+        for name, scored in values.items()
+    }
+    for sample, name in enumerate(names):
+        if sample not in by_position[name]:
+            raise InvalidInputError(
+                f"sample {sample} names the teacher {name!r}, which has nothing for it: score it with that"
+            )
+    return [by_position[name][sample] for sample, name in enumerate(names)]
+
+
+def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """Return ``count`` weights that add up to one, the same for all if ``weights`` is ``None``."""
+    weights = [1.0] * count if weights is None else list(weights)
+    total = sum(weights)
+    if len(weights) != count or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
+        raise InvalidInputError(
+            f"weights are {weights} for {count} teacher(s), expected one each, not negative, not all zero"
+        )
+    return [weight / total for weight in weights]
+
+
+def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
+    """Raise :class:`InvalidInputError` if there are no distributions, or if their indices differ."""
+    if not distributions:
+        raise InvalidInputError("there are no teachers; give at least one")
+    first = distributions[0].indices
+    for number, distribution in enumerate(distributions[1:], 1):
+        indices = distribution.indices
+        if indices is not first and not torch.equal(indices, first):
+            raise InvalidInputError(
+                f"distributions 0 and {number} have different indices ({list(first.shape)} and "
+                f"{list(indices.shape)}): score every teacher at the same ids, those of the student's top-k, "
+                "with TopKDistribution(ids, *vocab_parallel_log_probs_at(logits, ids, with_tail=True))"
+            )

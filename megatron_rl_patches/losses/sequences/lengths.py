@@ -1,0 +1,90 @@
+"""Checks of the lengths of a microbatch's samples, and their lengths with padding.
+
+All ranks of a context-parallel group pass the same lengths, so either all of them raise or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...errors import InvalidInputError
+
+Lengths = tuple[int, ...]
+
+
+def integers(lengths: Iterable[int]) -> Lengths:
+    """Convert lengths, which may be tensors, to a tuple of ``int``."""
+    return tuple(int(length) for length in lengths)
+
+
+def check_lengths(totals: Lengths, responses: Lengths) -> None:
+    """Check that there is a response for every sample, shorter than that."""
+    if not totals or len(totals) != len(responses):
+        raise InvalidInputError(
+            f"{len(totals)} total lengths and {len(responses)} response lengths were given; "
+            "give one of each per sample, for at least one sample"
+        )
+    for sample, (total, response) in enumerate(zip(totals, responses, strict=True)):
+        if not 0 <= response < total:
+            raise InvalidInputError(
+                f"sample {sample} has {total} tokens and a response of {response}; a response is shorter "
+                "than its sample, as its first token is predicted from the one before; keep a prompt token"
+            )
+
+
+def check_context_parallel(cp_rank: int, cp_size: int, allgather_cp: bool, qkv_format: str) -> None:
+    if qkv_format not in ("thd", "bshd"):
+        raise InvalidInputError(f"qkv_format is {qkv_format!r}; give 'thd' (packed) or 'bshd' (padded)")
+    if not 0 <= cp_rank < cp_size:
+        raise InvalidInputError(f"cp_rank is {cp_rank} and cp_size {cp_size}; give 0 <= cp_rank < cp_size")
+    if allgather_cp and qkv_format != "thd":
+        raise InvalidInputError(
+            f"all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not {qkv_format!r}; "
+            "pack the samples, or use zigzag CP (allgather_cp=False)"
+        )
+
+
+def pad(
+    totals: Lengths,
+    max_seq_lens: Sequence[int] | None,
+    padded_lengths: Sequence[int] | None,
+    num_rows: int | None,
+    *,
+    qkv_format: str,
+    cp_size: int,
+    multiple: int,
+) -> tuple[Lengths, tuple[int, int]]:
+    """Return each sample's padded length, and the shape of one rank's logits without the vocabulary."""
+    if qkv_format == "bshd":
+        if max_seq_lens is None or padded_lengths is not None:
+            raise InvalidInputError("qkv_format 'bshd' needs max_seq_lens, and takes no padded_lengths")
+        maximum = integers(max_seq_lens)
+        if len(maximum) != len(totals) or len(set(maximum)) != 1 or maximum[0] < max(totals):
+            raise InvalidInputError(
+                f"max_seq_lens are {list(maximum)} for samples of {list(totals)} tokens; "
+                "give the same length for every sample, no less than the longest"
+            )
+        if num_rows is not None:
+            raise InvalidInputError("num_rows is for qkv_format 'thd'; 'bshd' takes max_seq_lens only")
+        length = _round_up(maximum[0], multiple)
+        return (length,) * len(totals), (len(totals), length // cp_size)
+    if max_seq_lens is not None:
+        raise InvalidInputError("max_seq_lens are for qkv_format 'bshd'; for 'thd' give padded_lengths")
+    default = (_round_up(total, multiple) for total in totals)
+    padded = integers(default if padded_lengths is None else padded_lengths)
+    if len(padded) != len(totals) or any(p < t or p % multiple for p, t in zip(padded, totals, strict=True)):
+        raise InvalidInputError(
+            f"padded_lengths are {list(padded)} for samples of {list(totals)} tokens; "
+            f"give one per sample, no less than its tokens and a multiple of {multiple}"
+        )
+    needed = _round_up(sum(padded), cp_size) // cp_size
+    if num_rows is not None and num_rows < needed:
+        raise InvalidInputError(
+            f"num_rows is {num_rows}, but samples of {list(padded)} tokens, padding included, "
+            f"take {needed} rows on each of {cp_size} CP rank(s)"
+        )
+    return padded, (1, needed if num_rows is None else num_rows)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

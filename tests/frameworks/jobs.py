@@ -1,0 +1,266 @@
+"""What frameworks take besides a model (arguments, a scheduler, batches, a disk), and how each is called.
+
+Every :class:`Job` is a tiny GPT on real megatron-core with overlapped communication, driven through the
+functions of one stand-in. Import it on ranks only, inside ``cpu_backend()``, with the stand-ins on the path.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib
+from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import RerunDataIterator
+from megatron.core.utils import get_model_config
+from megatron.training.global_vars import get_timers, set_global_variables
+
+from tests.real import tiny_gpt
+
+MICROBATCHES = 2  # per step
+
+
+class BrokenBatch(Exception):
+    """What a data loader, a reward or a loss function raises in the middle of a step."""
+
+
+class Batches:
+    """An endless stream of batches that breaks when told to."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._break_at = -1
+        self.seek(0)
+
+    def break_with(self, error: Exception, at: int) -> None:
+        """Raise ``error``, once, in place of batch number ``at``."""
+        self._error, self._break_at = error, at
+
+    def seek(self, number: int) -> None:
+        self._batches = tiny_gpt.SyntheticData()
+        for _ in range(number):
+            next(self._batches)
+        self._number = number
+
+    def reset(self) -> None:
+        """Called by slime and miles at the beginning of a rollout: here the stream just goes on."""
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        if self._error is not None and self._number == self._break_at:
+            error, self._error = self._error, None
+            raise error
+        self._number += 1
+        return next(self._batches)
+
+
+class Disk:
+    """Takes checkpoints; may be full. Notes whether the forward pre-hooks were on while saving."""
+
+    def __init__(self, model: Sequence[Any]) -> None:
+        self.full = False
+        self.checksums: list[str] = []
+        self.hooks_were_on: list[bool] = []
+        self._model = model
+
+    def write(self, iteration: int, parameters: Sequence[torch.Tensor]) -> None:
+        self.hooks_were_on.append(hooks_are_on(self._model))
+        if self.full:
+            raise OSError(errno.ENOSPC, "disk full")
+        digest = hashlib.sha256()
+        for parameter in parameters:
+            digest.update(parameter.contiguous().view(torch.uint8).numpy().tobytes())
+        self.checksums.append(digest.hexdigest())
+
+
+def hooks_are_on(model: Sequence[Any]) -> bool:
+    [on] = {bool(chunk.remove_forward_pre_hook_handles) for chunk in model}
+    return on
+
+
+def scheduler_for(optimizer: Any) -> OptimizerParamScheduler:
+    """A learning rate that changes with every step, so that a step too many or too few shows."""
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = 5e-3, 1e-3
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=5e-3,
+        min_lr=1e-3,
+        lr_warmup_steps=0,
+        lr_decay_steps=1000,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1000,
+        wd_incr_style="constant",
+    )
+
+
+class Job:
+    """A model under training through one framework; subclasses call the framework's functions."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = tiny_gpt.Options(**options)
+        self.model, self.optimizer = tiny_gpt.build(self.options)
+        self.scheduler = scheduler_for(self.optimizer)
+        self.config = get_model_config(self.model[0])
+        self.batches = Batches()
+        self.disk = Disk(self.model)
+        self.steps = 0
+        self.args: Any = SimpleNamespace(
+            overlap_grad_reduce=self.options.overlap_grad_reduce,
+            overlap_param_gather=self.options.overlap_param_gather,
+            use_distributed_optimizer=self.options.use_distributed_optimizer,
+            align_grad_reduce=True,
+            align_param_gather=False,
+            manual_gc=True,
+            seq_length=tiny_gpt.SEQUENCE,
+            micro_batch_size=tiny_gpt.BATCH,
+            num_microbatches=MICROBATCHES,
+            timing_log_level=2,
+            forward_step_func=tiny_gpt.forward_step,
+            eval_interval=0,
+            save_interval=0,
+            disk=self.disk,
+        )
+        self._set_global_variables()
+
+    def train(self, steps: int = 2) -> Any:
+        """One call of the framework's ``train``; ``self.steps`` counts the steps of calls that ended well."""
+        result = self._train(steps)
+        self.steps += steps
+        return result
+
+    def resume(self, steps_done: int) -> None:
+        """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
+        self.steps = steps_done
+        self.batches.seek(steps_done * MICROBATCHES)
+
+    def save(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def hooks_on(self) -> bool:
+        return hooks_are_on(self.model)
+
+    def checksum(self) -> str:
+        return tiny_gpt.checksum(self.model, self.optimizer)
+
+    @staticmethod
+    def functions() -> dict[str, tuple[ModuleType, ...]]:
+        """Names that are patched -> the modules that hold them, the defining one first."""
+        raise NotImplementedError
+
+    def _set_global_variables(self) -> None:
+        set_global_variables(self.args)
+
+    def _train(self, steps: int) -> Any:
+        raise NotImplementedError
+
+
+class _ActorJob(Job):
+    """slime and miles: through the actor, which holds copies of the functions."""
+
+    package: str
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        actor = importlib.import_module(f"{self.package}.actor")
+        self.actor = actor.MegatronTrainActor(self.args, self.model, self.optimizer, self.scheduler)
+
+    def save(self) -> None:
+        self.actor.save_model(self.steps)
+
+    @classmethod
+    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
+        modules = tuple(importlib.import_module(f"{cls.package}.{name}") for name in ("model", "actor"))
+        return {"train": modules, "save": modules}
+
+    def _train(self, steps: int) -> Any:
+        return self.actor.train(0, [self.batches], [MICROBATCHES] * steps)
+
+
+class SlimeJob(_ActorJob):
+    package = "slime.backends.megatron_utils"
+
+
+class MilesJob(_ActorJob):
+    package = "miles.backends.megatron_utils"
+
+
+class MegatronJob(Job):
+    """Megatron-LM: ``train`` counts iterations in ``args``, which its caller keeps up to date."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.training = importlib.import_module("megatron.training.training")
+        self.iterator = RerunDataIterator(self.batches)
+
+    @property
+    def timers_running(self) -> list[str]:
+        return [name for name, timer in get_timers()._timers.items() if timer._started]
+
+    def save(self) -> None:
+        self.training.save_checkpoint_and_time(
+            self.steps, self.model, self.optimizer, self.scheduler, 0.0, checkpointing_context=None
+        )
+
+    @staticmethod
+    def functions() -> dict[str, tuple[ModuleType, ...]]:
+        training = importlib.import_module("megatron.training.training")
+        return {"train": (training,), "save_checkpoint_and_time": (training,)}
+
+    def _train(self, steps: int) -> Any:
+        self.args.iteration, self.args.train_iters = self.steps, self.steps + steps
+        return self.training.train(
+            tiny_gpt.forward_step,
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.iterator,
+            self.iterator,
+            None,
+            self.config,
+            {},
+            None,
+        )
+
+
+class BridgeJob(Job):
+    """Megatron-Bridge: everything hangs on a global state, which its caller keeps up to date."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.iterator = RerunDataIterator(self.batches)
+        self.state = SimpleNamespace(
+            cfg=SimpleNamespace(
+                model=self.config,
+                ddp=self.model[0].ddp_config,
+                dist=SimpleNamespace(align_grad_reduce=True),
+                train=self.args,
+            ),
+            timers=get_timers(),
+            train_state=SimpleNamespace(step=0),
+        )
+
+    def pretrain(self, steps: int) -> None:
+        """Setup and training."""
+        self.args.train_iters = self.state.train_state.step + steps
+        pretrain = importlib.import_module("megatron.bridge.training.pretrain")
+        pretrain.pretrain(self.state, tiny_gpt.forward_step, self, self.iterator)
+
+    def _train(self, steps: int) -> None:
+        self.args.train_iters = self.state.train_state.step + steps
+        train = importlib.import_module("megatron.bridge.training.train")
+        state = self.model, self.optimizer, self.scheduler
+        train.train(tiny_gpt.forward_step, *state, self.iterator, None, self.state, None, None)
+
+
+JOBS: dict[str, type[Job]] = {"slime": SlimeJob, "miles": MilesJob, "megatron.training": MegatronJob}

@@ -1,0 +1,365 @@
+"""Losses of slime, miles and verl as their trainers call them, on stand-ins and on real checkouts alike.
+
+Import this on ranks only, inside ``cpu_backend()``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from argparse import Namespace
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+PACKAGES = {"openclaw": "slime"}
+SCORES = {
+    "slime": "slime.backends.megatron_utils.loss",
+    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
+}
+LOSSES = {"slime": "slime.backends.megatron_utils.loss", "miles": "miles.backends.training_utils.loss"}
+CP_UTILS = {
+    "slime": "slime.backends.megatron_utils.cp_utils",
+    "miles": "miles.backends.training_utils.cp_utils",
+}
+PPO_UTILS = {"slime": "slime.utils.ppo_utils", "miles": "miles.backends.training_utils.loss_hub.math_utils"}
+VERL = "verl.utils.megatron.tensor_parallel"
+VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
+VOCAB = 24
+
+
+class Arguments(Namespace):
+    """An option that is not given is off: each release of a framework has some of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def initialize(tp: int = 1, cp: int = 1) -> None:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+
+
+def _miles_parallel_state() -> None:
+    """With the groups that a loss asks for; every other one has one rank."""
+    home = importlib.import_module("miles.backends.training_utils.parallel")
+
+    def info(group: Any) -> Any:
+        return home.GroupInfo(rank=group.rank(), size=group.size(), group=group)
+
+    cp = info(parallel_state.get_context_parallel_group())
+    groups = {"tp": info(parallel_state.get_tensor_model_parallel_group()), "cp": cp, "intra_dp_cp": cp}
+    one = home.GroupInfo(rank=0, size=1, group=None)
+    required = [
+        name
+        for name, parameter in inspect.signature(home.ParallelState).parameters.items()
+        if parameter.default is inspect.Parameter.empty
+    ]
+    home.set_parallel_state(home.ParallelState(**{name: groups.get(name, one) for name in required}))
+
+
+class LossJob:
+    """A microbatch of packed samples, on this rank's share of the vocabulary and of the sequences."""
+
+    def __init__(
+        self,
+        framework: str,
+        *,
+        totals: tuple[int, ...] = TOTALS,
+        responses: tuple[int, ...] = RESPONSES,
+        vocabulary: int = VOCAB,
+        **options: Any,
+    ) -> None:
+        self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
+        self.framework = PACKAGES.get(framework, framework)
+        if framework == "miles":
+            _miles_parallel_state()
+        self.args = Arguments(
+            framework=framework,
+            qkv_format="thd",
+            allgather_cp=False,
+            rollout_temperature=1.0,
+            rollout_top_p=1.0,
+            log_probs_chunk_size=-1,
+            entropy_coef=0.0,
+            observe_training_entropy=True,
+            loss_type="policy_loss",
+            advantage_estimator="grpo",
+            eps_clip=0.2,
+            eps_clip_high=0.2,
+            custom_loss_function_path="tests.frameworks.loss_jobs.policy_loss",
+            recompute_loss_function=False,
+            calculate_per_token_loss=False,
+            global_batch_size=3,
+            true_on_policy_mode=False,
+            use_dynamic_global_batch_size=False,
+            multi_lora_n_adapters=0,
+        )
+        vars(self.args).update(options)
+        generator = torch.Generator().manual_seed(0)
+        self.whole = 3 * torch.randn(sum(self.totals), self.vocabulary, generator=generator)
+        self.tokens = [
+            torch.randint(self.vocabulary, (length,), generator=generator) for length in self.totals
+        ]
+        self.weights = torch.linspace(0.5, 1.5, sum(self.responses)).split(self.responses)
+        width = self.vocabulary // parallel_state.get_tensor_model_parallel_world_size()
+        first = parallel_state.get_tensor_model_parallel_rank() * width
+        self.columns = slice(first, first + width)
+        self.rows = _rows_of_rank(totals, self.args.allgather_cp)
+
+    def logits(self, whole_vocabulary: bool = False) -> Tensor:
+        """Of the model: a leaf to read the gradient from, and no leaf to the loss."""
+        padded = torch.cat([self.whole, torch.zeros(1, self.vocabulary)])
+        columns = slice(None) if whole_vocabulary else self.columns
+        self.leaf = padded[self.rows][:, columns].clone().requires_grad_()
+        return self.leaf[None] * 1.0
+
+    def local(self, values: Any) -> list[Tensor]:
+        """This context-parallel rank's part of what is given for each response token."""
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return list(values)
+        slice_with_cp = importlib.import_module(CP_UTILS[self.framework]).slice_log_prob_with_cp
+        return [
+            slice_with_cp(value, total, response)
+            for value, total, response in zip(values, self.totals, self.responses, strict=True)
+        ]
+
+    def scores(self, logits: Tensor, **options: Any) -> Any:
+        module = importlib.import_module(SCORES[self.framework])
+        return module.get_log_probs_and_entropy(
+            logits,
+            args=self.args,
+            unconcat_tokens=self.tokens,
+            total_lengths=list(self.totals),
+            response_lengths=list(self.responses),
+            with_entropy=True,
+            **options,
+        )
+
+    def result(self, backward: bool = True, **options: Any) -> dict[str, Any]:
+        """Return the framework's results, and the gradient of a loss with weights that differ."""
+        logits = self.logits()
+        returned = self.scores(logits, **options)
+        # miles, and slime up to v0.2.2, have nothing beside them.
+        scores = returned[1] if isinstance(returned, tuple) else returned
+        log_probs, entropy = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
+        weights = torch.cat(self.local(self.weights))
+        loss = (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()
+        if backward:
+            (loss + 0 * logits.sum()).backward()
+        return {
+            "returned": describe(returned),
+            "requires_grad": [value.requires_grad for value in (log_probs, entropy)],
+            "log_probs": log_probs.detach(),
+            "entropy": entropy.detach(),
+            "gradient": self.leaf.grad,
+        }
+
+    def dense(self, temperature: float = 1.0) -> dict[str, Tensor]:
+        """The same in float64 on the whole vocabulary; gradient of this rank's part."""
+        logits = self.whole.double().requires_grad_()
+        ends = torch.tensor(self.totals).cumsum(0).tolist()
+        rows = torch.cat(
+            [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, self.responses, strict=True)]
+        )
+        tokens = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, self.responses, strict=True)])
+        log_softmax = (logits[rows] / temperature).log_softmax(-1)
+        log_probs = log_softmax.gather(1, tokens[:, None]).squeeze(1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        weights = torch.cat(self.weights)
+        ((weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()).backward()
+        assert logits.grad is not None
+        padded = torch.cat([logits.grad, torch.zeros(1, self.vocabulary)])
+        return {
+            "log_probs": torch.cat(self.local(log_probs.detach().split(self.responses))),
+            "entropy": torch.cat(self.local(entropy.detach().split(self.responses))),
+            "gradient": padded[self.rows][:, self.columns],
+        }
+
+    def loss(self, dense: bool = False) -> dict[str, Any]:
+        """Through the framework's ``loss_function``, with its own policy loss.
+
+        ``dense``: its log-probabilities and entropies are computed in float64 on the whole vocabulary.
+        """
+        module = importlib.import_module(LOSSES[self.framework])
+        denominators = [torch.tensor(float(length)) for length in self.responses]
+        # A ratio next to 1, so that hardly anything is clipped.
+        lengths = [len(weights) for weights in self.local(self.weights)]
+        log_probs = self.dense(self.args.rollout_temperature)["log_probs"].float().split(lengths)
+        batch = {
+            "unconcat_tokens": self.tokens,
+            "total_lengths": list(self.totals),
+            "response_lengths": list(self.responses),
+            "loss_masks": [torch.ones(length, dtype=torch.int) for length in self.responses],
+            "rollout_mask_sums": denominators,
+            "group_mask_sums": denominators,
+            "advantages": [weights - 0.9 for weights in self.local(self.weights)],
+            "log_probs": [
+                values + 0.3 * (weights - 1)
+                for values, weights in zip(log_probs, self.local(self.weights), strict=True)
+            ],
+        }
+        logits = self.logits(whole_vocabulary=dense)
+        with _dense_scores(self.framework) if dense else nullcontext():
+            returned = call(
+                module.loss_function,
+                args=self.args,
+                batch=batch,
+                num_microbatches=1,
+                step_global_batch_size=3,
+                logits=logits,
+                apply_megatron_loss_scaling=True,
+            )
+            returned[0].backward()
+        assert self.leaf.grad is not None
+        return {
+            "returned": describe(returned),
+            "loss": returned[0].detach(),
+            "metrics": dict(zip(returned[2]["keys"], returned[2]["values"][1:].tolist(), strict=True)),
+            "gradient": self.leaf.grad[:, self.columns] if dense else self.leaf.grad,
+        }
+
+
+def _dense_scores(framework: str) -> Any:
+    def calculate(logits: Tensor, tokens: Tensor, *unused: Any, with_entropy: bool, **unused_too: Any) -> Any:
+        log_softmax = logits.double().log_softmax(-1)
+        log_probs = log_softmax.gather(1, tokens[: len(logits), None])
+        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
+
+    return mock.patch.object(
+        importlib.import_module(SCORES[framework]), "calculate_log_probs_and_entropy", calculate
+    )
+
+
+def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What stand-ins compute: a policy gradient, with the entropy's mean beside it."""
+    framework = PACKAGES.get(args.framework, args.framework)
+    returned = importlib.import_module(SCORES[framework]).get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    scores = returned if framework == "miles" else returned[1]
+    ratio = (torch.cat(scores["log_probs"]) - torch.cat(batch["log_probs"])).exp()
+    entropy = torch.cat(scores["entropy"]).sum()
+    loss = -(ratio * torch.cat(batch["advantages"])).sum() - args.entropy_coef * entropy
+    return loss, {"loss": loss.detach(), "entropy": entropy.detach()}
+
+
+def _rows_of_rank(totals: tuple[int, ...], allgather_cp: bool) -> Tensor:
+    """Rows of the packed sequences that this context-parallel rank has; padding is row ``sum(totals)``."""
+    size = parallel_state.get_context_parallel_world_size()
+    rank = parallel_state.get_context_parallel_rank()
+    if size == 1 or allgather_cp:
+        piece = -(-sum(totals) // size)
+        return torch.arange(rank * piece, (rank + 1) * piece).clamp(max=sum(totals))
+    rows, start = [], 0
+    for total in totals:
+        piece = -(-total // (2 * size))
+        for chunk in (rank, 2 * size - 1 - rank):
+            positions = torch.arange(chunk * piece, (chunk + 1) * piece)
+            rows.append(torch.where(positions < total, start + positions, sum(totals)))
+        start += total
+    return torch.cat(rows)
+
+
+class VerlJob:
+    """``_lm_head_logits_processor`` of verl's engine, and the functions under it."""
+
+    def __init__(self, rows: int = 10, vocabulary: int = VOCAB) -> None:
+        width = vocabulary // parallel_state.get_tensor_model_parallel_world_size()
+        first = parallel_state.get_tensor_model_parallel_rank() * width
+        self.columns = slice(first, first + width)
+        generator = torch.Generator().manual_seed(0)
+        self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
+        self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
+        self.temperature = torch.full((1, rows), 0.7)
+        self.weights = torch.linspace(0.5, 1.5, rows)
+
+    def logits(self) -> Tensor:
+        self.leaf = self.whole[..., self.columns].clone().requires_grad_()
+        return self.leaf * 1.0
+
+    def processed(
+        self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
+    ) -> dict[str, Any]:
+        module: ModuleType = importlib.import_module(VERL_ENGINE)
+        engine = object.__new__(module.MegatronEngineWithLMHead)
+        engine.engine_config = SimpleNamespace(
+            entropy_from_logits_with_chunking=chunks, entropy_from_logits_chunk_size=4
+        )
+        logits = self.logits()
+        returned = engine._lm_head_logits_processor(
+            logits,
+            self.labels,
+            self.temperature.clone(),
+            calculate_sum_pi_squared=squares,
+            calculate_entropy=entropy,
+            distillation_use_topk=distillation,
+            distillation_only=False,
+            logits_processor_func=lambda student_logits, data, data_format: {
+                "distillation": student_logits.exp().sum(-1)
+            },
+            batch=None,
+            data_format="thd",
+        )
+        loss = (self.weights * returned["log_probs"]).sum()
+        if entropy:
+            loss = loss - 0.1 * (self.weights * returned["entropy"]).sum()
+        if distillation:
+            loss = loss + returned["distillation"].mean()
+        loss.backward()
+        return {
+            "returned": describe(dict(sorted(returned.items()))),
+            **{name: value.detach() for name, value in returned.items()},
+            "gradient": self.leaf.grad,
+        }
+
+    def dense(self, entropy: bool) -> dict[str, Tensor]:
+        logits = self.whole.double().requires_grad_()
+        log_softmax = (logits / 0.7).log_softmax(-1)
+        log_probs = log_softmax.gather(2, self.labels[..., None]).squeeze(2)
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        (
+            (self.weights * log_probs).sum() - (0.1 if entropy else 0) * (self.weights * entropies).sum()
+        ).backward()
+        assert logits.grad is not None
+        seen = {"log_probs": log_probs.detach(), "gradient": logits.grad[..., self.columns]}
+        return seen | ({"entropy": entropies.detach()} if entropy else {})
+
+
+def call(function: Any, **arguments: Any) -> Any:
+    """With those arguments that this release of the function takes."""
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def describe(value: Any) -> Any:
+    """Types, shapes and dtypes, all the way down."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, dict):
+        return {key: describe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [describe(item) for item in value]
+    return value if isinstance(value, str) else type(value).__name__
+
+
+def distance(got: Tensor, want: Tensor, at_least: float = 1e-30) -> float:
+    """Largest difference, relative to the largest value, or to ``at_least``."""
+    if want.numel() == 0:
+        assert got.numel() == 0
+        return 0.0
+    largest = want.double().abs().max().clamp(min=at_least)
+    return ((got.double() - want.double()).abs().max() / largest).item()

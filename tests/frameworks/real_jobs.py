@@ -1,0 +1,239 @@
+"""The jobs of :mod:`tests.frameworks.jobs` on real frameworks: only the write of a checkpoint is replaced.
+
+Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on the path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.training import arguments, global_vars
+
+from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
+from tests.frameworks.loss_jobs import SCORES
+from tests.real import tiny_gpt
+
+PROMPT = tiny_gpt.SEQUENCE // 2
+
+
+class Arguments(Namespace):
+    """An option that is not given is off: each release of a framework has some of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -> None:
+    job.disk.write(
+        iteration, [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
+    )
+
+
+def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """With those arguments that this release of the function takes."""
+    names = inspect.signature(function).parameters
+    return function(**{name: value for name, value in arguments.items() if name in names})
+
+
+def _takes_packed_tokens(gpt: Any) -> None:
+    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence."""
+    forward = gpt.forward
+
+    def forward_packed(input_ids: torch.Tensor, **packing: Any) -> torch.Tensor:
+        positions_bs = torch.arange(input_ids.size(1)).expand_as(input_ids)
+        mask_ss = torch.ones(1, 1, *positions_bs.shape[-1:] * 2, dtype=torch.bool).triu(1)
+        return forward(input_ids, positions_bs, mask_ss)
+
+    gpt.forward = forward_packed
+
+
+class _RolloutJob(Job):
+    """slime and miles: supervised loss on the second half of each sequence."""
+
+    package: str
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for chunk in self.model:
+            _takes_packed_tokens(chunk.module)
+        self.module = importlib.import_module(f"{self.package}.model")
+        self.module.save_checkpoint = partial(_write, self)
+
+    def save(self) -> None:
+        self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
+
+    @classmethod
+    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
+        module = importlib.import_module(f"{cls.package}.model")
+        return {"train": (module,), "save": (module,)}
+
+    def _set_global_variables(self) -> None:
+        self.args = Arguments(
+            **vars(self.args),
+            rollout_temperature=1.0,
+            rollout_top_p=1.0,
+            data_pad_size_multiplier=tiny_gpt.SEQUENCE,
+            loss_type="sft_loss",
+            log_probs_chunk_size=-1,
+            manual_gc_interval=0,
+            qkv_format="thd",
+            calculate_per_token_loss=False,
+            check_for_nan_in_loss_and_grad=True,
+            global_batch_size=MICROBATCHES * mpu.get_data_parallel_world_size(),
+            # of a model whose floating-point operations are counted
+            num_layers=tiny_gpt.LAYERS,
+            hidden_size=tiny_gpt.HIDDEN,
+            num_attention_heads=tiny_gpt.HEADS,
+        )
+        self.args.overlap_param_gather = self.options.overlap_param_gather
+        global_vars.set_args(self.args)
+
+    def log_probs(self) -> list[torch.Tensor]:
+        """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
+        returned = _call(
+            self.module.forward_only,
+            f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
+            args=self.args,
+            model=self.model,
+            data_iterator=[self._rollout(steps=1)],
+            num_microbatches=[MICROBATCHES],
+            rollout_id=0,
+            store_prefix="old_",
+        )
+        values: list[torch.Tensor] = returned["old_log_probs"]
+        return values
+
+    def _train(self, steps: int) -> Any:
+        samples_per_step = [self.args.global_batch_size] * steps
+        return _call(
+            self.module.train,
+            rollout_id=0,
+            model=self.model,
+            optimizer=self.optimizer,
+            opt_param_scheduler=self.scheduler,
+            data_iterator=[self._rollout(steps)],
+            num_microbatches=[MICROBATCHES] * steps,
+            global_batch_sizes=samples_per_step,
+            num_rollouts=samples_per_step,
+            witness_info=None,
+            attempt=0,
+        )
+
+    def _rollout(self, steps: int) -> Any:
+        microbatches = steps * MICROBATCHES
+        self.batches.seek(self.steps * MICROBATCHES)
+        tokens = [next(self.batches)["tokens"][0] for _ in range(microbatches)]
+        response = tiny_gpt.SEQUENCE - PROMPT
+        rollout = {
+            "tokens": tokens,
+            "total_lengths": [tiny_gpt.SEQUENCE] * microbatches,
+            "response_lengths": [response] * microbatches,
+            "loss_masks": [torch.ones(response, dtype=torch.int)] * microbatches,
+            "rollout_mask_sums": [torch.tensor(float(response))] * microbatches,
+        }
+        return self._data_iterator(rollout, [[number] for number in range(microbatches)])
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        raise NotImplementedError
+
+
+class RealSlimeJob(_RolloutJob):
+    package = "slime.backends.megatron_utils"
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        return self.module.DataIterator(rollout, micro_batch_indices=indices)
+
+
+def set_parallel_state_of_miles() -> None:
+    parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
+    current = importlib.import_module("miles.backends.training_utils.parallel")
+    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
+    # The tiny model is built without: on a CPU the usual groups are gloo groups.
+    mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
+    mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
+    alone = groups.GroupInfo(rank=0, size=1, group=None)
+    current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
+
+
+class RealMilesJob(_RolloutJob):
+    package = "miles.backends.megatron_utils"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        dumper = importlib.import_module("sglang.srt.debug_utils.dumper")
+        if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
+            dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
+        set_parallel_state_of_miles()
+
+    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+        return self.module.DataIterator(rollout, micro_batch_indices=indices)
+
+
+class RealMegatronJob(MegatronJob):
+    """Megatron-LM's own training loop, with the defaults of its command line."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.training.save_checkpoint = partial(_write, self)
+
+    def _set_global_variables(self) -> None:
+        replicas = mpu.get_data_parallel_world_size()
+        given = SimpleNamespace(
+            **vars(self.args),
+            num_layers=tiny_gpt.LAYERS,
+            hidden_size=tiny_gpt.HIDDEN,
+            ffn_hidden_size=4 * tiny_gpt.HIDDEN,
+            num_attention_heads=tiny_gpt.HEADS,
+            num_query_groups=tiny_gpt.HEADS,
+            kv_channels=tiny_gpt.HIDDEN // tiny_gpt.HEADS,
+            padded_vocab_size=tiny_gpt.VOCABULARY,
+            max_position_embeddings=tiny_gpt.SEQUENCE,
+            global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
+            data_parallel_size=replicas,
+            gtp_weight_remat_size=1,
+            expert_tensor_parallel_size=1,
+            consumed_train_samples=0,
+            consumed_valid_samples=0,
+            skipped_train_samples=0,
+            num_floating_point_operations_so_far=0,
+            iteration=0,
+            log_interval=1000,
+            eval_iters=1,
+            do_valid=False,
+            use_megatron_fsdp=False,
+            params_dtype=torch.float32,
+        )
+        with mock.patch.object(sys, "argv", ["train"]):
+            self.args = Arguments(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
+        global_vars.unset_global_variables()
+        destroy_num_microbatches_calculator()
+        init_num_microbatches_calculator(
+            torch.distributed.get_rank(), None, self.args.global_batch_size, tiny_gpt.BATCH, replicas
+        )
+        global_vars.set_args(self.args)
+        global_vars._set_timers(self.args)
+        if hasattr(global_vars, "_set_energy_monitor"):
+            global_vars._set_energy_monitor(self.args)
+
+
+JOBS: dict[str, type[Job]] = {
+    "slime": RealSlimeJob,
+    "miles": RealMilesJob,
+    "megatron.training": RealMegatronJob,
+}

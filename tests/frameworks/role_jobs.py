@@ -1,0 +1,146 @@
+"""What frameworks need to build models by role: arguments, a provider, a checkpoint; and what they cost.
+
+Import it on ranks only, inside ``cpu_backend()``, with the stand-ins on the path.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.training import global_vars
+
+from tests.frameworks.jobs import MICROBATCHES, Batches
+from tests.real import tiny_gpt
+
+ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1000
+#: Role and package; OpenClaw-RL's slime is another than slime's.
+PACKAGES = {"slime": "slime", "openclaw": "slime", "miles": "miles"}
+
+
+def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
+    """Draws its weights from the global generators, as real providers do; each model has a config."""
+    options = tiny_gpt.Options(bf16=global_vars.get_args().bf16)
+    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+
+
+def arguments(**values: Any) -> SimpleNamespace:
+    """A fresh process' global arguments, installed."""
+    args = SimpleNamespace(
+        load=None,
+        ckpt_step=None,
+        pretrained_checkpoint=None,
+        finetune=False,
+        no_load_optim=False,
+        no_load_rng=False,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        use_checkpoint_opt_param_scheduler=True,
+        debug_disable_optimizer=False,
+        use_stateless_adam=False,
+        model_provider=provider,
+        hidden_size=tiny_gpt.HIDDEN,
+        num_rollout=ROLLOUTS,
+        global_batch_size=SAMPLES_PER_ITERATION,
+        micro_batch_size=tiny_gpt.BATCH,
+        seq_length=tiny_gpt.SEQUENCE,
+        forward_step_func=tiny_gpt.forward_step,
+        lr=5e-3,
+        min_lr=0.0,
+        bf16=False,
+        fp16=False,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        align_grad_reduce=True,
+        align_param_gather=False,
+        use_distributed_optimizer=True,
+        ddp_bucket_size=tiny_gpt.BUCKET,
+        manual_gc=False,
+        timing_log_level=0,
+    )
+    vars(args).update(values)
+    global_vars.set_global_variables(args)
+    return args
+
+
+def process(seed: int = 1234) -> None:
+    """What a framework has initialized before it builds a model."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    destroy_num_microbatches_calculator()
+    # A global batch that grows with the samples consumed: 2, 4, ... 8.
+    init_num_microbatches_calculator(0, [2, 2, 64], 8, tiny_gpt.BATCH, 1)
+
+
+def framework_model(framework: str) -> ModuleType:
+    return importlib.import_module(f"{PACKAGES[framework]}.backends.megatron_utils.model")
+
+
+def train(framework: str, state: Sequence[Any], steps: int, batches: Batches) -> None:
+    """One call of the framework's ``train`` with ``(model, optimizer, scheduler)``."""
+    further: dict[str, tuple[Any, ...]] = {
+        "slime": ([SAMPLES_PER_ITERATION] * steps,),
+        "openclaw": (),
+        "miles": ([SAMPLES_PER_ITERATION] * steps, None, 0),
+    }
+    framework_model(framework).train(0, *state, [batches], [MICROBATCHES] * steps, *further[framework])
+
+
+def save(folder: Path, model: Sequence[Any], optimizer: Any, scheduler: Any, iteration: int) -> Path:
+    """A checkpoint of a run that has come to the iteration, as the stand-in of Megatron-LM loads it."""
+    home = folder / f"iter_{iteration:07d}" / "mp_rank_00"
+    home.mkdir(parents=True)
+    consumed = iteration * SAMPLES_PER_ITERATION
+    state_dict = {
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "args": SimpleNamespace(
+            hidden_size=tiny_gpt.HIDDEN,
+            consumed_train_samples=consumed,
+            consumed_valid_samples=1,
+            skipped_train_samples=2,
+        ),
+        "model": model[0].module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
+        "rng_state": torch.Generator().manual_seed(99).get_state(),
+    }
+    torch.save(state_dict, home / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return folder
+
+
+def live_bytes(*owners: Any) -> int:
+    """Bytes of the distinct storages of all tensors that the owners reach."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    pending = list(owners)
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+            pending += [item.grad, getattr(item, "main_grad", None)]
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list | tuple | set):
+            pending += item
+        elif isinstance(item, torch.nn.Module) or type(item).__module__.startswith(
+            ("megatron.core", "torch.optim")
+        ):
+            pending += vars(item).values()
+    return sum(storages.values())

@@ -1,0 +1,138 @@
+"""What the stand-ins for slime, OpenClaw-RL and miles have in common, and call from their own functions.
+
+The names that patches replace, and the copies of Megatron's names, are in the stand-ins' own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from megatron.training.global_vars import get_args
+
+
+def load_checkpoint(
+    load_megatron: Callable[..., Any], ddp_model: Any, optimizer: Any, scheduler: Any, **options: Any
+) -> Any:
+    """Call Megatron's loader, or load weights in the format of Hugging Face."""
+    args = get_args()
+    if (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
+        return load_megatron(
+            ddp_model=ddp_model, optimizer=optimizer, opt_param_scheduler=scheduler, **options
+        )
+    [model] = ddp_model
+    while hasattr(model, "module"):
+        model = model.module
+    model.load_state_dict(torch.load(Path(args.load) / "weights.pt"))
+    if (args.fp16 or args.bf16) and optimizer is not None:
+        optimizer.reload_model_params()
+    return 0, 0
+
+
+def optimizer_config(args: SimpleNamespace) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+
+
+def make_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
+    args.train_iters = args.num_rollout
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+    )
+
+
+def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+@torch.no_grad()
+def forward_only(
+    args: SimpleNamespace, model: Sequence[DDP], data_iterator: Sequence[Any], num_microbatches: Sequence[int]
+) -> list[dict[str, torch.Tensor]]:
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.eval()
+    get_model_config(model[0]).timers = None
+    results: list[dict[str, torch.Tensor]] = []
+    for microbatches in num_microbatches:
+        results += run_microbatches(args, data_iterator, model, microbatches, forward_only=True)
+    for model_module in model:
+        model_module.train()
+    return results
+
+
+def train_one_step(
+    args: SimpleNamespace,
+    data_iterator: Sequence[Any],
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_microbatches: int,
+    step_global_batch_size: int,
+) -> None:
+    zero_gradients(model, optimizer)
+    run_microbatches(args, data_iterator, model, num_microbatches, forward_only=False)
+    update_successful, _, _ = optimizer.step()
+    assert update_successful
+    opt_param_scheduler.step(increment=step_global_batch_size)
+    zero_gradients(model, optimizer)
+
+
+def zero_gradients(model: Sequence[DDP], optimizer: Any) -> None:
+    for model_chunk in model:
+        model_chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def run_microbatches(
+    args: SimpleNamespace,
+    data_iterator: Iterator[Any] | Sequence[Any],
+    model: Sequence[DDP],
+    num_microbatches: int,
+    forward_only: bool,
+) -> Any:
+    return get_forward_backward_func()(
+        forward_step_func=args.forward_step_func,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )

@@ -1,0 +1,68 @@
+"""Verdicts on known sources are as recorded in ``verdicts.json``: a changed judgement is seen.
+
+Releases on the registry are downloaded and judged anew, always. Commits are judged anew when a repository
+that has them is given: see ``checkouts.repositories``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks import page, verdicts
+from tests.frameworks.checkouts import repositories
+from tests.frameworks.packages import Packages
+from tests.frameworks.verdicts import Known
+
+KNOWN = verdicts.load()
+RELEASES = [known for known in KNOWN if known.commit is None]
+COMMITS = [known for known in KNOWN if known.commit]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", RELEASES, ids=lambda known: known.source)
+def test_releases(known: Known, packages: Packages) -> None:
+    assert verdicts.judge_release(known.source, packages) == known
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("known", COMMITS, ids=lambda known: known.source)
+def test_commits(known: Known) -> None:
+    assert known.commit is not None
+    repository = next((r for r in repositories() if verdicts.has_commit(r, known.commit)), None)
+    if repository is None:
+        pytest.skip("no repository is given that has the commit")
+    assert verdicts.judge_commit(known.source, repository, known.commit) == known
+
+
+def test_the_table_names_each_source_once() -> None:
+    assert len({known.source for known in KNOWN}) == len({known.identity for known in KNOWN}) == len(KNOWN)
+
+
+def test_the_table_has_the_releases_that_people_run() -> None:
+    cores = [known for known in RELEASES if known.source.startswith("megatron-core ")]
+    assert len(cores) >= 8
+    assert all(
+        "fits" in sites.values() for core in cores for sites in core.verdicts["megatron.core"].values()
+    )
+    frameworks = {framework for known in KNOWN for framework in known.verdicts}
+    assert frameworks >= {
+        "slime",
+        "miles",
+        "verl",
+        "nemo_rl",
+        "areal",
+        "megatron.bridge",
+        "megatron.training",
+    }
+
+
+def test_runs_are_of_known_sources() -> None:
+    identities = {known.identity for known in KNOWN}
+    for run in page.runs_on_record():
+        assert {run["source"], run["megatron"]} <= identities
+        assert run["suites"]
+        assert all(run["suites"].values())
+
+
+def test_the_page_is_made_of_the_records() -> None:
+    assert page.PAGE.read_text() == page.page_of_records(), "run python -m tests.frameworks.verdicts"

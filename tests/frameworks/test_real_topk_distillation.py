@@ -1,0 +1,108 @@
+"""``topk-distillation`` on unmodified checkouts of slime, on a CPU: ``SLIME_DIR`` and ``MEGATRON_LM_DIR``.
+
+The framework's own ``forward_only``, ``get_batch``, ``DataIterator``, ``train`` and ``loss_function``; the
+actor, which needs Ray, is replaced by one that swaps weights as it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches import Settings, apply, status
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.frameworks.checkouts import Checkouts
+from tests.frameworks.test_real_reentry import prepare
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+
+NAME = "topk-distillation"
+
+
+class Actor:
+    """``load_other_checkpoint``, ``_switch_model`` and ``weights_backuper`` of slime's."""
+
+    def __init__(self, args: Any, model: list[Any], teachers: dict[str, dict[str, Any]]) -> None:
+        self.args, self.model, self.teachers = args, model, teachers
+        self.weights_backuper = SimpleNamespace(backup_tags={})
+        self.backup("actor")
+
+    def backup(self, tag: str) -> None:
+        state = self.model[0].module.state_dict()
+        self.weights_backuper.backup_tags[tag] = {
+            name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)
+        }
+
+    def load_other_checkpoint(self, tag: str, path: str) -> None:
+        self._load(self.teachers[path])
+        self.backup(tag)
+
+    def _switch_model(self, tag: str) -> None:
+        self._load(self.weights_backuper.backup_tags[tag])
+
+    def _load(self, images: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, value in self.model[0].module.state_dict().items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(images[name])
+
+
+def _distilled(paths: list[str]) -> dict[str, Any]:
+    prepare(paths)
+    with cpu_backend():
+        from megatron_rl_patches.frameworks.distillation_teachers import TopKScorer, scorer
+        from tests.frameworks.real_jobs import RealSlimeJob
+
+        apply(NAME, "reentrant-train", settings=Settings())
+        job = RealSlimeJob()
+        generator = torch.Generator().manual_seed(3)
+        teachers = {
+            path: {
+                name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
+                for name, value in job.model[0].module.state_dict().items()
+                if isinstance(value, torch.Tensor)
+            }
+            for path in ("/math", "/code")
+        }
+        options: dict[str, Any] = {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": "megatron_rl_patches.frameworks.distillation_loss.topk_opd_loss",
+            "opd_top_k": 8,
+            "opd_divergence": "reverse_kl",
+            "opd_beta": 0.5,
+            "opd_teachers": {"math": "/math", "code": "/code"},
+            "opd_teacher_weights": (),
+            "entropy_coef": 0.0,
+        }
+        vars(job.args).update(options)
+        losses: list[float] = []
+        loss_module = sys.modules["megatron_rl_patches.frameworks.distillation_loss"]
+        original = loss_module.topk_opd_loss
+
+        def noting(*args: Any) -> Any:
+            loss, metrics = original(*args)
+            losses.append(float(metrics["loss"]))
+            return loss, metrics
+
+        loss_module.topk_opd_loss = noting
+        actor = Actor(job.args, job.model, teachers)
+        for _ in range(12):
+            with scorer.enter(TopKScorer(actor)):
+                job.train()
+            actor.backup("actor")
+        states = {s.target.rpartition(".")[2]: s.state for s in status() if s.patch == NAME}
+        return {"losses": losses, "states": states}
+
+
+@pytest.mark.runs("top-k distillation", ranks=1)
+def test_the_student_approaches_its_teachers(checkouts: Checkouts) -> None:
+    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), timeout=300)
+    assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
+    assert "missing" not in seen["states"].values()
+    losses = seen["losses"]
+    assert all(loss >= 0 for loss in losses)
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

@@ -1,0 +1,126 @@
+"""Verdicts on known sources, as data: ``verdicts.json``, and the page ``docs/compatibility.md`` made of it.
+
+    python -m tests.frameworks.verdicts                                      # write the page
+    python -m tests.frameworks.verdicts "verl 0.9.1" "slime v0.4.0=~/slime@v0.4.0"   # judge and record, too
+
+A source is a package with its version, or NAME=REPOSITORY@REVISION.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_rl_patches import Settings
+from megatron_rl_patches.cli.compatibility import Judged
+from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.judge import SiteStatus, judge_all
+from megatron_rl_patches.engine.sources import open_source
+from tests.frameworks.packages import Packages, built_on
+
+TABLE = Path(__file__).with_name("verdicts.json")
+
+Verdicts = dict[str, dict[str, dict[str, str]]]
+"""Framework -> patch -> site -> ``fits``, or another state with its reason: ``not needed: it says …``."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A source, and how it was judged.
+
+    Attributes:
+        source: its name; of a package ``NAME VERSION``.
+        commit: ``None`` of a package.
+        date: of the commit, or of the youngest file in the wheel.
+    """
+
+    source: str
+    commit: str | None
+    date: str
+    verdicts: Verdicts
+
+    @property
+    def identity(self) -> str:
+        """As runs know it."""
+        return self.commit or self.source
+
+    def judged(self) -> Judged:
+        findings = [
+            SiteStatus(patch, framework, site, *_state_and_reason(verdict))  # type: ignore[arg-type]
+            for framework, patches in self.verdicts.items()
+            for patch, sites in patches.items()
+            for site, verdict in sites.items()
+        ]
+        return Judged(self.source, findings)
+
+
+def load(file: Path = TABLE) -> list[Known]:
+    return [Known(**entry) for entry in json.loads(file.read_text())]
+
+
+def save(table: Sequence[Known], file: Path = TABLE) -> None:
+    text = json.dumps([asdict(one) for one in table], indent=1, ensure_ascii=False)
+    file.write_text(text + "\n")
+
+
+def judge(source: str) -> Verdicts:
+    """Anything that ``check`` takes."""
+    verdicts: Verdicts = {}
+    for f in judge_all(open_source(source), registry.patches().values(), Settings()):
+        if f.state != "absent":
+            told = f.state if f.state == "fits" else f"{f.state}: {f.reason}"
+            verdicts.setdefault(f.framework, {}).setdefault(f.patch, {})[f.target] = told
+    return verdicts
+
+
+def _state_and_reason(verdict: str) -> tuple[str, str]:
+    state, _, reason = verdict.partition(": ")
+    return state, reason
+
+
+def judge_release(release: str, packages: Packages) -> Known:
+    wheel = packages.wheel(release)
+    return Known(release, None, built_on(wheel), judge(str(wheel)))
+
+
+def judge_commit(source: str, repository: str, revision: str) -> Known:
+    commit = _git(repository, "rev-parse", "--verify", f"{revision}^{{commit}}")
+    date = _git(repository, "log", "-1", "--format=%cs", commit)
+    return Known(source, commit, date, judge(f"{repository}@{commit}"))
+
+
+def has_commit(repository: str, commit: str) -> bool:
+    command = ["git", "-C", repository, "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _git(repository: str, *arguments: str) -> str:
+    command = ["git", "-C", repository, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(sources: Sequence[str]) -> None:
+    from tests.frameworks.page import PAGE, page_of_records
+
+    table = {one.source: one for one in load()} if TABLE.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        packages = Packages(Path(folder))
+        for source in sources:
+            name, _, place = source.partition("=")
+            if place:
+                repository, _, revision = place.rpartition("@")
+                table[name] = judge_commit(name, str(Path(repository).expanduser()), revision)
+            else:
+                table[name] = judge_release(name, packages)
+    if sources:
+        save(list(table.values()))
+    PAGE.write_text(page_of_records())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,298 @@
+"""Calls of several threads: each undoes what it did, and is judged on what it asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
+from megatron_rl_patches.engine import installer
+
+from .conftest import Engine, Framework, Options, patch_of
+
+PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
+
+
+def states() -> dict[str, str]:
+    return {site.patch: site.state for site in status()}
+
+
+class Pause:
+    """Where another thread waits until the main one is done, or has to wait for the lock that it holds."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.lock = threading.RLock()
+
+    def __call__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            self.go_on.wait(30)
+
+    def __enter__(self) -> None:
+        """Stand in for the lock of the installer."""
+        if not self.lock.acquire(blocking=False):
+            self.go_on.set()
+            self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+class PausingFinder:
+    """A finder, as a class, that pauses the thread that looks for a module of this name."""
+
+    def __init__(self, module: str, pause: Pause) -> None:
+        self.finder = type("Finder", (), {"find_spec": staticmethod(self.find_spec)})
+        self.module, self.pause = module, pause
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self.module:
+            self.pause()
+
+
+@pytest.fixture
+def pause_at() -> Iterator[Callable[[str], Pause]]:
+    """``pause_at(module)``: another thread pauses when it looks for the source of the module."""
+    finders: list[Any] = []
+
+    def install(module: str) -> Pause:
+        pause = Pause()
+        finders.append(PausingFinder(module, pause).finder)
+        sys.meta_path.insert(0, finders[-1])  # in place: wrapt puts its finder into this very list
+        return pause
+
+    yield install
+    for finder in finders:
+        sys.meta_path.remove(finder)
+
+
+def conflict(framework: Framework) -> ModuleType:
+    """A module whose function somebody has replaced, which its source does not show."""
+    module: Any = importlib.import_module(f"{framework()}.model")
+    module.train = lambda model: "replaced"
+    return module
+
+
+@pytest.fixture
+def broken(framework: Framework, engine: Engine, pause_at: Callable[[str], Pause]) -> Pause:
+    """A patch that fits by its source, and not when it is put in place; that is found out after the pause."""
+    name, late = conflict(framework).__name__.partition(".")[0], framework()
+    engine["broken"] = patch_of(name, "train", name="broken")
+    engine["broken"].wrap(f"{late}.model", "train")(lambda wrapped, instance, args, kwargs: None)
+    pause = installer.installer._lock = pause_at(f"{late}.model")  # type: ignore[assignment]
+    return pause
+
+
+def test_a_call_that_fails_erases_nothing_of_another_thread(
+    framework: Framework, engine: Engine, broken: Pause
+) -> None:
+    name = framework()
+    engine["good"] = patch_of(name, "train", name="good")
+    module = importlib.import_module(f"{name}.model")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(installer.installer.add, [engine["broken"]], Settings(), True)
+        assert broken.reached.wait(10)
+        apply("good")
+        broken.go_on.set()
+        with pytest.raises(PatchError, match="conflict"):
+            failing.result(10)
+    assert module.train("m") == PATCHED
+    assert states() == {"good": "applied"}
+
+
+def test_a_call_is_not_blamed_for_what_another_thread_asked_for(
+    framework: Framework, engine: Engine, broken: Pause
+) -> None:
+    """The other thread has selected its patch, and not yet found that it does not fit."""
+    name = framework()
+    engine["good"] = patch_of(name, "train", name="good")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(apply, "broken")
+        assert broken.reached.wait(10)
+        assert "good" in {site.patch for site in apply("good")}  # raises nothing
+        broken.go_on.set()
+        with pytest.raises(PatchError, match=r"broken: .*conflict"):
+            failing.result(10)
+    assert importlib.import_module(f"{name}.model").train("m") == PATCHED
+
+
+@pytest.mark.parametrize("first_out", ["this", "other"])
+def test_a_failing_call_does_not_take_away_what_two_calls_asked_for(
+    framework: Framework, engine: Engine, broken: Pause, first_out: str
+) -> None:
+    name = framework()
+    engine["good"] = patch_of(name, "train", name="good")
+    module = importlib.import_module(f"{name}.model")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(apply, "good", "broken")
+        assert broken.reached.wait(10)
+        if first_out == "other":
+            broken.go_on.set()
+            assert failing.exception(10)
+        apply("good")
+        broken.go_on.set()
+        assert isinstance(failing.exception(10), PatchError)
+    assert module.train("m") == PATCHED
+
+
+def test_a_broken_site_of_another_call_does_not_hold_back_the_group(
+    framework: Framework, engine: Engine, broken: Pause
+) -> None:
+    """Both calls are about the same patch in the same framework; only one of them asks for the bad site."""
+    name = framework()
+    good = patch_of(name, "train", name="same")
+    bad = patch_of(name, "train", "no_such", name="same")
+    bad.sites += engine["broken"].sites
+    module = importlib.import_module(f"{name}.model")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(installer.installer.add, [bad], Settings(), True)
+        assert broken.reached.wait(10)
+        installer.installer.keep(installer.installer.add([good], Settings(), True))
+        broken.go_on.set()
+        assert isinstance(failing.exception(10), PatchError)
+    assert module.train("m") == PATCHED
+
+
+@pytest.mark.parametrize("by_failing", [True, False])
+def test_a_site_that_is_gone_again_holds_nobody_back(
+    framework: Framework, engine: Engine, by_failing: bool
+) -> None:
+    name = framework()
+    good, bad = patch_of(name, "train", name="same"), patch_of(name, "train", "no_such", name="same")
+    module = importlib.import_module(f"{name}.model")
+    installer.installer.keep(installer.installer.add([good], Settings(), True))
+    if by_failing:
+        with pytest.raises(PatchError, match="no_such: missing"):
+            installer.installer.add([bad], Settings(), True)
+    else:
+        claim = installer.installer.add([bad], Settings(), False)
+        assert module.train("m") == PLAIN
+        installer.installer.release(claim)
+    assert module.train("m") == PATCHED
+
+
+def test_a_revert_meanwhile_is_not_undone(framework: Framework, engine: Engine, broken: Pause) -> None:
+    name = framework()
+    engine["good"] = patch_of(name, "train", name="good")
+    module = importlib.import_module(f"{name}.model")
+    original = module.train
+    apply("good")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(apply, "broken")
+        assert broken.reached.wait(10)
+        revert("good")
+        broken.go_on.set()
+        assert isinstance(failing.exception(10), PatchError)
+    assert module.train is original
+    assert states() == {"good": "reverted"}
+
+
+class TestApplied:
+    """Blocks of two threads that overlap."""
+
+    @pytest.fixture
+    def train(self, framework: Framework, engine: Engine) -> Callable[[], Any]:
+        def roles(wrapped: Any, instance: Any, args: Any, kwargs: Any, *, options: Options) -> Any:
+            return options.inference_roles
+
+        name = framework()
+        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles, pass_options=True)
+        module = importlib.import_module(f"{name}.model")
+        return lambda: module.train("m")
+
+    def test_the_last_one_out_takes_the_patch_away(self, train: Callable[[], Any]) -> None:
+        first, second = (applied("roles", settings=Settings(inference_roles=(role,))) for role in "ab")
+        first.__enter__()
+        assert train() == ("a",)
+        second.__enter__()
+        assert train() == ("b",)
+        first.__exit__(None, None, None)
+        assert train() == ("b",)
+        second.__exit__(None, None, None)
+        assert train() == PLAIN
+
+    def test_an_inner_block_gives_the_options_back(self, train: Callable[[], Any]) -> None:
+        with applied("roles", settings=Settings(inference_roles=("a",))):
+            with applied("roles", settings=Settings(inference_roles=("b",))):
+                assert train() == ("b",)
+            assert train() == ("a",)
+            with applied("roles"):  # says nothing of options
+                assert train() == ("a",)
+            assert train() == ("a",)
+
+    def test_an_apply_inside_a_block_stays(self, train: Callable[[], Any]) -> None:
+        with applied("roles", settings=Settings(inference_roles=("a",))):
+            apply("roles", settings=Settings(inference_roles=("b",)))
+            assert train() == ("b",)
+        assert train() == ("b",)
+        with applied("roles", settings=Settings(inference_roles=("a",))):
+            apply("roles")
+            assert train() == ("a",)
+            apply("roles", settings=Settings(inference_roles=("c",)))
+            with applied("roles", settings=Settings(inference_roles=("d",))):
+                assert train() == ("d",)
+            assert train() == ("c",)
+        assert train() == ("c",)
+
+    def test_an_apply_without_options_inside_a_block_has_those_of_the_environment_after_it(
+        self, train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MEGATRON_RL_PATCHES_INFERENCE_ROLES", "env")
+        with applied("roles", settings=Settings(inference_roles=("a",))):
+            apply("roles")
+            assert train() == ("a",)
+        assert train() == ("env",)
+
+    def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
+        with applied("roles"):
+            revert("roles")
+            assert train() == PLAIN
+            apply("roles", settings=Settings(inference_roles=("c",)))
+        assert train() == ("c",)
+
+    def test_required_for_the_length_of_a_block_only(
+        self, engine: Engine, framework: Framework, train: Callable[[], Any]
+    ) -> None:
+        apply("roles")
+        replaced = framework(
+            model="def train(model): ...\nimport posixpath\nglobals()['train'] = posixpath.join"
+        )
+        engine["late"] = patch_of(replaced, "train", name="late")
+        apply()
+        with applied("late"):
+            assert installer.installer._records["late", f"{replaced}.model.train"].is_required
+        importlib.import_module(f"{replaced}.model")  # a warning, as it would have been before the block
+        assert train() == ()
+
+
+def test_many_threads_at_once(framework: Framework, engine: Engine) -> None:
+    good = {f"good{number}": framework() for number in range(4)}
+    for patch, name in good.items():
+        engine[patch] = patch_of(name, "train", name=patch)
+    engine["bad"] = patch_of(conflict(framework).__name__.partition(".")[0], "train", name="bad")
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> bool:
+        barrier.wait()
+        for _ in range(20):
+            name = f"good{number % 4}"
+            if number < 4:
+                apply(name)
+                if importlib.import_module(f"{good[name]}.model").train("m") != PATCHED:
+                    return False
+            else:
+                with pytest.raises(PatchError, match="bad: "):
+                    apply(name, "bad")
+        return True
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(8)))
+    assert states() == dict.fromkeys(good, "applied")

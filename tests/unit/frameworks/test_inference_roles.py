@@ -1,0 +1,251 @@
+"""What a role that only scores changes in a framework's functions, and what its model refuses."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import ModelParallelConfig
+
+from megatron_rl_patches.errors import InferenceOnlyError
+from megatron_rl_patches.frameworks import inference_roles as roles
+from megatron_rl_patches.frameworks.role_checkpoints import load_weights, preserved_globals
+from megatron_rl_patches.inference.build.frozen import refuse_to_train
+
+
+class Chunk(torch.nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = torch.nn.Linear(2, 2)
+        self.layer.config = config
+        self.dropout = torch.nn.Dropout()
+
+
+def build(model: str = "m", wrap_with_ddp: bool = True, use_torch_fsdp2: bool = False) -> tuple[str, bool]:
+    return model, wrap_with_ddp
+
+
+def get_model(*args: Any, global_args: Any = None, **kwargs: Any) -> Any:
+    return roles.get_model(build, inspect.signature(build).bind(*args, **kwargs), global_args)
+
+
+def test_outside_everything_is_as_ever() -> None:
+    assert get_model("m") == ("m", True)
+    assert roles.optimizer(lambda: "optimizer", [Chunk(None)]) == "optimizer"
+    assert roles.scheduler(lambda: "scheduler") == "scheduler"
+    assert not roles.in_inference_role()
+
+
+def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
+    with roles.inference_role("ref") as scope:
+        assert roles.optimizer(lambda: "optimizer", []) == "optimizer"
+        assert get_model("m") == ("m", False)
+        optimizer, scheduler = roles.optimizer(lambda: 1 / 0, []), roles.scheduler(lambda: 1 / 0)
+    assert scope.ddp_skipped
+    optimizer.reload_model_params()
+    assert not list(optimizer.chained_optimizers)
+    scheduler.step(increment=7)
+    assert (scheduler.num_steps, scheduler.state_dict()) == (0, {})
+    assert not roles.in_inference_role()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"wrap_with_ddp": True}, "the framework passes wrap_with_ddp itself"),
+        ({"use_torch_fsdp2": True}, "its parameters are sharded (use_torch_fsdp2)"),
+        (
+            {"global_args": SimpleNamespace(use_megatron_fsdp=True)},
+            "its parameters are sharded (use_megatron_fsdp)",
+        ),
+    ],
+)
+def test_what_says_otherwise_is_left_to_build_as_ever(options: dict[str, Any], why: str) -> None:
+    with roles.inference_role("ref") as scope:
+        assert get_model("m", **options) == ("m", True)
+        assert roles.optimizer(lambda: "optimizer", []) == "optimizer"
+        assert roles.scheduler(lambda: "scheduler") == "scheduler"
+    assert (scope.ddp_skipped, scope.reason_skipped) == (False, why)
+
+
+def test_a_framework_that_leaves_out_ddp_itself_is_taken_at_its_word() -> None:
+    with roles.inference_role("ref") as scope:
+        assert get_model("m", False) == ("m", False)
+    assert scope.ddp_skipped
+
+
+def test_scopes_end_when_building_raises() -> None:
+    with pytest.raises(OSError), roles.inference_role("ref"):
+        get_model("m")
+        raise OSError
+    assert not roles.in_inference_role()
+
+
+# --- initialize
+
+
+def test_initialize() -> None:
+    switched = []
+    random_state, torch_state = random.getstate(), torch.get_rng_state()
+
+    def framework() -> tuple[Any, ...]:
+        get_model("m")
+        random.random()
+        return [Chunk(ModelParallelConfig())], "optimizer", "scheduler", 7
+
+    [chunk], *rest = roles.initialize(framework, "ref", on_model_built=lambda: switched.append(True))
+    assert rest == [None, None, 7]
+    assert switched == [True]
+    assert chunk.inference_only_role[0] == "ref"
+    assert random.getstate() == random_state
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = [Chunk(ModelParallelConfig())]
+    with caplog.at_level(logging.WARNING):
+        returned = roles.initialize(lambda: (model, "optimizer", "scheduler", 7), "ref")
+    assert returned == (model, "optimizer", "scheduler", 7)
+    assert "role 'ref' was built for training, as ever" in caplog.text
+    assert "get_model was not called" in caplog.text
+    refuse_to_train(model, "train")
+
+
+# --- frozen roles
+
+
+@pytest.fixture
+def model() -> list[torch.nn.Module]:
+    policy = ModelParallelConfig(no_sync_func=lambda: None)
+    chunks: list[torch.nn.Module] = [Chunk(policy), Chunk(policy)]
+    roles.freeze_role(chunks, "judge")
+    return chunks
+
+
+def test_a_frozen_role_is_frozen_on_a_config_of_its_own(model: list[Any]) -> None:
+    assert not any(parameter.requires_grad for chunk in model for parameter in chunk.parameters())
+    assert not any(module.training for chunk in model for module in chunk.modules())
+    configs = {id(owner.config) for chunk in model for owner in (chunk, chunk.layer)}
+    assert len(configs) == 1
+    assert model[0].config.no_sync_func is None
+
+
+def test_the_policy_keeps_its_config() -> None:
+    policy = ModelParallelConfig(no_sync_func=len)
+    roles.freeze_role([Chunk(policy)], "judge")
+    assert policy.no_sync_func is len
+
+
+@pytest.mark.parametrize(
+    "method", ["zero_grad_buffer", "no_sync", "finish_grad_sync", "enable_forward_pre_hook", "requires_grad_"]
+)
+def test_a_frozen_role_refuses_to_train(model: list[Any], method: str) -> None:
+    with pytest.raises(InferenceOnlyError) as caught:
+        getattr(model[1], method)()
+    message = str(caught.value)
+    assert message.startswith(method)
+    assert "role 'judge'" in message
+    assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in message
+    assert not any(parameter.requires_grad for parameter in model[1].parameters())
+
+
+def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
+    with pytest.raises(InferenceOnlyError, match="zero_grad_buffer"):
+        copy.deepcopy(model[0]).zero_grad_buffer()
+    with pytest.raises(InferenceOnlyError, match="get_megatron_optimizer"):
+        roles.optimizer(lambda: "optimizer", [Chunk(None), model[1]])
+    for options in (model, model[0], torch.nn.ModuleList(model)):
+        with pytest.raises(InferenceOnlyError, match="train: "):
+            refuse_to_train(options, "train")
+
+
+def test_a_frozen_role_still_freezes_loads_and_scores(model: list[Any]) -> None:
+    [chunk, _] = model
+    assert chunk.requires_grad_(False) is chunk
+    state = {name: torch.ones_like(value) for name, value in chunk.state_dict().items()}
+    chunk.load_state_dict(state)
+    chunk.eval()
+    assert chunk.layer(torch.ones(2)).tolist() == [3, 3]
+
+
+# --- loading
+
+
+def arguments(**options: Any) -> SimpleNamespace:
+    args = SimpleNamespace(load=None, finetune=False, no_load_optim=False, no_load_rng=False)
+    vars(args).update(consumed_train_samples=3, consumed_valid_samples=1, skipped_train_samples=0, **options)
+    return args
+
+
+def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any, dict[str, Any]]:
+    """``load_checkpoint`` around a loader that leaves traces; its result, and what the loader saw."""
+    seen: dict[str, Any] = {}
+
+    def loader(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load") -> Any:
+        seen.update(vars(args), optimizer=optimizer, scheduler=opt_param_scheduler)
+        args.load, args.consumed_train_samples, args.new = "elsewhere", 99, True
+        random.random()
+        during()
+        return iteration, 0.5
+
+    bound = inspect.signature(loader).bind("model", "optimizer", opt_param_scheduler="scheduler")
+    bound.apply_defaults()
+    return load_weights(loader, bound, args), seen
+
+
+def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Any) -> None:
+    (tmp_path / "iter_0000007").mkdir()
+    (tmp_path / "iter_0000007" / "common.pt").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    args = arguments()
+    args.load = str(tmp_path)
+    before, random_state = dict(vars(args)), random.getstate()
+    with roles.inference_role("ref"):
+        get_model("m")
+        result, seen = load(args)
+    assert result == (7, 0.5)
+    assert (seen["optimizer"], seen["scheduler"]) == (None, None)
+    assert all(seen[name] is True for name in ("finetune", "no_load_optim", "no_load_rng"))
+    assert seen["consumed_train_samples"] == seen["consumed_valid_samples"] == 0
+    assert vars(args) == before
+    assert random.getstate() == random_state
+
+
+def test_an_iteration_that_cannot_be_read_is_the_loaders(tmp_path: Any) -> None:
+    with roles.inference_role("ref"):
+        get_model("m")
+        for path in (None, str(tmp_path)):
+            assert load(arguments(pretrained_checkpoint=path), iteration=5)[0] == (5, 0.5)
+
+
+def test_no_trace_when_loading_raises() -> None:
+    args = arguments()
+    before = dict(vars(args))
+    with roles.inference_role("ref"), pytest.raises(ZeroDivisionError):
+        get_model("m")
+        load(args, during=lambda: 1 / 0)
+    assert vars(args) == before
+
+
+def test_globals_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import num_microbatches_calculator as microbatches
+
+    # A rampup is another class in each era of Megatron.
+    calculator = SimpleNamespace(current_global_batch_size=2)
+    monkeypatch.setattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
+    checkpointing = SimpleNamespace(_CHECKPOINT_VERSION=3.0, other=1)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
+    with preserved_globals(arguments()):
+        assert checkpointing._CHECKPOINT_VERSION is None
+        checkpointing._CHECKPOINT_VERSION, checkpointing.other = 0, 2
+        calculator.current_global_batch_size = 8
+    assert calculator.current_global_batch_size == 2
+    assert vars(checkpointing) == {"_CHECKPOINT_VERSION": 3.0, "other": 2}

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import CheckpointError, InvalidInputError
+from megatron_rl_patches.frameworks.vocabularies import check_vocabularies
+
+
+def huggingface(folder: Path, size: int, nested: bool = False) -> str:
+    folder.mkdir()
+    config = {"vocab_size": size}
+    (folder / "config.json").write_text(json.dumps({"text_config": config} if nested else config))
+    return str(folder)
+
+
+def megatron(root: Path, rows: int) -> str:
+    from torch.distributed import checkpoint
+
+    folder = root / "iter_0000005"
+    folder.mkdir(parents=True)
+    weights = {"embedding.word_embeddings.weight": torch.zeros(rows, 2), "output": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        checkpoint.save(weights, checkpoint_id=folder)
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    return str(root)
+
+
+def test_the_same_vocabulary_padded_or_not(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", 1000)
+    check_vocabularies(
+        {
+            "hf": huggingface(tmp_path / "hf", 1000, nested=True),
+            "padded": megatron(tmp_path / "megatron", 1024),
+        },
+        student,
+    )
+
+
+def test_another_vocabulary(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", 1000)
+    other = huggingface(tmp_path / "other", 1001)
+    with pytest.raises(InvalidInputError, match=r"'math' .* has a vocabulary of 1001, the student .* 1000"):
+        check_vocabularies({"math": other}, student)
+    fewer = megatron(tmp_path / "fewer", 999)
+    with pytest.raises(InvalidInputError, match=r"'code' .* has a vocabulary of 999"):
+        check_vocabularies({"code": fewer}, student)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", 1000)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded: .*empty"):
+        check_vocabularies({"math": str(tmp_path / "empty")}, student)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1000]", "{", '"text"', '{"vocab_size": "1000"}', '{"text_config": 3}', "\x00"]
+)
+def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", 1000)
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
+        check_vocabularies({"math": str(tmp_path / "teacher")}, student)
+    with pytest.raises(CheckpointError, match=r"teacher/config\.json is damaged"):
+        check_vocabularies({"math": student}, tmp_path / "teacher")
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.mark.parametrize("damage", ["hostile", "truncated", "not a pickle", "missing"])
+def test_a_damaged_or_hostile_index_is_named(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    student = huggingface(tmp_path / "student", 1000)
+    teacher = megatron(tmp_path / "teacher", 1024)
+    index = tmp_path / "teacher" / "iter_0000005" / ".metadata"
+    good = index.read_bytes()
+    index.unlink()
+    if damage != "missing":
+        contents = {"hostile": pickle.dumps(Hostile()), "truncated": good[: len(good) // 2]}
+        index.write_bytes(contents.get(damage, b"no"))
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        check_vocabularies({"math": teacher}, student)
+    assert not (tmp_path / "touched").exists()

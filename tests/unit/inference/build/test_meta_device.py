@@ -1,0 +1,144 @@
+"""Parameters on the meta device, and nothing of it in other threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.nn import Linear, Module, Parameter
+
+from megatron_rl_patches.inference.build.meta_device import materialize, parameters_on_meta
+
+
+class _Model(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(3, 3)
+        weight = Parameter(torch.empty(2, 3))
+        self.weight = weight
+        weight.partition_dim = 1  # on the object that it made, not on the one that is registered
+        self.tied = self.weight
+        self.held_elsewhere = {"weight": self.weight}
+        self.register_buffer("counts", torch.ones(4))
+        self.inv_freq = 1.0 / torch.arange(1, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied @ x
+
+
+def _replaced() -> dict[str, Any]:
+    """What a build replaces for its own thread, as it is now."""
+    return {
+        "Parameter": vars(Parameter)["__new__"],
+        "all_reduce": torch.distributed.all_reduce,
+        "cuda": torch.Tensor.cuda,
+        "current_device": torch.cuda.current_device,
+        "Stream": torch.cuda.Stream,
+        "Stream()": vars(torch.cuda.Stream)["__new__"],
+        "DDP": vars(_BaseDataParallel)["__init__"],
+        "tracker": megatron_random._CUDA_RNG_STATE_TRACKER,
+    }
+
+
+def test_parameters_are_on_meta_and_the_rest_is_real() -> None:
+    before, state = _replaced(), torch.get_rng_state()
+    with parameters_on_meta(use_cuda=False):
+        model = _Model()
+        assert model.weight.cuda() is model.weight
+        torch.distributed.all_reduce(model.weight.data)  # would raise: there is no process group
+        assert torch.cuda.current_device() == torch.device("cpu")
+        torch.cuda.Stream()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.counts.sum() == 4 and model.inv_freq[0] == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _replaced() == before
+    assert not Parameter(torch.ones(1)).is_meta
+
+
+def _behavior() -> list[str]:
+    """What this thread gets from the functions that a build replaces for its own."""
+
+    def outcome(function: Callable[[], object]) -> str:
+        try:
+            return str(function())
+        except Exception as error:
+            return repr(error)
+
+    return [
+        outcome(lambda: Parameter(torch.ones(1)).device),
+        outcome(torch.ones(1).cuda),
+        outcome(torch.cuda.current_device),
+        outcome(torch.cuda.Stream),
+        outcome(lambda: torch.distributed.all_reduce(torch.ones(1, device="meta"))),
+        outcome(lambda: megatron_random.get_cuda_rng_tracker().fork().__enter__()),
+    ]
+
+
+def test_another_thread_sees_nothing_of_a_build() -> None:
+    seen: list[list[str]] = []
+    expected = _behavior()
+    with parameters_on_meta(use_cuda=False):
+        thread = threading.Thread(target=lambda: seen.append(_behavior()))
+        thread.start()
+        thread.join()
+        assert _behavior() != expected
+    assert seen == [expected]
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_overlapping_builds_restore_the_identical_objects(first_to_end: int) -> None:
+    before = _replaced()
+    may_end = [threading.Event(), threading.Event()]
+    inside = [threading.Event(), threading.Event()]
+    on_meta: list[bool] = []
+
+    def build(number: int) -> None:
+        with parameters_on_meta(use_cuda=False):
+            inside[number].set()
+            may_end[number].wait(30)
+            on_meta.append(Parameter(torch.ones(1)).is_meta)
+
+    threads = [threading.Thread(target=build, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert inside[number].wait(30)
+    for number in (first_to_end, 1 - first_to_end):
+        may_end[number].set()
+        threads[number].join()
+    assert on_meta == [True, True]
+    assert _replaced() == before
+
+
+def test_a_wrapper_that_somebody_puts_around_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with parameters_on_meta(use_cuda=False):
+        ours = torch.cuda.current_device
+        torch.cuda.current_device = lambda: ours() + 1
+    assert torch.cuda.current_device() == 4
+
+
+def test_a_constructor_that_raises_leaves_nothing_replaced() -> None:
+    before = _replaced()
+    with pytest.raises(ZeroDivisionError), parameters_on_meta(use_cuda=False):
+        1 // 0  # noqa: B018
+    assert _replaced() == before
+
+
+def test_materialized_parameters_are_the_same_objects() -> None:
+    with parameters_on_meta(use_cuda=False):
+        model = _Model()
+        model.linear.bfloat16()
+    weight = model.weight
+    materialize(model, torch.device("cpu"))
+    assert model.weight is weight is model.tied is model.held_elsewhere["weight"]
+    assert weight.partition_dim == 1 and type(weight) is Parameter and weight.requires_grad
+    assert weight.shape == (2, 3) and weight.isnan().all()
+    assert model.linear.weight.dtype is torch.bfloat16
+    with torch.no_grad():
+        weight.fill_(1)
+    assert model(torch.ones(3)).sum() == 6

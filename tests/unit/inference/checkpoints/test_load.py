@@ -1,0 +1,153 @@
+"""Finding checkpoints and telling their formats apart; no Megatron needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import CheckpointError
+from megatron_rl_patches.inference.checkpoints import torch_legacy
+from megatron_rl_patches.inference.checkpoints.load import _summary, read_iteration
+from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
+from megatron_rl_patches.inference.checkpoints.mismatch import Mismatch
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def _torch_dist(folder: Path, backend: str = "torch_dist") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text(
+        json.dumps({"sharded_backend": backend, "sharded_backend_version": 1})
+    )
+    (folder / ".metadata").touch()
+    return folder
+
+
+def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_path: Path) -> None:
+    earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
+    (tmp_path / TRACKER).write_text("12345678\n")
+    assert locate(tmp_path) == Location(latest, 12_345_678)
+    assert locate(str(tmp_path), ckpt_step=5) == Location(earlier, 5)
+    assert locate(earlier) == Location(earlier, 5)
+    assert read_iteration(tmp_path) == 12_345_678
+    assert read_iteration(tmp_path, ckpt_step=5) == 5
+
+
+def test_step_needs_no_tracker(tmp_path: Path) -> None:
+    _torch_dist(tmp_path / "iter_0000000")
+    assert read_iteration(tmp_path, ckpt_step=0) == 0
+
+
+def test_release_is_iteration_0(tmp_path: Path) -> None:
+    folder = _torch_dist(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    assert locate(tmp_path) == Location(folder, 0)
+    assert read_iteration(folder) == 0
+
+
+def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None:
+    folder = _torch_dist(tmp_path / "teacher")
+    assert locate(folder) == Location(folder, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "step", "message"),
+    [
+        ({}, None, "holds no Megatron checkpoint; found: nothing"),
+        ({"notes.txt": ""}, None, "holds no Megatron checkpoint; found: notes.txt"),
+        ({TRACKER: "7"}, None, f"{TRACKER} points at iter_0000007, .* there: no iteration at all"),
+        ({TRACKER: "7", "iter_0000006/x": ""}, None, "points at iter_0000007, .* there: iter_0000006"),
+        (
+            {TRACKER: "7", "iter_0000007/x": ""},
+            8,
+            "ckpt_step=8 asks for iter_0000008, .* there: iter_0000007",
+        ),
+        ({TRACKER: "seven"}, None, "holds 'seven'; expected an iteration or 'release'"),
+        ({TRACKER: ""}, None, "holds ''; expected"),
+        ({TRACKER: "-1"}, None, "holds '-1'; expected"),
+        ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*there: iter_0000003; give the folder of one"),
+        (
+            {"config.json": "", "model.safetensors": ""},
+            None,
+            r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)",
+        ),
+        ({"metadata.json": "{}"}, 3, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
+    ],
+)
+def test_the_error_says_what_is_there_instead(
+    files: dict[str, str], step: int | None, message: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        read_iteration(tmp_path, step)
+
+
+def test_missing_path_and_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        locate(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="not a folder"):
+        locate(tmp_path / "file")
+
+
+def test_formats(tmp_path: Path) -> None:
+    assert detect_format(_torch_dist(tmp_path / "dist")) == "torch_dist"
+    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
+    assert detect_format(tmp_path / "legacy") == "torch"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"metadata.json": '{"sharded_backend": "zarr"}'}, "format zarr; supported: torch_dist and torch"),
+        ({"metadata.json": "{}"}, "metadata.json is corrupt: KeyError"),
+        ({"metadata.json": '"torch_dist"'}, "metadata.json is corrupt"),
+        ({".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
+        ({".metadata": "", "common.pt": ""}, "is a part of a torch_dist checkpoint"),
+        ({"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
+    ],
+)
+def test_other_formats_are_named(files: dict[str, str], message: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        detect_format(tmp_path)
+
+
+def test_legacy_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"iteration": 9}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    assert read_iteration(tmp_path) == 9
+
+
+def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
+    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    state = {"weight": torch.ones(1, 1)}
+    saved = {"checkpoint_version": 3.0, "model0": state, "model1": state}
+    assert torch_legacy.model_states(saved, chunks) == [state, state]
+    with pytest.raises(
+        CheckpointError, match=r"2 model chunks per rank \(model0, model1\), this model has 1"
+    ):
+        torch_legacy.model_states(saved, chunks[:1])
+    with pytest.raises(CheckpointError, match=r"checkpoint_version 1\.0 orders query"):
+        torch_legacy.model_states({**saved, "checkpoint_version": 1.0}, chunks)
+
+
+def test_mismatch_shows_the_first_ten_of_each_kind_and_their_number() -> None:
+    assert Mismatch().describe("the checkpoint") == ""
+    text = Mismatch([f"m{n}" for n in range(12)], ["u"], {"s": ((2, 3), (2, 4))}).describe("the checkpoint")
+    assert "missing in the checkpoint (12): m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more;" in text
+    assert "unexpected in the checkpoint (1): u;" in text
+    assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
+
+
+def test_ranks_that_failed_alike_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _summary({0: "gone"}) == "every rank: gone"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert _summary({0: "gone", 2: "gone", 3: "cut"}) == "ranks 0, 2: gone; rank 3: cut"

@@ -1,0 +1,258 @@
+"""Bytes by rules, on small modules without data; and parameters of published models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import estimate_memory
+from megatron_rl_patches.inference.memory import estimate, report
+from megatron_rl_patches.inference.memory.estimate import (
+    GPTDescription,
+    OptimizerSettings,
+    ParallelSizes,
+    StageEstimate,
+)
+from megatron_rl_patches.inference.memory.training import Memory, RankMemory
+
+N = 128 * 128  # parameters of `linear`, a multiple of everything that pads
+DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)
+
+DEEPSEEK_V3 = GPTDescription(  # deepseek-ai/DeepSeek-V3, without the layer for multi-token prediction
+    num_layers=61,
+    hidden_size=7168,
+    ffn_hidden_size=18432,
+    num_attention_heads=128,
+    vocab_size=129280,
+    untie_embeddings_and_output_weights=True,
+    swiglu=True,
+    add_bias_linear=False,
+    qk_layernorm=True,
+    normalization="RMSNorm",
+    num_experts=256,
+    moe_ffn_hidden_size=2048,
+    moe_shared_expert_intermediate_size=2048,
+    moe_layer_freq=[0] * 3 + [1] * 58,
+    multi_latent_attention=True,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+)
+
+
+def linear(dtype: torch.dtype = torch.bfloat16, expert: bool = False) -> torch.nn.Module:
+    module = torch.nn.Linear(128, 128, bias=False, dtype=dtype, device="meta")
+    module.weight.allreduce = not expert
+    return module
+
+
+def one_stage(model: Any, **arguments: Any) -> StageEstimate:
+    [stage] = estimate_memory(model, **arguments).stages
+    return stage
+
+
+def test_a_config_with_experts_has_the_replicas_that_they_need() -> None:
+    config = SimpleNamespace(
+        tensor_model_parallel_size=2,
+        context_parallel_size=1,
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=8,
+        expert_tensor_parallel_size=None,
+    )
+    assert ParallelSizes.from_config(config).data_parallel_size == 8
+    assert ParallelSizes.from_config(object()) == ParallelSizes()
+
+
+def test_one_virtual_stage_is_none() -> None:
+    assert ParallelSizes(virtual_pipeline_model_parallel_size=1) == ParallelSizes()
+
+
+class TestTraining:
+    def test_bf16_as_megatron_lm_trains_it(self) -> None:
+        memory = one_stage(linear()).training.device
+        assert memory == Memory(
+            parameters=2 * N, gradients=4 * N, main_parameters=4 * N, exp_avg=4 * N, exp_avg_sq=4 * N
+        )
+        assert memory.total == 18 * N
+
+    def test_gradients_in_bf16_are_copied_for_adam(self) -> None:
+        memory = one_stage(
+            linear(), optimizer=OptimizerSettings(accumulate_allreduce_grads_in_fp32=False)
+        ).training.device
+        assert (memory.gradients, memory.main_gradients) == (2 * N, 4 * N)
+
+    def test_fp16_gradients_stay_fp16_by_default(self) -> None:
+        assert one_stage(linear(torch.float16)).training.device.gradients == 2 * N
+
+    def test_fp32_parameters_are_their_own_main_parameters(self) -> None:
+        for optimizer in (OptimizerSettings(), DISTRIBUTED):
+            memory = one_stage(linear(torch.float32), optimizer=optimizer).training.device
+            assert memory == Memory(parameters=4 * N, gradients=4 * N, exp_avg=4 * N, exp_avg_sq=4 * N)
+
+    def test_distributed_optimizer_shares_adam_among_replicas(self) -> None:
+        parallel = ParallelSizes(data_parallel_size=4, context_parallel_size=2)
+        memory = one_stage(linear(), parallel=parallel, optimizer=DISTRIBUTED).training.device
+        assert (memory.parameters, memory.gradients) == (2 * N, 4 * N)
+        assert memory.main_parameters == memory.exp_avg == memory.exp_avg_sq == 4 * N / 8
+        assert one_stage(linear(), parallel=parallel).training.device.exp_avg == 4 * N
+
+    def test_experts_have_fewer_replicas(self) -> None:
+        parallel = ParallelSizes(data_parallel_size=8, expert_model_parallel_size=4)
+        stage = one_stage(linear(expert=True), parallel=parallel, optimizer=DISTRIBUTED)
+        assert stage.training.device.exp_avg == 4 * N / 2
+        assert (stage.dense_parameters, stage.expert_parameters) == (0, N)
+
+    def test_distributed_optimizer_pads(self) -> None:
+        bias = torch.nn.Linear(1, 10, dtype=torch.bfloat16, device="meta")  # 10 + 10 parameters
+        assert one_stage(bias, optimizer=DISTRIBUTED).training.device.parameters == 2 * 128
+        three = torch.nn.ModuleList(torch.nn.Linear(1, 10, bias=False, device="meta") for _ in range(3))
+        # Each starts at a multiple of 64, and so the third ends at 138.
+        assert one_stage(three, optimizer=DISTRIBUTED).training.device.parameters == 4 * 256
+        many = ParallelSizes(data_parallel_size=3)
+        assert one_stage(bias, parallel=many, optimizer=DISTRIBUTED).training.device.parameters == 2 * 3 * 128
+        stage = one_stage(bias)
+        assert stage.training.device.parameters == stage.inference_only.device.parameters == 2 * 20
+
+    def test_dtypes_and_chunks_add_up(self) -> None:
+        mixed = torch.nn.Sequential(linear(), linear(torch.float32))
+        assert one_stage([mixed, linear()]).training.device.parameters == (2 + 4 + 2) * N
+
+
+class TestOptimizers:
+    def training(self, **settings: Any) -> RankMemory:
+        return one_stage(linear(), optimizer=OptimizerSettings(**settings)).training
+
+    def test_precision_aware(self) -> None:
+        memory = self.training(use_distributed_optimizer=True, use_precision_aware_optimizer=True).device
+        assert memory == Memory(
+            parameters=2 * N, gradients=4 * N, main_parameters=2 * N, exp_avg=4 * N, exp_avg_sq=4 * N
+        )
+
+    def test_precision_aware_and_offloaded(self) -> None:
+        memory = self.training(
+            use_distributed_optimizer=True, use_precision_aware_optimizer=True, optimizer_cpu_offload=True
+        )
+        assert memory.device == Memory(parameters=2 * N, gradients=4 * N)
+        assert memory.host.total == 16 * N
+
+    def test_offloaded_main_parameters_stay_on_the_device_too(self) -> None:
+        memory = self.training(optimizer_cpu_offload=True)
+        assert memory.device == Memory(parameters=2 * N, gradients=4 * N, main_parameters=4 * N)
+        assert memory.host.total == 16 * N
+
+
+def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
+    stage = one_stage(linear(), teachers=3)
+    assert stage.inference_only.device == Memory(parameters=2 * N)
+    assert stage.with_teachers.device.total == stage.training.device.total + 2 * N
+    assert stage.with_teachers.host == Memory(teachers=3 * 2 * N)
+    assert one_stage(linear()).with_teachers == one_stage(linear()).training
+
+
+class TestRealModels:
+    @pytest.mark.slow
+    def test_671b_over_128_ranks(self) -> None:
+        parallel = ParallelSizes(
+            pipeline_model_parallel_size=4,
+            decoder_last_pipeline_num_layers=13,
+            expert_model_parallel_size=32,
+            data_parallel_size=32,
+        )
+        stages = estimate_memory(DEEPSEEK_V3, parallel=parallel, optimizer=DISTRIBUTED).stages
+        total = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
+        assert total == pytest.approx(671e9, rel=0.001)
+        assert [stage.stage for stage in stages] == [0, 1, 2, 3]
+
+    def test_megatrons_objections_are_passed_on(self) -> None:
+        odd = GPTDescription(num_layers=2, hidden_size=96, num_attention_heads=3, vocab_size=100)
+        with pytest.raises(InvalidInputError, match="num_attention_heads"):
+            estimate_memory(odd, parallel=ParallelSizes(tensor_model_parallel_size=2))
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    calls: list[Any] = []
+    monkeypatch.setattr(estimate, "count_parameters", lambda *arguments: calls.append(arguments) or [])
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        gated_linear_unit=True,
+        num_moe_experts=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    estimate_memory(config, vocab_size=100, untie_embeddings_and_output_weights=True)
+    [(description, sizes, dtype)] = calls
+    assert (description.num_layers, description.ffn_hidden_size, description.vocab_size) == (2, 256, 100)
+    assert description.swiglu and description.num_experts == 4
+    assert description.untie_embeddings_and_output_weights
+    assert sizes == ParallelSizes(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=2
+    )
+    assert dtype == "bf16"
+
+    with pytest.raises(InvalidInputError, match="vocab_size"):
+        estimate_memory(config)
+    config.mtp_num_layers = 1
+    with pytest.raises(InvalidInputError, match="mtp_num_layers"):
+        estimate_memory(config, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda: OptimizerSettings(use_precision_aware_optimizer=True), "needs use_distributed_optimizer"),
+        (lambda: GPTDescription(1, 1, 1, 1, moe_layer_freq=0), "moe_layer_freq is 0"),
+        (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype float8_e5m2"),
+        (lambda: ParallelSizes(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0"),
+        (lambda: ParallelSizes(expert_model_parallel_size=8), "must be a multiple of 8"),
+        (lambda: GPTDescription(0, 1, 1, 1), "num_layers is 0"),
+        (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
+        (lambda: estimate_memory(linear(), teachers=-1), "teachers is -1"),
+        (lambda: estimate_memory(linear(), vocab_size=3), "only a TransformerConfig"),
+        (lambda: estimate_memory("gpt"), "model is a str"),
+    ],
+)
+def test_mistakes(mistake: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        mistake()
+
+
+class TestReport:
+    def test_units_fit_the_size(self) -> None:
+        header, training, inference = report.rows(estimate_memory(linear()))
+        assert header[:4] == ("stage", "use", "where", "parameters (kB)")
+        assert training[-2:] == (f"{18 * N / 1000:.2f}", f"{18 * N / 1024:.2f}")
+        assert inference[1:5] == ("inference-only", "device", f"{2 * N / 1000:.2f}", "-")
+
+    def test_decimal_and_binary(self) -> None:
+        assert report.size(54_018_047_488) == "54.02 GB (50.31 GiB)"
+        assert report.size(5) == "5.00 B (5.00 B)"
+
+    def test_host_rows_only_where_something_is(self) -> None:
+        rows = report.rows(estimate_memory(linear(), teachers=2))
+        assert [row[1:3] for row in rows[1:]] == [
+            ("training", "device"),
+            ("inference-only", "device"),
+            ("training + 2 teachers", "device"),
+            ("training + 2 teachers", "host"),
+        ]
+
+    def test_summary_names_the_worst_stage(self) -> None:
+        assert "stage 0 takes most" in report.summary(estimate_memory(linear()))
+        assert "88.9% less" in report.summary(estimate_memory(linear()))
+
+    def test_json_has_the_sums(self) -> None:
+        [stage] = estimate_memory(linear(), teachers=1).as_dict()["stages"]
+        assert stage["training"]["device"]["total"] == 18 * N
+        assert stage["with_teachers"]["host"]["total"] == 2 * N

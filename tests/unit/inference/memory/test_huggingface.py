@@ -1,0 +1,146 @@
+"""Configurations of published models, cut down to what counts, in Megatron's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference.memory.huggingface import description_from_hf_config
+
+LLAMA: dict[str, Any] = {  # Llama-3.1-8B
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+QWEN3_MOE: dict[str, Any] = {  # Qwen3-30B-A3B
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def test_llama() -> None:
+    model = description_from_hf_config(LLAMA)
+    assert (model.num_layers, model.hidden_size, model.ffn_hidden_size) == (32, 4096, 14336)
+    assert (model.num_attention_heads, model.num_query_groups, model.kv_channels) == (32, 8, None)
+    assert model.untie_embeddings_and_output_weights
+    assert model.swiglu and model.normalization == "RMSNorm" and not model.add_bias_linear
+    assert not (model.add_qkv_bias or model.qk_layernorm)
+
+
+def test_qwen() -> None:
+    qwen2 = description_from_hf_config({**LLAMA, "model_type": "qwen2"})
+    assert qwen2.add_qkv_bias and not qwen2.qk_layernorm
+    qwen3 = description_from_hf_config({**LLAMA, "model_type": "qwen3", "head_dim": 128})
+    assert qwen3.qk_layernorm and not qwen3.add_qkv_bias and qwen3.kv_channels == 128
+
+
+def test_experts() -> None:
+    model = description_from_hf_config(QWEN3_MOE)
+    assert (model.num_experts, model.moe_ffn_hidden_size) == (128, 768)
+    assert model.moe_layer_freq == (1,) * 48
+    sparse = {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    assert description_from_hf_config(sparse).moe_layer_freq == (0, 1, 0, 0)
+    mixtral = description_from_hf_config({**LLAMA, "model_type": "mixtral", "num_local_experts": 8})
+    assert (mixtral.num_experts, mixtral.moe_ffn_hidden_size, mixtral.moe_layer_freq) == (8, 14336, 1)
+
+
+def test_latent_attention() -> None:
+    model = description_from_hf_config(DEEPSEEK_V3)
+    assert model.multi_latent_attention
+    assert (model.q_lora_rank, model.kv_lora_rank, model.qk_pos_emb_head_dim) == (1536, 512, 64)
+    assert model.moe_shared_expert_intermediate_size == 2048
+    assert model.moe_layer_freq == (0,) * 3 + (1,) * 58
+
+
+def test_the_text_part_counts_and_flags_fill_in() -> None:
+    gemma = {  # as published: sizes that are the library's defaults are left out
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 62,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    with pytest.raises(
+        InvalidInputError, match=r"vocab_size \(--set vocab_size=...\) to the defaults of gemma3_text"
+    ):
+        description_from_hf_config(gemma)
+    model = description_from_hf_config(gemma, vocab_size=262208)
+    assert (model.hidden_size, model.vocab_size, model.kv_channels) == (5376, 262208, 128)
+    assert model.qk_layernorm and not model.untie_embeddings_and_output_weights
+
+
+def test_flags_come_first() -> None:
+    assert description_from_hf_config(LLAMA, num_layers=2).num_layers == 2
+    model = description_from_hf_config(QWEN3_MOE, num_layers=2)
+    assert isinstance(model.moe_layer_freq, tuple) and len(model.moe_layer_freq) == 2
+
+
+def test_a_text_part_that_is_null_is_none() -> None:
+    assert description_from_hf_config({**LLAMA, "text_config": None}) == description_from_hf_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA, "model_type": "gpt_oss"}, "model_type is 'gpt_oss'; known are deepseek_v3"),
+        ({}, "model_type is 'None'"),
+        ([LLAMA], "a JSON object, not a list"),
+        ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
+        ({**LLAMA, "attention_bias": True}, "attention_bias"),
+        (
+            {**LLAMA, "model_type": "qwen3", "layer_types": ["linear_attention"] * 32},
+            "linear_attention: Megatron's GPTModel has no such thing",
+        ),
+        ({**LLAMA, "model_type": "qwen3"}, r"head_dim \(--set kv_channels=...\)"),
+        ({name: value for name, value in LLAMA.items() if name != "hidden_size"}, "hidden_size"),
+        ({name: value for name, value in QWEN3_MOE.items() if name != "num_experts"}, "num_experts"),
+    ],
+)
+def test_what_cannot_be_described(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        description_from_hf_config(config)

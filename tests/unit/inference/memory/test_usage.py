@@ -1,0 +1,66 @@
+"""The memory report: what it measures, with a made-up GPU, and the line that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+
+import psutil
+import pytest
+import torch
+
+from megatron_rl_patches.inference import memory_report
+from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport
+
+GIB = 2**30
+
+
+def test_host() -> None:
+    size = 64 * 2**20
+    before = memory_report().host
+    with mmap.mmap(-1, size) as ballast:  # not from the heap, which may have pages to spare
+        for page in range(0, size, mmap.PAGESIZE):
+            ballast[page] = 1
+        after = memory_report().host
+    assert after.rss - before.rss == pytest.approx(size, rel=0.1)
+    assert after.total == psutil.virtual_memory().total
+    assert 0 < after.available < after.total
+
+
+def test_no_cuda_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = memory_report()
+    assert report.device is None
+    assert str(report).startswith("host: ")
+
+
+def test_does_not_create_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert memory_report().device is None
+
+
+def test_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "is_initialized": True, "current_device": 1}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (index * GIB, 80 * GIB))
+    for name, value in {"memory_allocated": 2, "max_memory_allocated": 3, "memory_reserved": 4}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index, value=value: value * GIB)
+    expected = DeviceMemory(1, 2 * GIB, 3 * GIB, 4 * GIB, free=1 * GIB, total=80 * GIB)
+    assert memory_report().device == expected
+    assert memory_report(5).device == dataclasses.replace(expected, index=5, free=5 * GIB)
+
+
+def test_one_line_and_json() -> None:
+    host = HostMemory(rss=GIB, available=2 * GIB, total=4 * GIB)
+    report = MemoryReport(DeviceMemory(0, GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB), host)
+    assert str(report) == (
+        "cuda:0: 1.00 GiB allocated, peak 2.00 GiB, 3.00 GiB reserved, 4.00 GiB of 5.00 GiB free; "
+        "host: 1.00 GiB in this process, 2.00 GiB of 4.00 GiB free"
+    )
+    assert json.loads(json.dumps(report.as_dict()))["host"] == {
+        "rss": GIB,
+        "available": 2 * GIB,
+        "total": 4 * GIB,
+    }

@@ -1,0 +1,293 @@
+"""Log-probabilities, entropies and their gradients, against the formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+from .dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
+from .pairwise import pairwise
+
+FLOAT32 = 2e-6
+GRADIENT_BOUND = {torch.float32: FLOAT32, torch.float64: 1e-9, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+T, V = 13, 1003  # a prime number of rows, and no power of two divides the columns
+INF = float("inf")
+
+
+def random_logits(rows: int = T, columns: int = V, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of all temperaments: rows from next to uniform to next to one-hot, each with an offset of its own."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, columns, generator=generator) * torch.logspace(-2, 1.5, rows)[:, None]
+    return (logits + torch.linspace(-100, 200, rows)[:, None]).to(dtype)
+
+
+def random_targets(rows: int = T, columns: int = V) -> Tensor:
+    targets = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(1))
+    targets[:2] = torch.tensor([0, columns - 1])[:rows]
+    return targets
+
+
+def check(logits: Tensor, targets: Tensor, fused: bool = False, **options: Any) -> None:
+    found = errors(logits, targets, fused=fused, **options)
+    values = GRADIENT_BOUND[torch.float64] if logits.dtype == torch.float64 else FLOAT32
+    assert found.log_prob <= values
+    assert found.entropy <= values
+    assert found.gradient <= GRADIENT_BOUND[logits.dtype]
+
+
+KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
+SELECTIONS: dict[str, Any] = {
+    "all": None,
+    "range": slice(3, 11),
+    "to_the_end": slice(-4, None),
+    "every_other": slice(None, None, 2),
+    "backwards": torch.arange(T - 1, -1, -1),
+    "scattered": torch.tensor([7, 3, 12, 0]),
+    "consecutive": torch.arange(2, 9),
+    "none": slice(5, 5),
+}
+OPTIONS: dict[str, Sequence[Any]] = {
+    "rows": list(SELECTIONS.values()),
+    "dtype": list(GRADIENT_BOUND),
+    "temperature": [1.0, 1.7, 0.3],
+    "kept": [False, True],
+    "entropy_grad": [False, True],
+    "inplace_backward": [False, True],
+    "block_bytes": [None, 1, 3 * V * 4],
+}
+
+
+def check_case(case: dict[str, Any], fused: bool = False) -> None:
+    logits = random_logits(dtype=case["dtype"])
+    n = len(torch.arange(T)[slice(None) if case["rows"] is None else case["rows"]])
+    targets = random_targets()[:n]
+    targets[n // 2 : n // 2 + 1] = IGNORE
+    options = {name: value for name, value in case.items() if name not in ("dtype", "kept")}
+    check(logits, targets, fused, keep_mask=KEEP[:n] if case["kept"] else None, **options)
+
+
+@pytest.mark.parametrize("case", pairwise(OPTIONS), ids=lambda case: f"{case['dtype']}"[6:])
+def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
+    check_case(case)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+def test_compiled_equals_the_dense_formulas() -> None:
+    """In one test: the compiled functions of a process are reused."""
+    for case in pairwise(OPTIONS):
+        check_case(case, fused=True)
+
+
+@pytest.mark.slow
+def test_every_combination_equals_the_dense_formulas() -> None:
+    for values in product(*OPTIONS.values()):
+        check_case(dict(zip(OPTIONS, values, strict=True)))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_that_are_not_selected_are_not_read(kept: bool) -> None:
+    logits = random_logits()
+    logits[:3] = float("nan")
+    logits.requires_grad_()
+    mask = KEEP[3:] if kept else None
+    values = vocab_parallel_log_probs(logits, random_targets(T - 3), rows=slice(3, None), keep_mask=mask)
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert logits.grad is not None
+    assert (logits.grad[:3] == 0).all()
+    assert logits.grad.isfinite().all()
+
+
+def test_an_ignored_row_may_hold_anything() -> None:
+    logits = random_logits().requires_grad_()
+    with torch.no_grad():
+        logits[4], logits[5], logits[6] = float("nan"), INF, -INF
+    targets = random_targets().to(torch.int32)
+    targets[4:7] = -1
+    found = vocab_parallel_log_probs_and_entropy(logits, targets, ignore_index=-1)
+    sum(values.sum() for values in found).backward()
+    assert logits.grad is not None
+    for values in (*found, logits.grad):
+        assert values.isfinite().all()
+        assert (values[4:7] == 0).all()
+
+
+def one_hot() -> Tensor:
+    logits = torch.full((4, V), -1e4)
+    logits[:, 7] = 1e4
+    return logits
+
+
+def with_masked_entries() -> Tensor:
+    logits = random_logits(4).clone()
+    logits[:, ::3] = -INF
+    return logits
+
+
+def all_but_the_target_masked() -> Tensor:
+    return torch.full((4, V), -INF).index_fill_(1, torch.tensor([7]), 2.0)
+
+
+EXTREMES: dict[str, Tensor] = {
+    "one_hot": one_hot(),
+    "one_hot_upside_down": -one_hot(),
+    "large_and_small": torch.linspace(-1e4, 1e4, V).repeat(4, 1),
+    "large_and_random": torch.randn(4, V, generator=torch.Generator().manual_seed(0)) * 1e4,
+    "equal": torch.full((4, V), 3.0),
+    "zero": torch.zeros(4, V),
+    "equal_and_large": torch.full((4, V), -1e4),
+    "masked_entries": with_masked_entries(),
+    "all_but_the_target": all_but_the_target_masked(),
+    "two_equal": one_hot().index_fill_(1, torch.tensor([8]), 1e4),
+}
+
+
+@pytest.mark.parametrize(
+    "fused",
+    [
+        False,
+        pytest.param(
+            True, marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+        ),
+    ],
+)
+@pytest.mark.parametrize("logits", EXTREMES.values(), ids=EXTREMES)
+def test_extreme_logits(logits: Tensor, fused: bool) -> None:
+    for dtype, temperature in ((torch.float32, 1.0), (torch.float32, 0.5), (torch.bfloat16, 0.5)):
+        logits = logits.to(dtype)
+        targets = torch.tensor([7, 7, IGNORE, 7])
+        check(logits, targets, fused, temperature=temperature)
+        keep_mask = torch.zeros(4, V, dtype=torch.bool)
+        check(logits, targets, fused, temperature=temperature, keep_mask=keep_mask)
+        if logits[0, 8].isfinite():
+            check(logits, torch.tensor([8, V - 2, 7, 1]), fused, temperature=temperature)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("margin", [20.0, 60.0])
+def test_next_to_certain(margin: float, kept: bool) -> None:
+    """Tiny log-probabilities, entropies and gradients keep their digits, where ``1 - p`` has none left."""
+    logits = torch.full((2, V), -300.0).index_fill_(1, torch.tensor([7]), margin - 300).requires_grad_()
+    keep_mask = torch.ones(2, V, dtype=torch.bool) if kept else None
+    values, entropies = vocab_parallel_log_probs_and_entropy(
+        logits, torch.tensor([7, 7]), keep_mask=keep_mask, entropy_grad=False
+    )
+    values.sum().backward()
+    rest = torch.tensor(-margin, dtype=torch.float64).exp()
+    log_total = ((V - 1) * rest).log1p()
+    entropy = log_total + (V - 1) * rest * margin / (1 + (V - 1) * rest)
+    assert torch.allclose(values.double(), -log_total, rtol=FLOAT32, atol=0)
+    assert torch.allclose(entropies.double(), entropy, rtol=FLOAT32, atol=0)
+    expected = -rest / (1 + (V - 1) * rest) * torch.ones(V, dtype=torch.float64)
+    expected[7] *= -(V - 1)
+    assert logits.grad is not None
+    assert torch.allclose(logits.grad.double(), expected, rtol=FLOAT32, atol=0)
+
+
+def test_a_target_that_is_masked_has_probability_zero() -> None:
+    logits = with_masked_entries().requires_grad_()
+    values = vocab_parallel_log_probs(logits, torch.tensor([0, 3, 6, 1]))
+    assert values[:3].tolist() == [-INF] * 3
+    assert values[3].isfinite()
+
+
+def test_a_keep_mask_leaves_the_target_in() -> None:
+    keep_mask = torch.zeros(T, V, dtype=torch.bool)
+    values = vocab_parallel_log_probs(random_logits(), random_targets(), keep_mask=keep_mask)
+    assert (values == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(1, V), (1, 1), (3, 1), (2, 2), (5, 31), (5, 32), (7, 64), (3, 32000), (2, 18992), (2, 5003)],
+)
+def test_shapes(rows: int, columns: int) -> None:
+    check(random_logits(rows, columns), torch.arange(rows) % columns)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_rows_at_all(inplace: bool) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    check(torch.zeros(0, V), nothing, inplace_backward=inplace)
+    check(random_logits(), nothing, rows=nothing, inplace_backward=inplace)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_strided_logits(kept: bool, inplace: bool) -> None:
+    """Transposed logits, as of sequence-first models, and every other column."""
+    targets, keep_mask = random_targets(), KEEP if kept else None
+    transposed = random_logits().t().contiguous().t()
+    assert not transposed.is_contiguous()
+    check(transposed, targets, keep_mask=keep_mask, inplace_backward=inplace)
+    wide = random_logits(T, 2 * V).requires_grad_()
+    found = vocab_parallel_log_probs(wide[:, ::2], targets, keep_mask=keep_mask)
+    expected = dense_log_probs_and_entropy(wide[:, ::2], targets, keep_mask=keep_mask)[0]
+    assert relative_error(found, expected, expected.abs()) <= FLOAT32
+
+
+def test_log_probs_alone_are_those_with_entropy() -> None:
+    logits, targets = random_logits(), random_targets()
+    alone = vocab_parallel_log_probs(logits, targets, temperature=0.7)
+    both = vocab_parallel_log_probs_and_entropy(logits, targets, temperature=0.7)
+    assert relative_error(alone, both[0].double(), both[0].abs()) <= FLOAT32
+
+
+def test_only_the_entropy_or_only_the_log_probs_may_be_used() -> None:
+    for index in (0, 1):
+        mine, dense = (random_logits().to(dtype).requires_grad_() for dtype in (torch.float32, torch.float64))
+        vocab_parallel_log_probs_and_entropy(mine, random_targets())[index].sum().backward()
+        dense_log_probs_and_entropy(dense, random_targets())[index].sum().backward()
+        assert mine.grad is not None
+        assert dense.grad is not None
+        assert relative_error(mine.grad, dense.grad, dense.grad.abs().amax(1, keepdim=True)) <= FLOAT32
+
+
+def test_without_gradient() -> None:
+    logits = random_logits()
+    assert not vocab_parallel_log_probs(logits, random_targets()).requires_grad
+    with torch.no_grad():
+        values = vocab_parallel_log_probs(logits.requires_grad_(), random_targets(), inplace_backward=True)
+    assert not values.requires_grad
+    with torch.inference_mode():
+        assert vocab_parallel_log_probs(random_logits(), random_targets()).equal(values)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"keep_mask": KEEP[:4, :9]}])
+def test_gradcheck(options: dict[str, Any]) -> None:
+    logits = random_logits(4, 9, torch.float64)
+    logits = (logits - logits.mean(1, keepdim=True)).clamp(-3, 3).requires_grad_()
+    targets = torch.tensor([0, 8, 3, IGNORE])
+    torch.autograd.gradcheck(
+        lambda x: vocab_parallel_log_probs_and_entropy(x, targets, **options), logits, fast_mode=False
+    )
+
+
+def test_double_backward_is_refused() -> None:
+    """Rather than taking the gradient for a constant."""
+    logits = random_logits(4, 9, torch.float64).requires_grad_()
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    values = vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.int64))
+    for loss, source in ((values.sum(), logits), ((values * weight).sum(), weight)):
+        [gradient] = torch.autograd.grad(loss, logits, create_graph=True)
+        assert gradient.requires_grad
+        with pytest.raises(InvalidInputError, match="differentiated twice"):
+            torch.autograd.grad(gradient.sum(), source)
+
+
+def test_create_graph_alone_is_no_error() -> None:
+    """As of a framework that passes it for other terms of its loss."""
+    logits = random_logits(4).requires_grad_()
+    values = vocab_parallel_log_probs(logits, random_targets(4))
+    [gradient] = torch.autograd.grad(values.sum(), logits, create_graph=True)
+    plain = vocab_parallel_log_probs(logits, random_targets(4))
+    assert gradient.equal(torch.autograd.grad(plain.sum(), logits)[0])

@@ -1,0 +1,137 @@
+"""Beyond the caller's logits: the gradient and one block of rows, or one block of rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+
+from ..live_bytes import live_bytes
+
+Loss = Callable[..., Tensor]
+
+
+def log_probs(*args: Any, **options: Any) -> Tensor:
+    return vocab_parallel_log_probs(*args, **options).sum()
+
+
+def entropy_without_gradient(*args: Any, **options: Any) -> Tensor:
+    return vocab_parallel_log_probs_and_entropy(*args, entropy_grad=False, **options)[0].sum()
+
+
+def entropy(*args: Any, **options: Any) -> Tensor:
+    values, entropies = vocab_parallel_log_probs_and_entropy(*args, **options)
+    return values.sum() + entropies.sum()
+
+
+MODES: dict[str, tuple[Loss, dict[str, Any]]] = {
+    "log_probs": (log_probs, {}),
+    "log_probs_at_temperature": (log_probs, {"temperature": 0.7}),
+    "kept_log_probs": (log_probs, {"keep_mask": True}),
+    "entropy_without_gradient": (entropy_without_gradient, {}),
+    "entropy": (entropy, {"temperature": 0.7}),
+    "kept_entropy": (entropy, {"keep_mask": True}),
+    "entropy_of_a_range": (entropy, {"rows": slice(50, 200)}),
+    "entropy_of_scattered_rows": (entropy, {"rows": 3}),
+    "log_probs_of_scattered_rows": (log_probs, {"rows": 3}),
+}
+# Rows, columns and block_bytes: the block that large logits get by default is 1% of them at most.
+SHAPES = [
+    pytest.param((256, 16384, 1 << 17), id="small"),
+    pytest.param((2048, 32768, None), id="A", marks=pytest.mark.slow),
+    pytest.param((1024, 151936, None), id="B", marks=pytest.mark.slow),
+]
+
+
+class Case:
+    def __init__(
+        self, rows: int, columns: int, block_bytes: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        torch.manual_seed(0)
+        self.shape, self.block_bytes = (rows, columns), block_bytes
+        shape = self.shape
+        self.leaf = torch.randn(shape).to(dtype).requires_grad_()
+        self.targets = torch.randint(shape[1], shape[:1])
+        self.logits_bytes = self.leaf.numel() * self.leaf.element_size()
+
+    def peak(self, mode: str, **options: Any) -> float:
+        """Of forward and backward, over the bytes of the logits."""
+        loss, mode_options = MODES[mode]
+        options = {"block_bytes": self.block_bytes, **mode_options, **options}
+        targets, logits = self.targets, self.leaf * 1
+        if options.get("keep_mask"):
+            options["keep_mask"] = torch.ones(self.shape, dtype=torch.bool).tril()
+        if options.get("rows") == 3:
+            options["rows"] = torch.arange(self.shape[0]).view(-1, 4)[:, :3].flatten()
+        if "rows" in options:
+            targets = targets[options["rows"]]
+
+        def call() -> Tensor:
+            return torch.autograd.grad(loss(logits, targets, **options), logits)[0]
+
+        return live_bytes(call).peak / self.logits_bytes
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(*request.param)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain(mode: str, case: Case) -> None:
+    assert 1.0 <= case.peak(mode, fused=False) <= 1.02
+    assert case.peak(mode, fused=False, inplace_backward=True) <= 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled(mode: str, case: Case) -> None:
+    case.peak(mode, fused=True)  # compiles
+    assert 1.0 <= case.peak(mode, fused=True) <= 1.02
+    case.peak(mode, fused=True, inplace_backward=True)
+    assert case.peak(mode, fused=True, inplace_backward=True) <= 0.02
+
+
+def test_compiling_switched_off_costs_a_few_blocks() -> None:
+    """As in tests that run Megatron on a CPU: what would be compiled runs as Python, a block at a time."""
+    case = Case(256, 16384, 1 << 17)
+    with torch.compiler.set_stance("force_eager"):
+        assert case.peak("entropy", inplace_backward=True, fused=True) <= 0.06
+
+
+def test_forward_keeps_a_few_numbers_per_row() -> None:
+    rows, columns = 512, 8192
+    logits = torch.randn(rows, columns, requires_grad=True)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    _, retained = live_bytes(lambda: vocab_parallel_log_probs_and_entropy(logits, targets, fused=False))
+    assert retained <= 100 * rows
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 18, 1 << 20])
+def test_the_block_is_of_the_size_asked_for(block_bytes: int) -> None:
+    case = Case(256, 16384)
+    peak = case.peak("kept_entropy", fused=False, inplace_backward=True, block_bytes=block_bytes)
+    assert 0.8 * block_bytes <= peak * case.logits_bytes <= 1.2 * block_bytes
+
+
+def test_half_precision_needs_no_float32_copy() -> None:
+    case = Case(256, 16384, 1 << 17, torch.bfloat16)
+    assert 1.0 <= case.peak("entropy", fused=False) <= 1.03
+    assert case.peak("entropy", fused=False, inplace_backward=True) <= 0.03
+
+
+def test_a_naive_loss_would_be_noticed() -> None:
+    """The counter counts: the usual formulas take three to five times the logits."""
+    logits = torch.randn(256, 4096, requires_grad=True)
+
+    def naive() -> Tensor:
+        log_p = torch.log_softmax(logits, 1)
+        return torch.autograd.grad((log_p.exp() * log_p).sum(), logits)[0]
+
+    assert live_bytes(naive).peak >= 3 * logits.numel() * logits.element_size()

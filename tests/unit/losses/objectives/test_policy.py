@@ -1,0 +1,450 @@
+"""Policy losses against transcriptions of their formulas, token by token in float64.
+
+- every objective, with and without its extras, under every normalization: values and gradients
+- zero-length responses, masked responses, whatever stands under the mask, extreme ratios
+- sums over microbatches = one big batch, for losses, gradients and metrics
+- group advantages, refusals
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import (
+    PolicyBatch,
+    PolicyOptions,
+    average_metrics,
+    group_advantages,
+    mean_count,
+    policy_loss,
+    token_weights,
+)
+
+LENGTHS = [3, 0, 5, 1, 4]
+MASKED = 3  # this response is masked wholly
+LIMIT = 7
+RECIPES = {
+    "PPO": PolicyOptions(),
+    "PPO, dual clip": PolicyOptions(dual_clip=1.2, clip_low=0.1),
+    "PPO, entropy bonus": PolicyOptions(entropy_coef=0.1),
+    "PPO, k1": PolicyOptions(kl_coef=0.3, kl_estimator="k1"),
+    "PPO, k2": PolicyOptions(kl_coef=0.3, kl_estimator="k2"),
+    "PPO, TIS": PolicyOptions(tis_clip=1.1),
+    "decoupled PPO": PolicyOptions(tis_clip=math.inf),
+    "GRPO": PolicyOptions(normalization="sequence", kl_coef=0.04),
+    "Dr. GRPO": PolicyOptions(normalization="constant", constant_length=LIMIT),
+    "DAPO": PolicyOptions(clip_high=0.28),
+    "GSPO": PolicyOptions(objective="gspo", clip_low=0.05, clip_high=0.08, normalization="sequence"),
+    "CISPO": PolicyOptions(objective="cispo", clip_low=1.0, clip_high=0.3),
+    "all at once": PolicyOptions(
+        objective="gspo",
+        clip_low=0.1,
+        clip_high=0.1,
+        dual_clip=1.1,
+        entropy_coef=0.2,
+        kl_coef=0.5,
+        tis_clip=1.2,
+        normalization="constant",
+        constant_length=LIMIT,
+    ),
+}
+
+
+def make(
+    seed: int = 0, lengths: list[int] = LENGTHS, masked: int | None = MASKED
+) -> tuple[list[torch.Tensor], list[torch.Tensor], PolicyBatch]:
+    """Log-probs and entropies that require grad, and the batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(scale: float, around: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        noise = [scale * torch.randn(n, generator=generator, dtype=torch.float64) for n in lengths]
+        return noise if around is None else [a.detach() + b for a, b in zip(around, noise, strict=True)]
+
+    log_probs = [-1 - value.abs() for value in random(1.0)]
+    masks = [torch.rand(n, generator=generator) < 0.8 for n in lengths]
+    if masked is not None:
+        masks[masked][:] = False
+    batch = PolicyBatch(
+        advantages=random(1.0),
+        loss_masks=masks,
+        old_log_probs=random(0.3, log_probs),
+        ref_log_probs=random(0.3, log_probs),
+        rollout_log_probs=random(0.3, log_probs),
+    )
+    entropies = [value.abs() for value in random(1.0)]
+    for value in [*log_probs, *entropies]:
+        value.requires_grad_()
+    return log_probs, entropies, batch
+
+
+def transcribed(
+    log_probs: list[torch.Tensor], entropies: list[torch.Tensor], batch: PolicyBatch, options: PolicyOptions
+) -> torch.Tensor:
+    """The loss of the batch, formula by formula."""
+    assert batch.old_log_probs is not None
+    responses = []  # per response that has tokens, their losses
+    for i, mask in enumerate(batch.loss_masks):
+        kept = [t for t in range(len(mask)) if mask[t]]
+        if not kept:
+            continue
+        log_ratio = sum(log_probs[i][t] - batch.old_log_probs[i][t] for t in kept) / len(kept)
+        losses = []
+        for t in kept:
+            new, old, advantage = log_probs[i][t], batch.old_log_probs[i][t], batch.advantages[i][t]
+            ratio = torch.exp(new - old)
+            if options.objective == "gspo":  # 2507.18071, eq. 14
+                ratio = torch.exp(log_ratio).detach() * torch.exp(new) / torch.exp(new).detach()
+            clipped = min(max(ratio, 1 - options.clip_low), 1 + options.clip_high)
+            if options.objective == "cispo":  # 2506.13585, eq. 4 and 5
+                objective = torch.as_tensor(clipped, dtype=torch.float64).detach() * advantage * new
+            else:  # 1707.06347, eq. 7
+                objective = min(ratio * advantage, clipped * advantage)
+            if options.dual_clip is not None and advantage < 0:  # 1912.09729
+                objective = max(objective, options.dual_clip * advantage)
+            if options.tis_clip is not None:
+                assert batch.rollout_log_probs is not None
+                objective = objective * min(math.exp(old - batch.rollout_log_probs[i][t]), options.tis_clip)
+            loss = -objective - options.entropy_coef * entropies[i][t]
+            if options.kl_coef:
+                assert batch.ref_log_probs is not None
+                ref = batch.ref_log_probs[i][t]
+                loss = (
+                    loss
+                    + options.kl_coef
+                    * {
+                        "k1": new - ref,
+                        "k2": (new - ref) ** 2 / 2,
+                        "k3": torch.exp(ref) / torch.exp(new) - 1 - (ref - new),
+                    }[options.kl_estimator]
+                )
+            losses.append(loss)
+        responses.append(losses)
+    if options.normalization == "token":
+        return sum(map(sum, responses)) / sum(map(len, responses))
+    if options.normalization == "sequence":
+        return sum(sum(losses) / len(losses) for losses in responses) / len(responses)
+    return sum(map(sum, responses)) / (len(responses) * LIMIT)
+
+
+def gradients(loss: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_equals_the_transcription(recipe: str, seed: int) -> None:
+    options = RECIPES[recipe]
+    log_probs, entropies, batch = make(seed)
+    loss, count, _ = policy_loss(log_probs, batch, options, entropies)
+    expected = transcribed(log_probs, entropies, batch, options)
+    torch.testing.assert_close(loss / count, expected, rtol=1e-12, atol=1e-14)
+    inputs = [*log_probs, *entropies]
+    torch.testing.assert_close(
+        gradients(loss / count, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_samples_reach_every_branch(recipe: str) -> None:
+    """Or equal values would say little."""
+    metrics = []
+    for seed in range(3):
+        log_probs, entropies, batch = make(seed)
+        metrics.append(policy_loss(log_probs, batch, RECIPES[recipe], entropies)[2])
+    fractions = {name: value for name, value in average_metrics(metrics).items() if "fraction" in name}
+    assert all(0 < value < 1 for value in fractions.values()) or RECIPES[recipe].tis_clip == math.inf
+
+
+def test_gspo_of_one_advantage_per_response_is_the_sequence_objective() -> None:
+    """2507.18071, eq. 5 to 7: the ratio of sequence likelihoods, differentiated as it stands."""
+    options = RECIPES["GSPO"]
+    log_probs, _, batch = make()
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.7], dtype=torch.float64)
+    assert batch.old_log_probs is not None
+    objectives = []
+    for new, old, mask, advantage in zip(
+        log_probs, batch.old_log_probs, batch.loss_masks, advantages, strict=True
+    ):
+        if mask.any():
+            ratio = torch.exp((new - old)[mask].mean())
+            objectives.append(
+                torch.min(
+                    ratio * advantage,
+                    ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantage,
+                )
+            )
+    expected = -torch.stack(objectives).mean()
+
+    loss, count, _ = policy_loss(log_probs, replace(batch, advantages=list(advantages)), options)
+    torch.testing.assert_close(loss / count, expected)
+    torch.testing.assert_close(gradients(loss / count, log_probs), gradients(expected, log_probs))
+
+
+def test_advantages_per_response_are_those_of_each_of_its_tokens() -> None:
+    log_probs, _, batch = make()
+    scalars = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(1))
+    spread = [value.expand(n) for value, n in zip(scalars, LENGTHS, strict=True)]
+    per_response = policy_loss(log_probs, replace(batch, advantages=scalars), PolicyOptions())
+    per_token = policy_loss(log_probs, replace(batch, advantages=spread), PolicyOptions())
+    assert torch.equal(per_response[0], per_token[0])
+
+
+def test_first_update_is_the_policy_gradient() -> None:
+    log_probs, _, batch = make()
+    loss, count, metrics = policy_loss(log_probs, replace(batch, old_log_probs=None), PolicyOptions())
+    expected = torch.cat([-a * m for a, m in zip(batch.advantages, batch.loss_masks, strict=True)])
+    assert torch.equal(gradients(loss, log_probs), expected)
+    assert metrics["ratio"].tolist() == [count, count]
+
+
+def part_of(batch: PolicyBatch, chosen: list[int]) -> PolicyBatch:
+    return PolicyBatch(*([values[i] for i in chosen] for values in vars(batch).values()))
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=5, max_size=5),
+    st.sampled_from(sorted(RECIPES)),
+    st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_microbatches_add_up_to_the_whole_batch(owner: list[int], recipe: str, seed: int) -> None:
+    options = RECIPES[recipe]
+    log_probs, entropies, batch = make(seed)
+    parts = [[i for i in range(5) if owner[i] == microbatch] for microbatch in sorted(set(owner))]
+    results = [
+        policy_loss([log_probs[i] for i in part], part_of(batch, part), options, [entropies[i] for i in part])
+        for part in parts
+    ]
+    loss, count, metrics = policy_loss(log_probs, batch, options, entropies)
+    assert sum(n for _, n, _ in results) == count
+
+    # As Megatron does with calculate_per_token_loss, and as it does without.
+    total = sum(part_loss for part_loss, _, _ in results)
+    normalizer = mean_count(batch.loss_masks, len(parts), options.normalization)
+    mean = sum(part_loss / normalizer for part_loss, _, _ in results) / len(parts)
+    torch.testing.assert_close(total, loss)
+    torch.testing.assert_close(mean, loss / count)
+    torch.testing.assert_close(
+        gradients(mean, [*log_probs, *entropies]), gradients(loss / count, [*log_probs, *entropies])
+    )
+
+    averages = average_metrics([part_metrics for _, _, part_metrics in results])
+    assert averages == pytest.approx(average_metrics([metrics]), nan_ok=True)
+
+
+def test_metrics_are_those_of_the_whole_batch() -> None:
+    options = replace(RECIPES["all at once"], objective="ppo", normalization="token")
+    log_probs, entropies, batch = make()
+    loss, count, metrics = policy_loss(log_probs, batch, options, entropies)
+    expected_loss = (loss / count).item()
+    loss /= count  # in place, as the schedules do
+    averages = average_metrics([metrics, metrics])
+
+    mask = torch.cat(list(batch.loss_masks))
+    new, old, rollout = (
+        torch.cat(values)[mask].detach()
+        for values in (log_probs, batch.old_log_probs, batch.rollout_log_probs)
+    )
+    advantages, ratio = torch.cat(batch.advantages)[mask], (new - old).exp()
+    outside = ((ratio > 1.1) & (advantages > 0)) | ((ratio < 0.9) & (advantages < 0))
+    expected = {
+        "loss": expected_loss,
+        "approx_kl": (ratio - 1 - ratio.log()).mean().item(),
+        "clip_fraction": outside.double().mean().item(),
+        "dual_clip_fraction": ((ratio > 1.1) & (advantages < 0)).double().mean().item(),
+        "entropy": torch.cat(entropies)[mask].mean().item(),
+        "ratio": ratio.mean().item(),
+        "ratio_max": ratio.max().item(),
+        "tis_weight": (old - rollout).exp().mean().item(),
+        "tis_clip_fraction": ((old - rollout).exp() > 1.2).double().mean().item(),
+    }
+    assert {name: averages[name] for name in expected} == pytest.approx(expected)
+    assert averages["loss"] == pytest.approx(
+        averages["pg_loss"] - 0.2 * averages["entropy"] + 0.5 * averages["kl_loss"]
+    )
+    assert all(pair.shape == (2,) and not pair.requires_grad for pair in metrics.values())
+
+
+def test_what_the_options_leave_out_has_no_metrics() -> None:
+    log_probs, _, batch = make()
+    _, _, metrics = policy_loss(log_probs, batch, PolicyOptions())
+    assert sorted(metrics) == ["approx_kl", "clip_fraction", "loss", "pg_loss", "ratio", "ratio_max"]
+    assert average_metrics([]) == {}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_stands_under_the_mask_does_not_matter(recipe: str) -> None:
+    log_probs, entropies, batch = make()
+    loss, _, metrics = policy_loss(log_probs, batch, RECIPES[recipe], entropies)
+    gradient = gradients(loss, [*log_probs, *entropies])
+
+    def poisoned(values: Any, poison: float) -> list[torch.Tensor]:
+        pairs = zip(values, batch.loss_masks, strict=True)
+        return [value.detach().masked_fill(~mask, poison) for value, mask in pairs]
+
+    nan, inf = math.nan, math.inf
+    bad = PolicyBatch(
+        poisoned(batch.advantages, nan),
+        batch.loss_masks,
+        poisoned(batch.old_log_probs, -inf),
+        poisoned(batch.ref_log_probs, inf),
+        poisoned(batch.rollout_log_probs, nan),
+    )
+    bad_log_probs = [x.requires_grad_() for x in poisoned(log_probs, -inf)]
+    bad_entropies = [x.requires_grad_() for x in poisoned(entropies, nan)]
+    bad_loss, _, bad_metrics = policy_loss(bad_log_probs, bad, RECIPES[recipe], bad_entropies)
+    assert torch.equal(bad_loss, loss)
+    assert torch.equal(gradients(bad_loss, [*bad_log_probs, *bad_entropies]), gradient)
+    assert all(torch.equal(bad_metrics[name], pair) for name, pair in metrics.items())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("lengths", [[4], [0], [0, 0]], ids=str)
+def test_nothing_to_learn_is_a_zero_that_is_part_of_the_graph(recipe: str, lengths: list[int]) -> None:
+    log_probs, entropies, batch = make(lengths=lengths, masked=0)
+    loss, count, metrics = policy_loss(log_probs, batch, RECIPES[recipe], entropies)
+    assert (loss.item(), count.item()) == (0, 0)
+    loss.backward()
+    for value in log_probs:
+        assert value.grad is not None
+        assert not value.grad.any()
+    assert math.isnan(average_metrics([metrics])["loss"])
+    assert average_metrics([metrics])["ratio_max"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("log_ratio", [1e4, -1e4, 100.0, -100.0])
+def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) -> None:
+    log_probs = [torch.tensor([-2.0, -1.0], requires_grad=True)]
+    far = [log_probs[0].detach() - log_ratio]
+    batch = PolicyBatch([torch.tensor([1.0, -1.0])], [torch.ones(2)], far, far, [log_probs[0].detach()])
+    loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), [torch.ones(2)])
+    loss.backward()
+    assert log_probs[0].grad is not None
+    assert log_probs[0].grad.isfinite().all()
+
+
+def test_float32_is_enough() -> None:
+    log_probs, _, batch = make(lengths=[3000, 500, 4000], masked=None)
+    exact, _, _ = policy_loss(log_probs, batch, RECIPES["GRPO"])
+    single = PolicyBatch(*([value.float() for value in values] for values in vars(batch).values()))
+    loss, count, _ = policy_loss([x.detach().float() for x in log_probs], single, RECIPES["GRPO"])
+    assert loss.dtype == torch.float32
+    assert count.dtype == torch.int32  # Megatron adds it to one, in place
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+def test_gradient_reaches_the_policy_only() -> None:
+    log_probs, _, batch = make()
+    for values in (batch.advantages, batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs):
+        for value in values or ():
+            value.requires_grad_()
+    options = replace(RECIPES["all at once"], entropy_coef=0.0)
+    loss, _, _ = policy_loss(log_probs, batch, options)
+    loss.backward()
+    for values in (batch.advantages, batch.old_log_probs, batch.ref_log_probs, batch.rollout_log_probs):
+        assert all(value.grad is None for value in values or ())
+
+
+def test_counts() -> None:
+    masks = [torch.tensor([1, 0, 1]), torch.zeros(0), torch.tensor([0.0]), torch.tensor([True, True])]
+    for normalization, expected, count in (
+        ("token", [1, 0, 1, 0, 1, 1], 4),
+        ("sequence", [0.5, 0, 0.5, 0, 0.5, 0.5], 2),
+        ("constant", [0.25, 0, 0.25, 0, 0.25, 0.25], 2),
+    ):
+        weights, counted = token_weights(masks, normalization, constant_length=4)  # type: ignore[arg-type]
+        assert (weights.tolist(), counted.item()) == (expected, count)
+    assert mean_count(masks, 8, "token") == 0.5
+    assert mean_count(masks[1:3], 8, "token") == 1
+    with pytest.raises(InvalidInputError, match="no responses"):
+        token_weights([], "token")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "reinforce"}, "objective must be one of"),
+        ({"kl_estimator": "k4"}, "kl_estimator must be one of"),
+        ({"normalization": "batch"}, "it must be one of"),
+        ({"clip_low": -0.1}, "clip_low"),
+        ({"clip_low": 1.1}, "clip_low"),
+        ({"clip_high": -0.1}, "clip_high"),
+        ({"clip_high": math.nan}, "clip_high"),
+        ({"dual_clip": 1.0}, "dual_clip must be greater than 1"),
+        ({"dual_clip": 2.0, "objective": "cispo"}, "leave it None"),
+        ({"tis_clip": 0.0}, "tis_clip"),
+        ({"entropy_coef": math.nan}, "entropy_coef must be finite"),
+        ({"kl_coef": -1.0}, "kl_coef must be finite and at least 0"),
+        ({"normalization": "constant"}, "constant_length"),
+        ({"normalization": "constant", "constant_length": 0}, "constant_length"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        PolicyOptions(**options)
+
+
+def test_batches_that_do_not_fit_together() -> None:
+    log_probs, entropies, batch = make()
+    short = [value[:-1] if len(value) else value for value in log_probs]
+    for name in ("advantages", "loss_masks", "old_log_probs", "ref_log_probs", "rollout_log_probs"):
+        for bad in (short, log_probs[1:], [*log_probs, log_probs[0]], [x[None] for x in log_probs]):
+            with pytest.raises(InvalidInputError, match="shapes"):
+                replace(batch, **{name: bad})
+    with pytest.raises(InvalidInputError, match="wholly masked"):
+        PolicyBatch([], [])
+    with pytest.raises(InvalidInputError, match="log_probs have the shapes"):
+        policy_loss(short, batch, PolicyOptions())
+    with pytest.raises(InvalidInputError, match="entropies have the shapes"):
+        policy_loss(log_probs, batch, PolicyOptions(), short)
+    bare = PolicyBatch(batch.advantages, batch.loss_masks)
+    with pytest.raises(InvalidInputError, match="ref_log_probs are needed"):
+        policy_loss(log_probs, bare, PolicyOptions(kl_coef=0.1))
+    with pytest.raises(InvalidInputError, match="rollout_log_probs are needed"):
+        policy_loss(log_probs, bare, PolicyOptions(tis_clip=2.0))
+    with pytest.raises(InvalidInputError, match="entropies are needed"):
+        policy_loss(log_probs, bare, PolicyOptions(entropy_coef=0.1))
+    policy_loss(log_probs, bare, PolicyOptions(), entropies)
+
+
+def test_group_advantages() -> None:
+    rewards = torch.tensor([1.0, 0.0, 5.0, 2.0, 3.0, 7.0])
+    groups = torch.tensor([7, -1, 7, -1, 7, 3])
+    of_7, of_minus_1 = [1.0, 5.0, 3.0], [0.0, 2.0]
+    mean, std = 3.0, 2.0
+    normalized = [(r - mean) / (std + 1e-6) for r in of_7]
+    other = [(r - 1.0) / (math.sqrt(2.0) + 1e-6) for r in of_minus_1]
+    expected = [normalized[0], other[0], normalized[1], other[1], normalized[2], 0.0]
+    torch.testing.assert_close(group_advantages(rewards, groups), torch.tensor(expected))
+    plain = group_advantages(rewards, groups, divide_by_std=False)
+    assert plain.tolist() == [-2, -1, 2, 1, 0, 0]
+    assert torch.equal(group_advantages(rewards.long(), groups, divide_by_std=False), plain)
+
+
+@given(st.floats(-1e3, 1e3, width=32), st.integers(1, 9))
+def test_equal_rewards_teach_nothing(reward: float, size: int) -> None:
+    advantages = group_advantages(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64))
+    assert advantages.abs().max() < 1e-6
+
+
+def test_group_advantages_refuse_what_is_not_one_per_response() -> None:
+    assert group_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    for rewards, groups in (((4,), (3,)), ((2, 2), (2, 2)), ((), ())):
+        with pytest.raises(InvalidInputError, match="must both be"):
+            group_advantages(torch.zeros(rewards), torch.zeros(groups))
+
+
+def test_low_precision_log_probs_are_refused() -> None:
+    ones = [torch.ones(2)]
+    with pytest.raises(InvalidInputError, match=r"log_probs are torch\.bfloat16"):
+        policy_loss([torch.zeros(2, dtype=torch.bfloat16)], PolicyBatch(ones, ones), PolicyOptions())

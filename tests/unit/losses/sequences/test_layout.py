@@ -1,0 +1,187 @@
+"""Layouts compared with slices of whole samples, on all ranks of context-parallel groups of 1, 2 and 4.
+
+* one rank computes each response token, from the row of the token before it, across borders of chunks too;
+* splitting, local parts and the zigzag parts are the slices, gradients included;
+* arguments that do not fit together are refused on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import SequenceLayout
+
+from .cp_reference import CORNERS, Case, Tensors, cases, zigzag
+
+
+def corners(test: Any) -> Any:
+    for case in CORNERS.values():
+        test = example(case)(test)
+    return settings(max_examples=30)(test)  # faults/test_layouts.py tries a thousand
+
+
+def _tokens(case: Case) -> Tensors:
+    """Tokens that are all different, a sample's in sequence."""
+    return [100 * sample + torch.arange(total) for sample, total in enumerate(case.totals, 1)]
+
+
+@corners
+@given(cases())
+def test_each_response_token_is_predicted_from_the_token_before_on_one_rank(case: Case) -> None:
+    tokens, seen = _tokens(case), []
+    for rank, layout in enumerate(case.layouts()):
+        stream = case.shard(tokens, rank)
+        assert layout.logits_shape == stream.shape
+        assert layout.num_rows == stream.numel()
+        mine = [
+            case.of_responses(tokens)[sample][position]
+            for sample, position in zip(layout.samples.tolist(), layout.positions.tolist(), strict=True)
+        ]
+        assert (stream.flatten()[layout.response_rows] + 1).tolist() == mine
+        assert layout.response_targets(tokens).tolist() == mine == sorted(mine)
+        assert torch.cat(case.of_responses(tokens))[layout.response_index].tolist() == mine
+        seen += mine
+    assert sorted(seen) == torch.cat(case.of_responses(tokens)).tolist()
+
+
+@corners
+@given(cases())
+def test_splitting_the_rows_of_a_rank_is_slicing_whole_samples(case: Case) -> None:
+    rows = [torch.randn(total, 2, dtype=torch.float64, requires_grad=True) for total in case.totals]
+    weights = [torch.randn(response, 2, dtype=torch.float64) for response in case.responses]
+    loss: Any = 0
+    for rank, layout in enumerate(case.layouts()):
+        local = layout.split_responses(case.shard(rows, rank).flatten(0, 1)[layout.response_rows])
+        expected = layout.local_parts(case.of_predictors(rows))
+        assert [len(part) for part in local] == list(layout.local_lengths)
+        assert all(map(torch.equal, local, expected))
+        assert all(part.requires_grad for part in local)
+        loss += sum(map(_dot, local, layout.local_parts(weights)))
+    got = torch.autograd.grad(loss, rows)
+    want = torch.autograd.grad(sum(map(_dot, case.of_predictors(rows), weights)), rows)
+    assert all(map(torch.equal, got, want))
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).sum()
+
+
+@corners
+@given(cases())
+def test_zigzag_parts(case: Case) -> None:
+    """Those of the slices of whole samples, whatever scheme the model ran under."""
+    responses = [torch.randn(response, requires_grad=True) for response in case.responses]
+    for rank, layout in enumerate(case.layouts()):
+        parts = layout.to_zigzag(responses)
+        if not case.zigzag:
+            assert [part.tolist() for part in parts] == [
+                _zigzag_part(response, prompt, rank, case.cp_size).tolist()
+                for response, prompt in zip(responses, case.prompts, strict=True)
+            ]
+        else:
+            assert all(map(torch.equal, parts, layout.local_parts(responses)))
+        assert all(part.requires_grad for part in parts)
+
+
+def _zigzag_part(response: torch.Tensor, prompt: int, cp_rank: int, cp_size: int) -> torch.Tensor:
+    """By slicing the whole sample: the values where their predictors stand, then no value."""
+    if cp_size == 1:
+        return response
+    nothing = torch.full((prompt - 1,), torch.nan)
+    sample = torch.cat([nothing, response, nothing.new_full((1,), torch.nan)])
+    tail = nothing.new_full((-len(sample) % (2 * cp_size),), torch.nan)
+    mine = zigzag(torch.cat([sample, tail]), cp_rank, cp_size)
+    return mine[~mine.isnan()]
+
+
+@given(cases(cp_sizes=(1,)))
+def test_without_context_parallelism_gathering_is_splitting(case: Case) -> None:
+    layout = case.layout(0)
+    values = torch.randn(sum(case.responses), 3, requires_grad=True)
+    parts = layout.gather_responses(values)
+    assert [len(part) for part in parts] == list(case.responses)
+    assert all(map(torch.equal, parts, layout.gather_responses(layout.split_responses(values))))
+    assert all(part.requires_grad for part in parts)
+    assert not any(part.requires_grad for part in layout.gather_responses(values.detach()))
+
+
+def test_lengths_may_be_tensors() -> None:
+    layout = SequenceLayout.build(torch.tensor([4, 6]), torch.tensor([2, 3]))
+    assert layout.response_rows.tolist() == [1, 2, 6, 7, 8]
+
+
+def test_layouts_go_to_the_device_of_the_logits() -> None:
+    layout = SequenceLayout.build([9], [4], cp_size=2, allgather_cp=True, device="meta")
+    vectors = (layout.response_rows, layout.samples, layout.positions, layout.response_index)
+    assert {vector.device.type for vector in vectors} == {"meta"}
+    assert {part.device.type for part in layout.to_zigzag([torch.zeros(4, device="meta")])} == {"meta"}
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "all-gather CP of padded samples": (
+        {"allgather_cp": True, "qkv_format": "bshd", "max_seq_lens": [8, 8]},
+        "all-gather CP .* needs qkv_format 'thd', not 'bshd'",
+    ),
+    "padded without their length": ({"qkv_format": "bshd"}, "needs max_seq_lens"),
+    "padded to several lengths": (
+        {"qkv_format": "bshd", "max_seq_lens": [8, 7]},
+        "give the same length for every sample",
+    ),
+    "padded to too little": ({"qkv_format": "bshd", "max_seq_lens": [5, 5]}, "no less than the longest"),
+    "padded for fewer samples": ({"qkv_format": "bshd", "max_seq_lens": [8]}, "for every sample"),
+    "padded with lengths of their own": (
+        {"qkv_format": "bshd", "max_seq_lens": [8, 8], "padded_lengths": [8, 8]},
+        "takes no padded_lengths",
+    ),
+    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "num_rows is for"),
+    "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "give padded_lengths"),
+    "packed with too little padding": ({"padded_lengths": [8, 4]}, "no less than its tokens"),
+    "packed with padding that does not divide": ({"padded_lengths": [8, 10]}, "a multiple of 4"),
+    "packed with padding of fewer samples": ({"padded_lengths": [8]}, "give one per sample"),
+    "too few rows": ({"num_rows": 7}, "num_rows is 7, but .* take 8 rows on each of 2"),
+    "too few rows for all-gather CP": ({"num_rows": 5, "allgather_cp": True}, "take 6 rows on each of 2"),
+    "response as long as the sample": (
+        {"response_lengths": [6, 3]},
+        "sample 0 has 6 tokens and a response of 6",
+    ),
+    "response longer than the sample": (
+        {"response_lengths": [2, 6]},
+        "sample 1 has 5 tokens and a response of 6",
+    ),
+    "negative response": ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
+    "more samples than responses": ({"response_lengths": [2]}, "2 total lengths and 1 response lengths"),
+    "no samples": ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
+    "unknown format": ({"qkv_format": "sbhd"}, "give 'thd' .* or 'bshd'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_together_is_refused_by_every_rank(wrong: str) -> None:
+    arguments, message = WRONG[wrong]
+    arguments = {"total_lengths": [6, 5], "response_lengths": [2, 3], "cp_size": 2} | arguments
+    for rank in range(2):
+        with pytest.raises(InvalidInputError, match=message):
+            SequenceLayout.build(cp_rank=rank, **arguments)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
+def test_ranks_outside_the_group_are_refused(rank: int, size: int) -> None:
+    with pytest.raises(InvalidInputError, match="0 <= cp_rank < cp_size"):
+        SequenceLayout.build([6], [2], cp_rank=rank, cp_size=size)
+
+
+def test_tensors_of_another_microbatch_are_refused() -> None:
+    layout = SequenceLayout.build([6, 5], [2, 3], cp_size=2)
+    with pytest.raises(InvalidInputError, match=r"tokens have the lengths \[6, 4\], but \[6, 5\]"):
+        layout.response_targets([torch.zeros(6), torch.zeros(4)])
+    with pytest.raises(InvalidInputError, match=r"responses have the lengths \[2\], but \[2, 3\]"):
+        layout.to_zigzag([torch.zeros(2)])
+    with pytest.raises(InvalidInputError, match=r"values of 5 tokens .* rank 0 of 2 has 1 response tokens"):
+        layout.split_responses(torch.zeros(5))
+    with pytest.raises(InvalidInputError, match="2 CP ranks; give their cp_group"):
+        layout.gather_responses(torch.zeros(1))

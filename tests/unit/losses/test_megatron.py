@@ -1,0 +1,124 @@
+"""The closure for a forward step, on one rank; on real Megatron, and on several ranks, see tests/real."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pytest_mock import MockerFixture
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func, policy_loss
+from megatron_rl_patches.losses import megatron as loss_module
+
+VOCABULARY, TEMPERATURE = 11, 0.7
+TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]
+OPTIONS = PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, normalization="sequence")
+
+
+def batch_and_tokens() -> tuple[PolicyBatch, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random() -> list[torch.Tensor]:
+        return [torch.randn(n, generator=generator) - 2 for n in RESPONSES]
+
+    masks = [torch.rand(n, generator=generator) < 0.8 for n in RESPONSES]
+    tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in TOTALS]
+    return PolicyBatch(random(), masks, random(), random(), random()), tokens
+
+
+def logits_leaf() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
+
+
+def dense(logits: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    batch, tokens = batch_and_tokens()
+    log_probs, entropies = [], []
+    for logits_sv, sample, response in zip(logits[0].split(TOTALS), tokens, RESPONSES, strict=True):
+        prompt = len(sample) - response
+        log_softmax = (logits_sv[prompt - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
+        log_probs.append(log_softmax.gather(1, sample[prompt:, None]).squeeze(1))
+        entropies.append(-(log_softmax.exp() * log_softmax).sum(dim=-1))
+    result = policy_loss(log_probs, batch, OPTIONS, entropies)
+    return result, torch.autograd.grad(result[0], logits)[0]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "inplace_backward", "normalizer"),
+    [
+        (False, False, None),
+        (True, True, None),
+        (True, False, 1.5),
+        (False, True, 1.5),
+    ],  # every pair of values
+)
+def test_loss_and_gradient_are_the_dense_ones(
+    recompute: bool, inplace_backward: bool, normalizer: float | None
+) -> None:
+    batch, tokens = batch_and_tokens()
+    loss_func = make_loss_func(
+        tokens,
+        SequenceLayout.build(TOTALS, RESPONSES),
+        batch,
+        OPTIONS,
+        temperature=TEMPERATURE,
+        recompute=recompute,
+        inplace_backward=inplace_backward,
+        normalizer=normalizer,
+    )
+    logits = logits_leaf()
+    loss, num_tokens, metrics = loss_func(logits * 1)
+    (dense_loss, dense_count, dense_metrics), dense_gradient = dense(logits_leaf())
+
+    divisor = normalizer or 1.0
+    loss.backward()
+    torch.testing.assert_close(loss, dense_loss / divisor)
+    torch.testing.assert_close(logits.grad, dense_gradient / divisor, rtol=1e-5, atol=1e-7)
+    assert num_tokens.dtype == torch.int32
+    assert num_tokens == (dense_count if normalizer is None else 1)
+    torch.testing.assert_close(metrics, dense_metrics)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_entropy_has_a_gradient_only_when_it_has_a_coefficient(
+    coefficient: float, mocker: MockerFixture
+) -> None:
+    spy = mocker.spy(loss_module, "packed_log_probs_and_entropy")
+    batch, tokens = batch_and_tokens()
+    options = replace(OPTIONS, entropy_coef=coefficient)
+    make_loss_func(tokens, SequenceLayout.build(TOTALS, RESPONSES), batch, options)(logits_leaf())
+    assert spy.call_args.kwargs["entropy_grad"] is bool(coefficient)
+    assert all(entropy.requires_grad is bool(coefficient) for entropy in spy.spy_return[1])
+
+
+def test_what_does_not_fit_is_refused_before_the_forward() -> None:
+    batch, tokens = batch_and_tokens()
+    layout = SequenceLayout.build(TOTALS, RESPONSES)
+    with pytest.raises(InvalidInputError, match="give the full responses"):
+        make_loss_func(tokens, SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
+    with pytest.raises(InvalidInputError, match="give cp_group"):
+        make_loss_func(tokens, SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
+    with pytest.raises(InvalidInputError, match="must be positive"):
+        make_loss_func(tokens, layout, batch, normalizer=0.0)
+    with pytest.raises(InvalidInputError, match="ref_log_probs are needed"):
+        make_loss_func(tokens, layout, replace(batch, ref_log_probs=None), OPTIONS)
+
+
+def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
+    batch, tokens = batch_and_tokens()
+    layout = SequenceLayout.build(TOTALS, RESPONSES)
+    logits = logits_leaf()
+    keep_mask = logits[0, layout.response_rows].detach() > -0.5
+    loss_func = make_loss_func(tokens, layout, batch, with_entropy=False, keep_mask=keep_mask)
+    loss, _, metrics = loss_func(logits)
+    assert "entropy" not in metrics
+    rows = torch.where(keep_mask, logits[0, layout.response_rows], float("-inf"))
+    targets = layout.response_targets(tokens)[:, None]
+    rows = rows.scatter(1, targets, logits[0, layout.response_rows].gather(1, targets))
+    log_probs = layout.split_responses(rows.log_softmax(1).gather(1, targets)[:, 0])
+    torch.testing.assert_close(loss, policy_loss(log_probs, batch, PolicyOptions())[0])
+    with pytest.raises(InvalidInputError, match="needs with_entropy=True"):
+        make_loss_func(tokens, layout, batch, OPTIONS, with_entropy=False)
