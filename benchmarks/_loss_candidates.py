@@ -166,9 +166,10 @@ def ours(**options: Any) -> Loss:
 
 
 NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
+COMPILED_IN_PLACE = f"{COMPILED}, in place"
 CANDIDATES = (
     Candidate(COMPILED, partial(ours, fused=True), ours=True),
-    Candidate("ours, compiled, in place", partial(ours, fused=True, inplace_backward=True), ours=True),
+    Candidate(COMPILED_IN_PLACE, partial(ours, fused=True, inplace_backward=True), ours=True),
     Candidate(PLAIN, partial(ours, fused=False), ours=True),
     Candidate("ours, plain, in place", partial(ours, fused=False, inplace_backward=True), ours=True),
     Candidate(NAIVE, naive, splits_vocabulary=False),

@@ -7,7 +7,8 @@ operators write into buffers that stay in the cache. Compiled, they need no buff
 Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
 up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
 digits of all others where these are small. Measured against float64, log-probabilities and entropies have a
-relative error below 2e-6 in the worst cases of the tests, and of 1e-7 in ordinary ones.
+relative error below 2e-6 in the worst cases of the tests, and of 1e-7 in ordinary ones. The error of
+``exp(z)`` grows with ``-z``: probabilities below 1e-20 are right to 4e-6.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _MINUS_INF = float("-inf")
 _STRETCH = 256  # columns, or so
 _SHORTEST_STRETCH = 64
 _LONGEST_STRETCH = 4096  # that is summed in float32
-_COMPILED_GRADIENT_BLOCKS = 8  # times the size of other blocks
+_COMPILED_BLOCKS = 8  # times the size of other blocks
+_LOG2_E = math.log2(math.e)
 
 
 class SoftmaxGradient(NamedTuple):
@@ -109,7 +111,7 @@ def _read_blocks(
 ) -> None:
     call = BlockFunction(block_statistics, rows, options.fused)
     buffers = 1 + options.with_entropy
-    blocks = rows.blocks(1 if call.compiled else buffers)
+    blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else stretches(rows.scratch(blocks, buffers))
     for block in blocks:
         work = None if scratch is None else scratch[:, : block.stop - block.start]
@@ -117,6 +119,11 @@ def _read_blocks(
             x = source.read(block, None if work is None else work[0])
             keep = None if mask is None else stretches(mask[block])
             result.set(block, *call(x, keep, temperature, with_entropy, work))
+
+
+def _compiled_blocks(rows: SelectedRows) -> list[slice]:
+    """Consecutive rows are read where they are, and need no buffers: larger blocks mean fewer calls."""
+    return rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
 
 
 class _PassResult(NamedTuple):
@@ -165,9 +172,9 @@ def block_statistics(
     z = scaled_(torch.sub(x, reference, out=None if buffers is None else buffers[0]), temperature)
     if with_entropy:
         z = z.clamp_(min=exp_floor(z.dtype))
-        exp_z = torch.exp(z, out=None if buffers is None else buffers[1])
+        exp_z = _exp(z, out=None if buffers is None else buffers[1])
     else:
-        exp_z = z.exp_()
+        exp_z = _exp(z, out=None if buffers is None else z)
     sum_exp = _sum_of_columns(exp_z).scatter_(1, largest[:, None], 0.0).sum(1, dtype=torch.float64)
     if not with_entropy:
         return max_logit, largest, sum_exp
@@ -192,7 +199,7 @@ def sum_exp_but_largest(x: Tensor, max_logit: Tensor, temperature: Tensor | None
 
     The largest logit's term, 1, would swallow the digits of the others where they are small.
     """
-    exp_z = scaled_(x - _finite(max_logit)[:, None], temperature).exp_()
+    exp_z = _exp(scaled_(x - _finite(max_logit)[:, None], temperature))
     return _sum_of_columns(exp_z.scatter_(1, exp_z.argmax(1, keepdim=True), 0.0))
 
 
@@ -240,11 +247,7 @@ def gradient(
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
     buffers = for_block + (masked is not None and unmasked is not None)
     buffers += unmasked is not None and unmasked.b is not None
-    if call.compiled:
-        # One pass over consecutive rows needs neither cache nor copies: larger blocks mean fewer calls.
-        blocks = rows.blocks(1, scale=_COMPILED_GRADIENT_BLOCKS if isinstance(rows.index, slice) else 1)
-    else:
-        blocks = rows.blocks(buffers)
+    blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else rows.scratch(blocks, buffers)
     temperature = rows.scalar(options.temperature)
     # A GPU would have to be asked for its answer, and masks rows at no cost.
@@ -308,9 +311,14 @@ def _contribution(
     assert max_logit is not None and a is not None
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
     if b is None:
-        return torch.exp(z, out=exp_out).mul_(a)
+        return _exp(z, exp_out).mul_(a)
     z.clamp_(min=exp_floor(z.dtype))
-    return torch.exp(z, out=exp_out).mul_(z.mul_(b).add_(a))
+    return _exp(z, exp_out).mul_(z.mul_(b).add_(a))
+
+
+def _exp(z: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return ``exp(z)`` by way of ``exp2``: on some CPUs ``torch.exp`` takes three times as long."""
+    return torch.mul(z, _LOG2_E, out=out).exp2_()
 
 
 def exp_floor(dtype: torch.dtype) -> float:

