@@ -279,7 +279,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard gone": (lambda folder: _first_file(folder).unlink(), r"1 missing \(__0_0.distcp\)"),
     "shard cut": (_cut_the_first_shard, r"1 truncated \(__0_0.distcp\)"),
     "shard garbage": (_spoil_what_rank_1_reads, r"cannot read .*: rank 1: .*__1_\d\.distcp is corrupt"),
-    "empty": (lambda folder: [file.unlink() for file in folder.iterdir()], "found: nothing"),
+    "empty": (lambda folder: [file.unlink() for file in folder.iterdir()], "but nothing"),
 }
 # megatron-core 0.19 keeps the common state elsewhere.
 COMMON_DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -362,7 +362,7 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
         "ranks apart": "rank 0: iter_0000040, rank 1: iter_0000020",
         "on one rank": "rank 1: .*nowhere: no such folder",
         "other format": "is in the format torch_dist, not torch",
-        "no such step": "ckpt_step=7 asks for iter_0000007, .*there: iter_0000040, iter_0000020",
+        "no such step": "ckpt_step=7 asks for iter_0000007, .*it has iter_0000040, iter_0000020",
         "other keys": r"every rank: .*tensors unexpected in the checkpoint \(4\): decoder\.layers\.",
         "fewer keys": r"every rank: .*tensors missing in the checkpoint \(4\): decoder\.layers\.mlp\.linear_",
         "uncovered": r"tensors missing in the checkpoint \(1\): decoder\.layers\.0\.mlp\.extra",

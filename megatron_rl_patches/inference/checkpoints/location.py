@@ -47,7 +47,7 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Locati
         raise _no_checkpoint_in(root)
     if not (root / name).is_dir():
         origin = f"{TRACKER} points at" if ckpt_step is None else f"ckpt_step={ckpt_step} asks for"
-        raise CheckpointError(f"{origin} {name}, which is not in {root}; there: {_iterations_in(root)}")
+        raise CheckpointError(f"{origin} {name}, which is not in {root}; it has {_iterations_in(root)}")
     return Location(root / name, _iteration_of(name))
 
 
@@ -108,9 +108,9 @@ def _no_checkpoint_in(folder: Path) -> CheckpointError:
     if any(_iteration_of(name) is not None for name in names):
         return CheckpointError(
             f"{folder} has no {TRACKER}, so it does not say which iteration is the latest; "
-            f"there: {_iterations_in(folder)}; give the folder of one, or ckpt_step"
+            f"it has {_iterations_in(folder)}: give the folder of one, or ckpt_step"
         )
-    return CheckpointError(f"{folder} holds no Megatron checkpoint; found: {first(names) or 'nothing'}")
+    return CheckpointError(f"{folder} holds no Megatron checkpoint, but {first(names) or 'nothing'}")
 
 
 def _iterations_in(root: Path) -> str:
