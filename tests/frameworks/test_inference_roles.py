@@ -403,9 +403,11 @@ def test_slime_evaluation_only(tmp_path: Path) -> None:
 
 def _resumed(framework: str, folder: Path, patch: bool) -> dict[str, Any]:
     with cpu_backend():
+        import torch.distributed as dist
+
         from tests.frameworks import role_jobs
 
-        policy, _ = _checkpoints(framework, folder)
+        policy, _ = _checkpoints(framework, folder / str(dist.get_rank()))
         if patch:
             apply("scheduler-resume")
         seen = {}
@@ -436,15 +438,19 @@ UNPATCHED = {
 }
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_the_schedule_goes_on_where_the_checkpoint_left_it(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("framework", "ranks"), [("slime", 1), ("openclaw", 1), ("openclaw", 2), ("miles", 1)]
+)
+def test_the_schedule_goes_on_where_the_checkpoint_left_it(
+    framework: str, ranks: int, tmp_path: Path
+) -> None:
     names = ("resumed", "resumed, miles' flag off", "without optimizer state", "fine-tuned")
-    [seen] = spawn_ranks(_resumed, 1, framework, tmp_path / "unpatched", False)
-    assert tuple(seen[name] for name in names) == UNPATCHED[framework]
-    [seen] = spawn_ranks(_resumed, 1, framework, tmp_path / "patched", True)
-    assert tuple(seen[name] for name in names) == (ONCE, ONCE, FRESH, FRESH)
-    needed = "not needed" if framework == "slime" else "applied"
-    assert seen["states"] == {"initialize_model_and_optimizer": needed, "load_checkpoint": "applied"}
+    for seen in spawn_ranks(_resumed, ranks, framework, tmp_path / "unpatched", False):
+        assert tuple(seen[name] for name in names) == UNPATCHED[framework]
+    for seen in spawn_ranks(_resumed, ranks, framework, tmp_path / "patched", True):
+        assert tuple(seen[name] for name in names) == (ONCE, ONCE, FRESH, FRESH)
+        needed = "not needed" if framework == "slime" else "applied"
+        assert seen["states"] == {"initialize_model_and_optimizer": needed, "load_checkpoint": "applied"}
 
 
 # --- NeMo-RL, AReaL -----------------------------------------------------------------------------------------
