@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -13,6 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from .rng import cuda_rng_tracker
 from .this_thread import original_of, replaced_in_this_thread
+
+_lock = threading.Lock()
+#: For each open block the tracker that it uses, if a block has made it.
+_made_trackers: list[Any] = []
 
 
 @contextmanager
@@ -62,16 +67,25 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
     """Make ``fork()`` of Megatron's RNG tracker do nothing, in this thread, which may not have seeded it."""
     from megatron.core.tensor_parallel import random as megatron_random
 
-    existed = cuda_rng_tracker() is not None
-    tracker = megatron_random.get_cuda_rng_tracker()
+    with _lock:
+        before = cuda_rng_tracker()
+        tracker = megatron_random.get_cuda_rng_tracker()
+        is_made = before is None or tracker in _made_trackers
+        if is_made:
+            _made_trackers.append(tracker)
     try:
         with replaced_in_this_thread(tracker, "fork", lambda *args, **kwargs: nullcontext()):
             yield
     finally:
-        if not existed and not tracker.get_states():
-            # Whoever seeds Megatron later still chooses what kind of tracker it gets.
-            megatron_random._CUDA_RNG_STATE_TRACKER = None
-            megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        if is_made:
+            with _lock:
+                _made_trackers.remove(tracker)
+                # Blocks of other threads get the same tracker, so the last one to end forgets it. Whoever
+                # seeds Megatron later still chooses what kind of tracker it gets.
+                is_last = tracker not in _made_trackers and cuda_rng_tracker() is tracker
+                if is_last and not tracker.get_states():
+                    megatron_random._CUDA_RNG_STATE_TRACKER = None
+                    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
 
 def _new_on_meta(cls: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:

@@ -114,6 +114,32 @@ def test_overlapping_builds_restore_the_identical_objects(first_to_end: int) -> 
     assert _replaced() == before
 
 
+def test_the_tracker_outlives_the_first_of_two_overlapping_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+    inside, first_has_ended = threading.Event(), threading.Event()
+    failures: list[Exception] = []
+
+    def second() -> None:
+        with parameters_on_meta(use_cuda=False):
+            inside.set()
+            first_has_ended.wait(30)
+            try:
+                with megatron_random.get_cuda_rng_tracker().fork():
+                    pass
+            except Exception as error:
+                failures.append(error)
+
+    thread = threading.Thread(target=second)
+    with parameters_on_meta(use_cuda=False):
+        thread.start()
+        assert inside.wait(30)
+    first_has_ended.set()
+    thread.join()
+    assert failures == []
+    assert megatron_random._CUDA_RNG_STATE_TRACKER is None
+
+
 def test_a_wrapper_that_somebody_puts_around_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     with parameters_on_meta(use_cuda=False):
