@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 R = TypeVar("R")
 
 
@@ -121,9 +122,9 @@ class LogitRows(Tensor):
 
 
 def call_with_rows(function: Callable[[Tensor], R], logits: Tensor, on_logits: Callable[[bool], R]) -> R:
-    """Call a function with :class:`LogitRows`, and another one where that needs the values of the logits.
+    """Call a function with :class:`LogitRows`, and another one if that needs the values or fails.
 
-    The first has then run up to the operation that needs the values, and has written nothing into the logits.
+    The first has then run up to some operation, and has written nothing into the logits.
 
     Args:
         function: of a tensor in the shape of ``logits``.
@@ -137,8 +138,9 @@ def call_with_rows(function: Callable[[Tensor], R], logits: Tensor, on_logits: C
             return result
     except LogitsNeeded:
         pass
-    except RuntimeError:
-        if rows.source.scored:
+    except Exception as error:
+        # One rank alone may run into these: it must not start collectives that its peers have behind them.
+        if rows.source.scored and isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
             raise
         # A kernel that found no storage, autograd that forbids to write, or an error that comes again below.
         rows.source.written = True
@@ -165,7 +167,9 @@ def _select(func: Any, tensor: LogitRows, *args: Any, **kwargs: Any) -> Any:
 
 
 def _index(func: Any, tensor: LogitRows, indices: Sequence[Tensor | None]) -> LogitRows | None:
-    if len(indices) >= tensor.dim() or any(index is not None and index.is_cuda for index in indices):
+    # A mask takes as many dimensions as it has, and anything else one. The last dimension must be left.
+    dimensions = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
+    if sum(dimensions) >= tensor.dim() or any(index is not None and index.is_cuda for index in indices):
         return None
     return LogitRows(tensor.source, func(tensor.rows, indices), tensor.divisor)
 

@@ -28,6 +28,7 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
     "cat": lambda x: torch.cat([x[0, 4:], x[1, :2], x[0, 1:2]], dim=0),
     "row numbers": lambda x: x[0][torch.tensor([4, 0, 2])],
     "mask": lambda x: x[torch.arange(B * S).view(B, S) % 3 == 0],
+    "mask of one dimension": lambda x: x[:, torch.arange(S) % 3 == 0],
     "contiguous, same dtype": lambda x: x[0, 1:3].contiguous().float().to(torch.float32),
     "divided": lambda x: x.div(0.7)[0, 2:],
     "divided late": lambda x: torch.cat([x[0, 2:], x[1, :2]]) / 0.7,
@@ -61,6 +62,8 @@ NOT_FOLLOWED: dict[str, Callable[[Tensor], Any]] = {
     "divided by a negative number": lambda x: x / -1,
     "columns": lambda x: x[..., 1:],
     "one column": lambda x: x[..., 0],
+    "a mask of elements": lambda x: x[torch.arange(B * S * V).view(B, S, V) % 3 == 0],
+    "a mask of elements of a sample": lambda x: x[0][torch.arange(S * V).view(S, V) % 3 == 0],
     "a value": lambda x: x[0, 0, 0].item(),
     "transposed": lambda x: x.transpose(-1, -2),
     "regrouped": lambda x: x.view(B, V, S),
@@ -125,8 +128,32 @@ def test_the_logits_come_in_where_they_are_needed() -> None:
 
     assert torch.equal(call(catches), logits.exp())
 
-    def raises(x: Tensor) -> Any:
-        raise RuntimeError("any")
 
-    with pytest.raises(RuntimeError, match="any"):
-        call(raises)
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize("kind", [RuntimeError, IndexError, AssertionError])
+def test_an_error_of_the_rows_is_none_of_the_logits(kind: type[Exception], scored: bool) -> None:
+    logits = logits_of_a_model()
+
+    def fails_on_rows(x: Tensor) -> Tensor:
+        if isinstance(x, LogitRows):
+            x.source.scored = scored
+            raise kind
+        return x
+
+    def raises(x: Tensor) -> Any:
+        raise kind(f"given {type(x).__name__}")
+
+    assert call_with_rows(fails_on_rows, logits, on_logits=lambda written: fails_on_rows(logits)) is logits
+    with pytest.raises(kind, match="given Tensor") as caught:
+        call_with_rows(raises, logits, on_logits=lambda written: raises(logits))
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.distributed.DistError])
+def test_an_error_of_one_rank_starts_no_collective_again(kind: type[Exception]) -> None:
+    def fails(x: Any) -> Any:
+        x.source.scored = True
+        raise kind
+
+    with pytest.raises(kind):
+        call_with_rows(fails, logits_of_a_model(), on_logits=lambda written: pytest.fail("called again"))
