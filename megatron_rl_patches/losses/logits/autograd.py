@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,14 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise
+        # Autograd names the dtype, [torch.LongTensor [5]] or [CPUBoolType [5, 8]], and the logits are the
+        # only floats that others can write.
+        if integers := re.search(r"\[[\w.]*(Long|Bool)", str(error)):
+            name = "keep_mask" if integers[1] == "Bool" else "rows or indices"
+            raise InvalidInputError(
+                f"an operation in place overwrote {name} after forward, so that the gradient cannot be "
+                f"computed. Autograd says: {error}"
+            ) from error
         raise InvalidInputError(
             "the logits were overwritten after forward, so that their gradient cannot be computed: by an "
             "inplace_backward (this is a second backward, or another loss of these logits), or by some "

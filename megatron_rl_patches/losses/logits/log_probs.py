@@ -220,8 +220,10 @@ class LogProbsAndEntropy(torch.autograd.Function):
         ctx.options, ctx.claim = options, claim
         index, ctx.slice = (None, rows.index) if isinstance(rows.index, slice) else (rows.index, None)
         saved = [value for one in softmaxes for value in one]
+        target_logit = target_logit.to(rows.dtype)
+        # The caller may change what is returned, so a copy of it is saved.
         ctx.save_for_backward(
-            logits, keep_mask, index, local_target, valid, target_logit.to(rows.dtype), log_prob, *saved
+            logits, keep_mask, index, local_target, valid, target_logit, log_prob.clone(), *saved
         )
         return log_prob, entropy
 

@@ -85,7 +85,8 @@ class LogProbsAt(torch.autograd.Function):
         ctx.options, ctx.claim = options, claim
         statistics = local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail
         ctx.save_for_backward(logits, indices, index, *statistics)
-        return log_probs, log_tail.to(rows.dtype)
+        # The caller may change what is returned, so it is no tensor that is saved.
+        return log_probs, log_tail.to(rows.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_log_tail: Tensor | None) -> tuple[Any, ...]:

@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
 
 from .test_log_probs import V, random_logits, random_targets
 
@@ -117,6 +121,20 @@ def test_another_loss_of_overwritten_logits_is_an_error(leaf: Tensor, earlier: b
     loss.backward(retain_graph=True)
     with pytest.raises(InvalidInputError, match="overwritten after forward"):
         other.backward()
+
+
+def test_what_was_overwritten_is_named(leaf: Tensor) -> None:
+    rows, keep_mask = torch.arange(ROWS).flip(0), torch.ones(ROWS, V, dtype=torch.bool)
+    for overwritten, name in ((rows, "rows or indices"), (keep_mask, "keep_mask")):
+        loss = vocab_parallel_log_probs(leaf * 1, TARGETS, rows=rows, keep_mask=keep_mask).sum()
+        overwritten.copy_(overwritten.clone())
+        with pytest.raises(InvalidInputError, match=f"overwrote {name} after forward"):
+            loss.backward()
+    indices = TARGETS[:, None].clone()
+    loss = vocab_parallel_log_probs_at(leaf * 1, indices).sum()
+    indices.copy_(TARGETS[:, None])
+    with pytest.raises(InvalidInputError, match="overwrote rows or indices after forward"):
+        loss.backward()
 
 
 def test_any_operation_that_saved_the_logits_is_an_error(leaf: Tensor) -> None:

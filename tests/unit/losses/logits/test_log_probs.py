@@ -272,6 +272,18 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_may_be_changed_in_place(dtype: torch.dtype) -> None:
+    logits = random_logits(dtype=dtype).requires_grad_()
+    results = vocab_parallel_log_probs_and_entropy(logits, random_targets())
+    [expected] = torch.autograd.grad(2 * results[0].sum() + results[1].sum(), logits)
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(logits, random_targets())
+    log_probs.unsqueeze(-1).squeeze(-1).mul_(2)
+    entropies += 1
+    [gradient] = torch.autograd.grad(log_probs.sum() + entropies.sum(), logits)
+    assert gradient.equal(expected)
+
+
 def test_double_backward_is_refused() -> None:
     """Rather than taking the gradient for a constant."""
     logits = random_logits(4, 9, torch.float64).requires_grad_()

@@ -167,6 +167,18 @@ def test_what_needs_no_gradient_costs_none() -> None:
     assert vocab_parallel_log_probs_at(logits, random_indices(T, V, 4)).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_may_be_changed_in_place(dtype: torch.dtype) -> None:
+    logits, indices = random_logits(dtype=dtype).requires_grad_(), random_indices(T, V, 3)
+    results = vocab_parallel_log_probs_at(logits, indices, with_tail=True)
+    [expected] = torch.autograd.grad(2 * results[0].sum() + results[1].sum(), logits)
+    log_probs, tail = vocab_parallel_log_probs_at(logits, indices, with_tail=True)
+    log_probs *= 2
+    tail += 1
+    [gradient] = torch.autograd.grad(log_probs.sum() + tail.sum(), logits)
+    assert gradient.equal(expected)
+
+
 def test_second_derivatives_and_overwritten_logits_are_refused() -> None:
     indices = random_indices(T, V, 4)
     leaf = random_logits().requires_grad_()
