@@ -110,7 +110,8 @@ class Samples:
         """
         position = len(self._rows)
         self._rows.append(rows)
-        self._tokens.append(_tokens_of(rows, tokens))
+        # They are read later, and may be a buffer that is filled again for the next sample.
+        self._tokens.append(_tokens_of(rows, tokens).clone())
         log_probs = PendingScores(lambda: self._scores[position][0])
         with_entropy = self._options.with_entropy
         return log_probs, PendingScores(lambda: self._scores[position][1]) if with_entropy else None

@@ -111,6 +111,12 @@ def passes() -> Any:
     )
 
 
+def reused_buffer(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    buffer = torch.empty(4, dtype=torch.int64)
+    for start in (0, 5, 11):
+        yield logits[0, start : start + 4] / temperature, buffer.copy_(TOKENS[start : start + 4])
+
+
 LAYOUTS = {"packed": packed, "padded": padded, "zigzag": zigzag, "all-gather": all_gather}
 
 
@@ -130,6 +136,13 @@ def test_all_samples_in_one_pass_are_those_one_by_one(layout: Layout, temperatur
             assert type(value) is Tensor and value.requires_grad
             torch.testing.assert_close(value, wanted)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
+
+
+def test_a_buffer_of_tokens_may_be_filled_again_for_each_sample() -> None:
+    logits, framework = model_logits(1, T, V), Framework(reused_buffer)
+    expected, scores = framework.unpatched(logits), framework.patched(logits)
+    for value, wanted in zip(scores["log_probs"], expected["log_probs"], strict=True):
+        torch.testing.assert_close(value, wanted)
 
 
 def test_an_entropy_that_is_a_metric_has_no_gradient() -> None:
