@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar, overload
 
-from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, distinct_configs
+from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs
 from .._scoped import restore, snapshot
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
@@ -208,14 +208,17 @@ def reentrant_train(target: Any, **options: Any) -> Any:
 
     Raises:
         MegatronRLPatchesError: the function has no parameter named ``model``, its body runs after the call (a
-            generator or a coroutine function), or the target is a class.
+            generator or a coroutine function), or the target is a class, or neither chunks nor a function.
     """
-    if inspect.isclass(target):
+    function = functools.partial(target).func if callable(target) else None  # that of a partial
+    if inspect.isclass(function):
         raise MegatronRLPatchesError(
-            f"{target.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
+            f"{function.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
         )
-    if not callable(target) or hasattr(target, "modules"):
-        return TrainGuard(target, **options)
+    if function is None or hasattr(target, "modules"):
+        chunks = as_chunks(target)
+        _check_chunks(chunks)
+        return TrainGuard(chunks, **options)
     bind = _model_binder(target)
     options.setdefault("installs", installs_sync_functions(target))
 
@@ -229,16 +232,32 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     return train
 
 
+def _check_chunks(chunks: Model) -> None:
+    for chunk in chunks:
+        if not hasattr(chunk, "modules") and config_of(chunk) is None:
+            raise MegatronRLPatchesError(
+                f"{type(chunk).__qualname__} is no model chunk, since it has neither modules nor a config; "
+                "give the list of model chunks, or a function that takes it as 'model'"
+            )
+
+
 def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
     """Return a function from ``args`` and ``kwargs`` of a call of the target to the arguments by name."""
     # The signature of a partial lacks the arguments that are bound already, so its function's is used.
     partial = functools.partial(target)
     function = partial.func
-    signature = inspect.signature(function)
     name = _python_function(function).__qualname__
-    if "model" not in signature.parameters:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
         raise MegatronRLPatchesError(
-            f"{name}{signature} has no parameter named 'model' (the list of model chunks); "
+            f"{name} has no signature that Python can tell; "
+            "use 'with reentrant_train(model):' inside it instead"
+        ) from error
+    parameter = signature.parameters.get("model")
+    if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise MegatronRLPatchesError(
+            f"{name}{signature} has no parameter named 'model' that takes the list of model chunks; "
             "use 'with reentrant_train(model):' inside it instead"
         )
     called = function if inspect.isroutine(function) else type(function).__call__

@@ -260,8 +260,27 @@ def test_a_target_without_model_and_a_class_are_refused_by_name() -> None:
             match=rf"{name}\(chunks: .* no parameter named 'model' .*; use 'with .*:' inside it instead$",
         ):
             reentrant_train(target)
-    with pytest.raises(MegatronRLPatchesError, match="Trainer is a class"):
-        reentrant_train(Trainer)
+    for target in (Trainer, functools.partial(Trainer), functools.partial(functools.partial(Trainer), 1)):
+        with pytest.raises(MegatronRLPatchesError, match="Trainer is a class"):
+            reentrant_train(target)
+
+
+def test_one_parameter_takes_the_model() -> None:
+    def chunks_one_by_one(*model: Any) -> None: ...
+
+    def by_keyword(**model: Any) -> None: ...
+
+    for function in (chunks_one_by_one, by_keyword):
+        with pytest.raises(MegatronRLPatchesError, match=rf"{function.__name__}\(\*.* no parameter named"):
+            reentrant_train(function)
+    with pytest.raises(MegatronRLPatchesError, match=r"^max has no signature.*; use 'with .*:' inside it"):
+        reentrant_train(max)
+
+
+@pytest.mark.parametrize("target", [5, "x", object(), [5], {"model": "x"}, classmethod(train)])
+def test_what_is_neither_a_model_nor_a_function_is_refused(target: Any) -> None:
+    with pytest.raises(MegatronRLPatchesError, match="is no model chunk"):
+        reentrant_train(target)
 
 
 def _install(config: Any, chunk: MockDDP) -> None:
