@@ -40,7 +40,7 @@ class StorageClaim:
     """The right of a backward to overwrite the logits; it lives as long as the graph of the loss.
 
     Each rank decides by its own logits whether they can be overwritten. A rank that refuses must not leave
-    the others waiting for it, so the refusal travels with the collective of the forward, and all ranks raise.
+    the others waiting for it, so the refusal travels with the collective of the forward; see :meth:`check`.
 
     Attributes:
         asked_for: whether ``inplace_backward`` was set, as it is on all ranks or on none.
@@ -51,7 +51,7 @@ class StorageClaim:
         self.asked_for, self.reason = asked_for, reason
 
     def gather(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """All-gather ``[k, n]`` to ``[tp, k, n]``, and raise where a rank cannot overwrite its logits."""
+        """All-gather ``[k, n]`` to ``[tp, k, n]``, and :meth:`check` that all can overwrite their logits."""
         if not self.asked_for:
             return all_gather(values, group)
         gathered = all_gather(torch.cat([values, self.marker(values, len(values))[:, None]], dim=1), group)
@@ -62,9 +62,13 @@ class StorageClaim:
         return like.new_full((size,), self.reason)
 
     def check(self, gathered: Tensor) -> None:
-        """Raise on every rank alike if the marker of any rank, in ``gathered`` ``[tp]``, names a reason."""
+        """Raise if the marker of any rank, in ``gathered`` ``[tp]``, names a reason.
+
+        On a CPU this is on every rank alike. On a GPU only ranks that refuse raise; the kernels of the others
+        stop with a device-side assertion, which their processes see at some later call of CUDA.
+        """
         if gathered.device.type == "cuda" and not self.reason:
-            # The device stops there. To look at the values would make the host wait.
+            # To look at the values would make the host wait.
             torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
             return
         reasons = [int(reason) for reason in gathered.tolist()]

@@ -78,10 +78,11 @@ def vocab_parallel_log_probs(
 
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective
-            (an all-gather of a few numbers per row over ``tp_group``). Whether logits can be overwritten is
-            up to each rank, so that refusal travels with the collective, and all ranks raise after it. On a
-            GPU the *values* of ``targets`` and ``rows``, and refusals of other ranks, are checked by the
-            device. In backward: the logits were overwritten since forward.
+            (an all-gather of a few numbers per row over ``tp_group``). Each rank decides whether its own
+            logits can be overwritten, and its refusal travels with the collective: on a CPU all ranks raise
+            after it, on a GPU that rank does, and the other ranks' kernels stop with a device-side assertion.
+            So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
+            logits were overwritten since forward.
     """
     options = VocabParallelOptions(
         tp_group=tp_group,

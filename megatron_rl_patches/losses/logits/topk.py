@@ -126,8 +126,8 @@ def vocab_parallel_log_probs_at(
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
             all-reduce of ``K + 2 * tp`` numbers per row), except that refusals of ``inplace_backward`` travel
-            with it. On a GPU the *values* of ``indices`` and ``rows`` are checked by the device. In backward:
-            the logits were overwritten since forward.
+            with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows``
+            are checked by the device. In backward: the logits were overwritten since forward.
     """
     options = VocabParallelOptions(
         tp_group=tp_group,
