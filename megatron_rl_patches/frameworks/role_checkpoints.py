@@ -26,6 +26,9 @@ def load_weights(
     keeps it from the optimizer, the generators and the rerun state machine, and from refusing another TP or
     PP size because of the optimizer. It then returns 0 for the iteration, which is read from the checkpoint.
 
+    Megatron's loader unpickles the checkpoint's files, which may run code that they name, unlike
+    ``load_inference_checkpoint``.
+
     Args:
         load: Megatron's function.
         arguments: those that it is called with, defaults applied.
