@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, names_by_module: Mapping[str, Iterable[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose import shall stay cheap.
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose import stays cheap.
 
     Args:
         package: ``__name__`` of the package.

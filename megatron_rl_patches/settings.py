@@ -16,7 +16,7 @@ from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from .engine import registry
-from .engine.options import OFF, ON, build, checked, field_types, items, read
+from .engine.options import OFF, ON, build, convert, field_types, items, read
 from .errors import PatchError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Settings:
             for declared in dict.fromkeys(types.values())
         }
         values = {field.name: getattr(one, field.name) for one in chosen.values() for field in fields(one)}
-        vars(self).update(values, strict=checked("strict", strict, bool), _options=chosen)
+        vars(self).update(values, strict=convert("strict", strict, bool), _options=chosen)
 
     def options_of(self, patch: Patch) -> Any:
         """Return the instance of the dataclass that the patch declares, or ``None`` if it declares none."""

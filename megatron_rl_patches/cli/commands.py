@@ -227,7 +227,7 @@ def demo(
     json_file: Annotated[Path | None, _file("--json", "Write the figures of the run.")] = None,
     plot_file: Annotated[Path | None, _file("--plot", "Draw learning curves and memory.")] = None,
     distill: Annotated[
-        bool, typer.Option("--distill", help="Distil two teachers into a student, without a reward.")
+        bool, typer.Option("--distill", help="Distill two teachers into a student, without a reward.")
     ] = False,
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")

@@ -17,7 +17,7 @@ LEGEND = """\
 The sources below were judged by their code, which was parsed and not imported. Version numbers play no part.
 
 - **fits**: the patch takes effect.
-- **not needed**: this code has no fault to mend; the patch leaves it alone.
+- **not needed**: this code has no bug to fix; the patch leaves it alone.
 - **missing**, **drifted**, **failed**: the code is not what the patch was written for, or cannot be judged.
   The patch leaves this framework alone and says so; when it is asked for by name, that is an error.
 """

@@ -94,7 +94,7 @@ def estimate(
         for owner in owners
     )
     if not hf_config and (missing := [name for name in _REQUIRED if name not in model]):
-        raise InvalidInputError(f"missing: {', '.join(missing)}; give each with --set, or give --hf-config")
+        raise InvalidInputError(f"missing: {', '.join(missing)}; pass each with --set, or pass --hf-config")
     result = memory.estimate_memory(
         description_from_hf_config(_read(hf_config), **model) if hf_config else owners[0](**model),
         parallel=owners[1](**sizes),
@@ -147,7 +147,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _replicas(world_size: int, sizes: Mapping[str, Any]) -> int:
     if "data_parallel_size" in sizes:
-        raise InvalidInputError("give --world-size or --data-parallel-size, not both")
+        raise InvalidInputError("pass --world-size or --data-parallel-size, not both")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     one_replica = prod(sizes.get(name, 1) for name in names)
     if world_size % one_replica:

@@ -26,7 +26,7 @@ _STYLES = {
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Framed and coloured on a terminal; aligned columns and whole lines otherwise."""
+    """Framed and colored on a terminal; aligned columns and whole lines otherwise."""
     console = Console()
     if not console.is_terminal:
         typer.echo(_plain(header, rows))

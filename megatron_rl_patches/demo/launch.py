@@ -100,12 +100,12 @@ def _check_sizes(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: 
     if tensor_parallel_size not in (1, 2, 4) or pipeline_parallel_size not in (1, 2):
         raise MegatronRLPatchesError(
             f"tensor-parallel size {tensor_parallel_size}, pipeline-parallel size {pipeline_parallel_size}: "
-            "the demo's model has 4 attention heads and 2 layers, so give 1, 2 or 4, and 1 or 2"
+            "the demo's model has 4 attention heads and 2 layers, so pass 1, 2 or 4, and 1 or 2"
         )
     if ranks % (size := tensor_parallel_size * pipeline_parallel_size):
         raise MegatronRLPatchesError(
             f"{ranks} ranks are no multiple of tensor-parallel size {tensor_parallel_size} × "
-            f"pipeline-parallel size {pipeline_parallel_size}: give --ranks {size}"
+            f"pipeline-parallel size {pipeline_parallel_size}: pass --ranks {size}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Log lines that say what is in place and what is not: nobody shall have to guess."""
+"""Log lines that say what is in place and what is not, so that nobody has to guess."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Announcer:
             _log_line(logging.WARNING, line)
 
     def at_exit(self, statuses: Sequence[SiteStatus]) -> None:
-        """Log what has not been said: no patched function was called, or a patched module never imported."""
+        """Log what was not logged before: the summary if nothing patched ran, and modules never imported."""
         used = [status for status in statuses if status.framework in sys.modules]
         if any(status.state not in ("waiting", "reverted") and not status.is_fault for status in used):
             self.once(used)

@@ -153,7 +153,7 @@ class Installer:
 
     @contextmanager
     def _log_internal_errors(self, required: bool = False) -> Iterator[None]:
-        """Spare the framework that runs into us a fault of our own, such as a damaged file: log it once."""
+        """Log an internal error, such as a damaged file, once, and keep it from the framework."""
         try:
             yield
         except PatchError:
@@ -161,11 +161,11 @@ class Installer:
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if required:
-                raise PatchError(f"megatron_rl_patches: something of its own is wrong: {reason}") from error
+                raise PatchError(f"megatron_rl_patches: internal error: {reason}") from error
             if not self._has_failed:
                 self._has_failed = True
                 # Not through announce.py, which may be what is damaged.
-                message = "megatron_rl_patches: something of its own is wrong: %s; going on without"
+                message = "megatron_rl_patches: internal error: %s; continuing without patches here"
                 _log.warning(message, reason)
 
     # --- judging and wrapping

@@ -69,7 +69,7 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
         if target.imported_from is not None:
             return "drifted", f"moved: {site.module} imports it from {target.imported_from}"
         if site.introduced_with and site.introduced_with not in target.module_names:
-            return "not needed", f"{site.module} does not know {site.introduced_with}"
+            return "not needed", f"{site.module} does not contain {site.introduced_with}"
         return "missing", f"{site.module} does not define {site.qualname}"
     if target.replaced_by:
         return "conflict", (
@@ -84,7 +84,7 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.requires_names if name not in target.names]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
-    return "fits", "has the fault that the patch mends"
+    return "fits", "has the bug that the patch fixes"
 
 
 def judge_site(site: Site, source: Source, module: ModuleType | None = None) -> SiteStatus:
@@ -118,7 +118,7 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
 
 
 def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
-    """Give the statuses of one patch in one framework; if one is a fault, the others share that state."""
+    """Return the statuses of one patch in one framework; if one is a fault, the others share that state."""
     fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
         return dict(statuses)

@@ -40,7 +40,7 @@ def field_types(options: Any) -> dict[str, Any]:
 def build(options: Any, values: Mapping[str, Any]) -> Any:
     """Make an instance of the dataclass; ``PatchError`` if a value is not of its field's type, or refused."""
     types = field_types(options)
-    arguments = {name: checked(name, value, types[name]) for name, value in values.items()}
+    arguments = {name: convert(name, value, types[name]) for name, value in values.items()}
     try:
         return options(**arguments)
     except MegatronRLPatchesError:
@@ -50,8 +50,8 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
         raise PatchError(f"{shown}: {error}") from error
 
 
-def checked(name: str, value: object, kind: Any) -> Any:
-    """Return the value as its type has it: a list as a tuple, a mapping as a tuple of pairs."""
+def convert(name: str, value: object, kind: Any) -> Any:
+    """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs."""
     try:
         return _converted(value, kind)
     except TypeError:
@@ -83,15 +83,15 @@ def _converted(value: Any, kind: Any) -> Any:
         if len(members) != len(kinds):
             raise TypeError
         return tuple(map(_converted, members, kinds))
-    accepted, convert, *_ = _SCALARS.get(kind, (object, None))
+    accepted, make, *_ = _SCALARS.get(kind, (object, None))
     is_switch = isinstance(value, bool) and kind in (int, float)
     if is_switch or not isinstance(value, accepted):
         raise TypeError
-    return value if convert is None else convert(value)
+    return value if make is None else make(value)
 
 
 def _parsed(text: str, kind: Any) -> object:
-    """Return the text as a value as far as that goes; what is left as text does not pass for another type."""
+    """Parse the text; text that does not parse is returned unchanged and refused by the type check."""
     if kind is bool:
         return True if text.lower() in ON else False if text.lower() in OFF else text
     if kind in (int, float):

@@ -1,6 +1,6 @@
 """What became of a selected site, which calls of ``apply()`` selected it, and with which options.
 
-A call is a :class:`Claim` as long as it may be undone on its own; ``None`` stands for all that are kept.
+A call is a :class:`Claim` as long as it may be undone on its own; ``None`` stands for all permanent ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Record:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.status = waiting(site)
-        #: Call -> whether it cannot do without the site.
+        #: Claim -> whether this call requires the site.
         self.claims: dict[Claim | None, bool] = {}
         self.attribute: PatchedAttribute | None = None
         #: Patch and framework: all sites of a group take effect, or none.
@@ -39,7 +39,7 @@ class Record:
         return any(self.claims.values())
 
     def keep(self, claim: Claim) -> None:
-        """Count a call among those that are kept."""
+        """Make a call permanent."""
         if claim in self.claims:
             self.claims[None] = self.claims.pop(claim) or self.claims.get(None, False)
 
@@ -81,7 +81,7 @@ class OptionsInForce:
         self._update(patch)
 
     def keep(self, claim: Claim) -> None:
-        """Count a call among those that are kept; of these, the options of the last one count."""
+        """Make a call permanent; of the permanent calls, the options of the last one count."""
         for patch, stack in self._stacks.items():
             merged: dict[Claim | None, Any] = {}
             for call, options in stack.items():

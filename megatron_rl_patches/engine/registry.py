@@ -41,7 +41,7 @@ def patches() -> dict[str, Patch]:
 
 
 def select(names: Collection[str], exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Patch]:
-    """Return the named patches, or when no name is given all of them but the explicit ones, and ``also``."""
+    """Return the named patches (without names: all but explicit ones), plus ``also``, minus ``exclude``."""
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
     unknown = [name for name in (*names, *also, *exclude) if name not in known]

@@ -29,7 +29,7 @@ class Site:
         adapter: called in place of the target, with the target as its first argument.
         parameters: parameters of the target that the adapter binds by name.
         requires_names: names that the target's body must contain for the adapter to make sense.
-        skip_if: returns a reason if the target's code shows that there is nothing to mend; it must not import
+        skip_if: returns a reason if the target's code shows that there is nothing to fix; it must not import
             anything.
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
@@ -71,7 +71,7 @@ class Patch:
         upstream: issues and pull requests that describe the fault.
         options: a frozen dataclass with a default for every field. Its fields become keyword arguments of
             ``Settings`` and variables ``MEGATRON_RL_PATCHES_<FIELD>``; see :mod:`.options` for their types.
-        configured: gives further sites that follow from the options.
+        configured: returns further sites that follow from the options.
         explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.
     """
 

@@ -119,7 +119,7 @@ def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
 
 
 def layers(function: Any) -> Iterator[Any]:
-    """Give the object itself, and what it wraps, down to the original."""
+    """Yield the object itself, and what it wraps, down to the original."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)

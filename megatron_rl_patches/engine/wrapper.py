@@ -18,7 +18,7 @@ from .target_source import layers, resolve
 
 
 class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """What reading the wrapper from an instance or a class gives: a method, or a plain function."""
+    """The wrapper as accessed through an instance or a class: a method, or a plain function."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         owner = getattr(self.__wrapped__, "__self__", None)

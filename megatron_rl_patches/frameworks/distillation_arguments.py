@@ -73,7 +73,7 @@ def check_arguments(args: Any) -> None:
     for name, path in args.opd_teachers.items():
         if not os.path.isdir(path):
             raise InvalidInputError(
-                f"teacher {name!r}: there is no folder {path}; give a checkpoint that all nodes can read"
+                f"teacher {name!r}: there is no folder {path}; pass a checkpoint that all nodes can read"
             )
     if getattr(args, "hf_checkpoint", None):
         from .vocabularies import check_vocabularies

@@ -87,7 +87,8 @@ def initialize(
     with inference_role(role, on_model_built) as current, preserved_rng():
         model, optimizer, scheduler, iteration = build()
     if not current.ddp_skipped:
-        _log.warning("the model of role %r was built for training, as ever: %s", role, current.reason_skipped)
+        message = "the model of role %r was built for training, as usual: %s"
+        _log.warning(message, role, current.reason_skipped)
         return model, optimizer, scheduler, iteration
     freeze_role(model, role)
     return model, None, None, iteration

@@ -54,7 +54,7 @@ def make_loss_func(
         keep_mask: columns that sampling chose from; see :func:`packed_log_probs_and_entropy`.
         inplace_backward: write the gradient into the logits; see :func:`vocab_parallel_log_probs`.
         recompute: compute the loss again in backward instead of keeping tensors; see :func:`checkpointed`.
-        normalizer: ``None`` if ``config.calculate_per_token_loss`` is on. If it is off, give
+        normalizer: ``None`` if ``config.calculate_per_token_loss`` is on. If it is off, pass
             :func:`mean_count` of the step: the loss is divided by it, and ``num_tokens`` is 1.
 
     Raises:
@@ -97,14 +97,14 @@ def checked_divisor(
     cp_group: torch.distributed.ProcessGroup | None,
     normalizer: float | None,
 ) -> float:
-    """Check that all fits the layout; return what a loss that all CP ranks compute in full is divided by."""
+    """Check batch, group and normalizer; return the divisor of a loss that every CP rank computes in full."""
     if response_lengths != list(layout.response_lengths):
         raise InvalidInputError(
             f"batch has responses of the lengths {response_lengths}, layout of "
-            f"{list(layout.response_lengths)}; under context parallelism too give the full responses"
+            f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
         )
     if layout.cp_size > 1 and cp_group is None:
-        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; give cp_group")
+        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; pass cp_group")
     if normalizer is not None and not normalizer > 0:
         raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
     return (normalizer or 1.0) * (layout.cp_size if layout.cp_size > 1 and _adds_up_parts() else 1)

@@ -1,20 +1,20 @@
 """Roles that only score get a model without DDP, gradient buffers, optimizer and scheduler.
 
-=============  ==================================  ===========================  =====================
+=============  ==================================  ===========================  ===========================
 framework      function                            for a role that only scores  left alone when
-=============  ==================================  ===========================  =====================
+=============  ==================================  ===========================  ===========================
 slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   can build without DDP
-slime, miles   ``get_optimizer_param_scheduler``   a scheduler of nothing       can build without DDP
+slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``            can build without DDP
 slime, miles   ``train``                           refuses
-slime          ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  never only evaluates
+slime          ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
 Megatron-LM    ``get_model``                       no DDP
 Megatron-LM    ``load_checkpoint``                 loads the weights alone
-megatron-core  ``get_megatron_optimizer``          an optimizer of nothing
+megatron-core  ``get_megatron_optimizer``          ``NullOptimizer``
 Bridge         ``get_model``                       no DDP
 NeMo-RL        ``setup_reference_model_state``     no DDP                       passes wrap_with_ddp
 NeMo-RL        ``setup_model_and_optimizer``       no optimizer: no DDP         passes wrap_with_ddp
 AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         decides about DDP
-=============  ==================================  ===========================  =====================
+=============  ==================================  ===========================  ===========================
 
 OpenClaw-RL vendors slime under its own name. What happens for such a role is in
 :mod:`..frameworks.inference_roles`, :mod:`..frameworks.role_setup` and :mod:`..frameworks.role_checkpoints`.
@@ -55,7 +55,7 @@ class InferenceOnlyOptions:
 
 
 def _keyword(tree: ast.AST | None, name: str, *values: object) -> bool:
-    """Does any call in the tree pass the keyword (with one of these constants, where there are any)?"""
+    """Return whether any call passes the keyword; if values are named, with one of these constants."""
     return tree is not None and any(
         keyword.arg == name
         and (not values or (isinstance(keyword.value, ast.Constant) and keyword.value.value in values))
@@ -74,9 +74,9 @@ def _has_no_evaluation_branch(target: TargetSource) -> str | None:
     return None if "num_rollout" in target.names else "it has no evaluation-only branch"
 
 
-def _says_whether_to_wrap(target: TargetSource) -> str | None:
-    says = _keyword(target.function, "wrap_with_ddp")
-    return "it says itself whether the model is wrapped in DDP" if says else None
+def _passes_wrap_with_ddp(target: TargetSource) -> str | None:
+    passes = _keyword(target.function, "wrap_with_ddp")
+    return "it passes wrap_with_ddp itself" if passes else None
 
 
 def _engine_knows_ddp(target: TargetSource) -> str | None:
@@ -207,7 +207,7 @@ def bridge_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs:
 
 
 patch.wrap(
-    _NEMO_RL, "setup_reference_model_state", requires_names=("get_model",), skip_if=_says_whether_to_wrap
+    _NEMO_RL, "setup_reference_model_state", requires_names=("get_model",), skip_if=_passes_wrap_with_ddp
 )(calls("role_setup.set_up_reference_state"))
 
 patch.wrap(
@@ -215,7 +215,7 @@ patch.wrap(
     "setup_model_and_optimizer",
     parameters=("load_optimizer",),
     requires_names=("get_model",),
-    skip_if=_says_whether_to_wrap,
+    skip_if=_passes_wrap_with_ddp,
 )(calls("role_setup.set_up_policy"))
 
 

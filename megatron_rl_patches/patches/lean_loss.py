@@ -1,17 +1,20 @@
 """Log-probabilities and entropy at the memory floor in frameworks' losses, without reentrant checkpointing.
 
-============  ===============================================  ==========================  ===================
-framework     function                                         in its place                left alone when
-============  ===============================================  ==========================  ===================
-slime, miles  ``loss_function``                                not reentrant               it is not reentrant
-slime, miles  ``get_log_probs_and_entropy``                    rows are named, not copied  it computes itself
-slime, miles  ``calculate_log_probs_and_entropy``              one pass for all samples
-slime, miles  ``allgather_cp_redistribute``                    a metric has no backward    as the values have
-slime         ``compute_log_probs``                            logits stay as they are
-verl          ``vocab_parallel_log_probs_from_logits``         written in backward only
-verl          ``vocab_parallel_entropy`` (``_with_chunking``)  keeps no softmax
-verl          ``_lm_head_logits_processor``                    one pass, no clone          it does not clone
-============  ===============================================  ==========================  ===================
+============  ========================================  ===========================  =========================
+framework     function                                  in its place                 left alone when
+============  ========================================  ===========================  =========================
+slime, miles  ``loss_function``                         not reentrant                it is not reentrant
+slime, miles  ``get_log_probs_and_entropy``             rows are named, not copied   the module computes
+                                                                                     log-probs itself
+slime, miles  ``calculate_log_probs_and_entropy``       one pass for all samples
+slime, miles  ``allgather_cp_redistribute``             entropy metric: no backward  its placeholder already
+                                                        collective                   follows the values
+slime         ``compute_log_probs``                     logits stay as they are
+verl          ``vocab_parallel_log_probs_from_logits``  written in backward only
+verl          ``vocab_parallel_entropy``                keeps no softmax
+verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
+verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
+============  ========================================  ===========================  =========================
 
 OpenClaw-RL vendors slime under its own name. What takes the place of these functions is in
 :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
@@ -49,8 +52,8 @@ def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
     checkpoints = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == "checkpoint"]
     if not checkpoints:
         return "it does not checkpoint the loss"
-    says = all(any(keyword.arg == "use_reentrant" for keyword in call.keywords) for call in checkpoints)
-    return "it says use_reentrant itself" if says else None
+    passes = all(any(keyword.arg == "use_reentrant" for keyword in call.keywords) for call in checkpoints)
+    return "it passes use_reentrant itself" if passes else None
 
 
 def _placeholder_follows_values(target: TargetSource) -> str | None:
@@ -78,9 +81,6 @@ def _does_not_clone(target: TargetSource) -> str | None:
 
 def _walk(tree: ast.AST | None) -> list[ast.AST]:
     return [] if tree is None else list(ast.walk(tree))
-
-
-# --- adapters
 
 
 # --- sites

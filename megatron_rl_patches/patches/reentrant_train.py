@@ -92,12 +92,12 @@ def _tests_handles_first(target: TargetSource) -> bool:
 
 
 def _train_is_reentrant(target: TargetSource) -> str | None:
-    """A loop is not when it fails on what a former call left, or leaves something when it raises."""
+    """A loop is not re-entrant if it fails on leftovers of an earlier call, or leaves some when it raises."""
     fails = _asserts_no_sync_func(target.function) or _calls_interval_timer(target, "start")
     cleans_up = any(node.finalbody or node.handlers for node in _walk(target, ast.Try))
     if fails or not cleans_up:
         return None
-    return "it does not fail after a former call, and cleans up when it raises"
+    return "it does not fail after an earlier call, and cleans up when it raises"
 
 
 def _setup_is_reentrant(target: TargetSource) -> str | None:

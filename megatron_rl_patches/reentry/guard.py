@@ -87,7 +87,8 @@ class TrainGuard:
                 clean_up()
             except Exception as failure:
                 # Only a warning, since the caller has to see the exception of the training step.
-                _log.warning("cleaning up after it failed: %s: %s", type(failure).__name__, failure)
+                message = "clean-up after an exception in train() failed: %s: %s"
+                _log.warning(message, type(failure).__name__, failure)
 
     def _restore(self) -> None:
         for owner, attributes in self._attributes_at_entry:
@@ -137,8 +138,8 @@ def installs_sync_functions(function: Callable[..., Any]) -> bool:
     The bytecode decides, two calls deep within the function's package; calls are followed if they are made by
     a global name, so methods are not.
 
-    Nothing can decide this while the function runs: a loop that installs has to read ``None`` first, and a
-    schedule below a loop that does not install has to read the function.
+    This must be decided before the call: a loop that installs needs ``None`` at entry, while one that does
+    not needs the installed function kept.
     """
     return _sets_sync_functions(_python_function(function), _CALLS_DEEP)
 

@@ -130,7 +130,7 @@ def test_the_reward_rises_where_the_model_is_split(
     ("ranks", "sizes", "message"),
     [
         (2, (3, 1), "tensor-parallel size 3, pipeline-parallel size 1: .* 4 attention heads and 2 layers"),
-        (2, (2, 2), "2 ranks are no multiple of .* give --ranks 4"),
+        (2, (2, 2), "2 ranks are no multiple of .* pass --ranks 4"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(ranks: int, sizes: tuple[int, int], message: str) -> None:

@@ -57,7 +57,7 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
                 forward_topk(student, microbatches(), **refused)
         # Only the last stage can see it, and all stages raise.
         for spoil, message in (
-            (lambda ids: None, "neither k nor"),
+            (lambda ids: None, "pass k or"),
             (lambda ids: ids[:3], "ids for 3 samples, and the microbatches have 7"),
             (lambda ids: [*ids[:6], ids[6][:, :2]], r"sample 6 is \[1, 2\]. Expected: \[1, 5\]"),
             (lambda ids: [ids[0][1:], *ids[1:]], r"sample 0 is \[7, 5\]. Expected: \[8, 5\]"),

@@ -146,7 +146,7 @@ class TestCheck:
             "framework": "mrp_framework",
             "target": TARGET,
             "state": "fits",
-            "reason": "has the fault that the patch mends",
+            "reason": "has the bug that the patch fixes",
         }
 
     def test_markdown(self, tmp_path: Path) -> None:

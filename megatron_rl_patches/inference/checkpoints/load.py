@@ -213,7 +213,7 @@ def _without_inert_extra_states(state: _State, folder: Path) -> _State:
 
 @contextmanager
 def _on_all_ranks_or_none(action: str, outcome: str = _AS_BEFORE) -> Iterator[None]:
-    """If the body fails on some rank, raise on all a ``CheckpointError`` that names those where it failed."""
+    """Raise ``CheckpointError`` on every rank if the body fails on any, naming those ranks."""
     error: Exception | None = None
     reason = None
     try:

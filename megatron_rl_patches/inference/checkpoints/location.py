@@ -36,7 +36,7 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Locati
         if ckpt_step is not None:
             raise CheckpointError(
                 f"ckpt_step={ckpt_step} chooses among the iterations of a checkpoint root, "
-                f"but {root} is the checkpoint of one iteration; give its parent, or no ckpt_step"
+                f"but {root} is the checkpoint of one iteration; pass its parent, or no ckpt_step"
             )
         return Location(root, _iteration_of(root.name))
     if ckpt_step is not None:
@@ -108,9 +108,10 @@ def _no_checkpoint_in(folder: Path) -> CheckpointError:
     if any(_iteration_of(name) is not None for name in names):
         return CheckpointError(
             f"{folder} has no {TRACKER}, so it does not say which iteration is the latest; "
-            f"it has {_iterations_in(folder)}: give the folder of one, or ckpt_step"
+            f"it has {_iterations_in(folder)}: pass the folder of one, or ckpt_step"
         )
-    return CheckpointError(f"{folder} holds no Megatron checkpoint, but {first(names) or 'nothing'}")
+    content = f"it contains {first(names)}" if names else "it is empty"
+    return CheckpointError(f"{folder} is not a Megatron checkpoint: {content}")
 
 
 def _iterations_in(root: Path) -> str:

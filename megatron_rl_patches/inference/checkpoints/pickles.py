@@ -179,7 +179,8 @@ class MetadataUnpickler(pickle.Unpickler):
 class _ExtraStateUnpickler(pickle.Unpickler):
     """For extra states, which also hold recipes of TransformerEngine: classes of enums and dataclasses.
 
-    Nothing may become an :class:`Inert` object here: who unpickles it again gets, and calls, the real one.
+    Nothing may become an :class:`Inert` object here, because TransformerEngine unpickles the bytes again with
+    the real classes.
     """
 
     def find_class(self, module: str, name: str) -> Any:

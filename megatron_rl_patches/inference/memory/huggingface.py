@@ -89,7 +89,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     if missing:
         listed = ", ".join(f"{names[name]} (--set {name}=...)" for name in missing)
         raise InvalidInputError(
-            f"the configuration leaves {listed} to the defaults of {kind}; give the numbers"
+            f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
         )
     return GPTDescription(**fields)
 

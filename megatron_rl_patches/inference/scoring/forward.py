@@ -144,7 +144,7 @@ def forward_topk(
     _check_temperature(temperature)
     if allgather_cp:
         raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or give a "
+            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
             "`forward` that returns the logits of whole sequences."
         )
     most = vocab_size or vocabulary_of(model)
@@ -179,7 +179,7 @@ def _problem_with_ids(
 ) -> str | None:
     """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
     if is_none:
-        return "neither k nor `at` is given: which tokens of the vocabulary to score?"
+        return "pass k or `at`: they say which tokens of the vocabulary to score."
     lengths: dict[int, int] = {}
     for batch in batches:
         lengths.update(zip(batch.indices, batch.layout.response_lengths, strict=True))

@@ -52,7 +52,7 @@ def parse_microbatches(
         device: where the logits will be.
     """
     if not mappings:
-        raise InvalidInputError("there are no microbatches to score: give every rank one at least.")
+        raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     microbatches: list[Microbatch] = []
     count = 0
     rank: dict[str, Any] = {"cp_rank": cp_rank, "cp_size": cp_size, "device": device}
@@ -67,8 +67,8 @@ def parse_microbatches(
     indices = [index for microbatch in microbatches for index in microbatch.indices]
     if sorted(indices) != list(range(count)):
         raise InvalidInputError(
-            f"indices [{first(indices)}] are no permutation of 0 to {count - 1}: give each of the {count} "
-            "samples its own position in the result, in all microbatches or in none."
+            f"indices [{first(indices)}] are no permutation of 0 to {count - 1}: pass for each of the "
+            f"{count} samples its own position in the result, in all microbatches or in none."
         )
     return microbatches
 

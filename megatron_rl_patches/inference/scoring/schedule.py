@@ -50,7 +50,7 @@ def forward_only(
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if len(chunks) != virtual:
         raise InvalidInputError(
-            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: give "
+            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: pass "
             "all chunks of this rank, built for the parallel groups that are initialized."
         )
     config = get_model_config(chunks[0])

@@ -155,7 +155,7 @@ class TeacherPool:
             if weight.requires_grad:
                 raise InferenceOnlyError(
                     f"{name} requires grad: a pool overwrites the weights of its model, which must be one "
-                    "that does not train. Freeze it (requires_grad_(False)), or give the pool its own."
+                    "that does not train. Freeze it (requires_grad_(False)), or pass a model of its own."
                 )
         return layout_of(self._chunks)
 
@@ -176,7 +176,7 @@ class TeacherPool:
         return self._resident
 
     def _snapshot(self) -> HostCopy | None:
-        """Return what the model holds, copied if it is no teacher's; ``None`` if there is nothing to lose."""
+        """Return a host copy of the current weights; ``None`` if they are all NaN or partially written."""
         resident = self._resident_copy()
         if resident is None and not self._partially_written and not all_nan(self._chunks):
             return HostCopy(self._checked_layout().storages)
@@ -207,7 +207,7 @@ class TeacherPool:
         states = [source] if isinstance(source, Mapping) else list(source)
         if (count := len(states)) != len(self._chunks):
             raise InvalidInputError(
-                f"{count} state dicts for {len(self._chunks)} model chunks: give one each."
+                f"{count} state dicts for {len(self._chunks)} model chunks: pass one each."
             )
         weights = {
             prefix + name: weight

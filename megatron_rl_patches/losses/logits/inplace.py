@@ -22,12 +22,12 @@ _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
 
 _LEAF = (
-    "inplace_backward would overwrite a leaf that requires grad: give the output of an operation, "
+    "inplace_backward would overwrite a leaf that requires grad: pass the output of an operation, "
     "or inplace_backward=False"
 )
 _PART = (
     "inplace_backward needs logits with a storage of their own, and these are a part of something "
-    "larger: give the whole (rows= selects), or inplace_backward=False"
+    "larger: pass the whole (rows= selects), or inplace_backward=False"
 )
 _CLAIMED = (
     "these logits were given to another inplace_backward: only one loss can have their storage; "

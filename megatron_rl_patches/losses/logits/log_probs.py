@@ -253,7 +253,7 @@ def _gradient(
     has_grad = torch.zeros_like(valid)
     if grad_log_prob is not None:
         has_grad |= grad_log_prob != 0
-        at_target -= grad_log_prob * log_prob.expm1()  # 1 - p, of a p that may be next to 1
+        at_target -= grad_log_prob * log_prob.expm1()  # 1 - p, accurate when p is near 1
     if grad_entropy is not None:
         assert of_entropy.mean_z is not None
         has_grad |= grad_entropy != 0

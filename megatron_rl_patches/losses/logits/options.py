@@ -44,7 +44,7 @@ class VocabParallelOptions:
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
         if self.tp_group is not None and dist.get_rank(self.tp_group) < 0:
             raise InvalidInputError(
-                "this rank is not in tp_group: give the group that holds its part of the vocabulary"
+                "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
             )
 
     @property

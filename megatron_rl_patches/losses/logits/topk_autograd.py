@@ -142,7 +142,7 @@ def _total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
     ``ids`` and ``tail`` ``[rows, any]`` are the logs of the terms inside and outside of the ids.
     """
     log_ids, log_tail = (part.logsumexp(1, keepdim=True) for part in (ids, tail))
-    # A difference of two logarithms would lose the digits of a tail next to 1.
+    # A difference of two logarithms would lose the digits of a tail near 1.
     log_share = torch.nn.functional.logsigmoid(log_tail - log_ids)
     return torch.logaddexp(log_ids, log_tail), log_share.squeeze(1)
 

@@ -38,7 +38,7 @@ class Ids(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of this rank that the ids of a block of rows stand for.
+    """Local columns for the token ids of one block of rows.
 
     An id of another rank is given the column of a local id of the same row, so that reading and writing all
     ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
@@ -143,11 +143,11 @@ class Gradients(NamedTuple):
     def of_tail(self, block: slice, g_total: Tensor, temperature: float) -> tuple[SoftmaxGradient, Tensor]:
         """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""
         log_tail, h, tail_max = self.log_tail[block], self.h[block].double(), self.tail_max[block]
-        # An empty tail gets no gradient; in a row that NaN has spoilt it gets NaN like all the rest.
+        # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
         is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
-        counts = self.has_grad[block] & ~is_empty
+        has_gradient = self.has_grad[block] & ~is_empty
         a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
-        return SoftmaxGradient(tail_max[:, None], a.to(tail_max.dtype)[:, None]), counts[:, None]
+        return SoftmaxGradient(tail_max[:, None], a.to(tail_max.dtype)[:, None]), has_gradient[:, None]
 
     def at_ids(
         self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, temperature: float
@@ -156,7 +156,7 @@ class Gradients(NamedTuple):
         max_logit, log_sum_exp = self.max_logit[block, None].double(), self.log_sum_exp[block, None]
         log_p = (logits.double() - max_logit) / temperature - log_sum_exp
         of_others = (g_total + self.h[block])[:, None] - g_at_ids
-        # 1 - p, of a p that may be next to 1
+        # 1 - p, accurate when p is near 1
         gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / temperature
         return torch.where(self.has_grad[block, None], gradient, 0.0)
 

@@ -80,7 +80,7 @@ class DistillationBatch:
     def __post_init__(self) -> None:
         if not (self.loss_masks and self.teachers):
             raise InvalidInputError(
-                f"{len(self.loss_masks)} responses and {len(self.teachers)} teachers were given; give at "
+                f"{len(self.loss_masks)} responses and {len(self.teachers)} teachers were given; pass at "
                 "least one of each, and a response that is wholly masked where there is none"
             )
         if None in self.teachers:

@@ -116,7 +116,7 @@ class PolicyBatch:
 
     def __post_init__(self) -> None:
         if len(self.loss_masks) == 0:
-            raise InvalidInputError("a microbatch without responses has no loss; give one wholly masked")
+            raise InvalidInputError("a microbatch without responses has no loss; pass one wholly masked")
         lengths = self.response_lengths
         check_lengths("loss_masks", self.loss_masks, lengths)
         check_lengths("advantages", self.advantages, lengths, scalars=True)
@@ -174,7 +174,7 @@ def policy_loss(
     if options.entropy_coef and entropies is None:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
-        raise InvalidInputError(f"log_probs are {dtype}; give float32 or float64, in which they are computed")
+        raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
     weights_n, count = token_weights(batch.loss_masks, options.normalization, options.constant_length, dtype)
     mask_n = weights_n > 0
 

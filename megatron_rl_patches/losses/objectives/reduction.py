@@ -54,7 +54,7 @@ def token_weights(
     """
     check_normalization(normalization, constant_length)
     if not loss_masks:
-        raise InvalidInputError("there are no responses; give one that is wholly masked where there is none")
+        raise InvalidInputError("there are no responses; pass one that is wholly masked where there is none")
     weights = [(mask != 0).to(dtype) for mask in loss_masks]
     tokens_b = torch.stack([(mask != 0).sum() for mask in loss_masks])
     count = tokens_b.sum() if normalization == "token" else (tokens_b > 0).sum()
@@ -96,7 +96,7 @@ def check_normalization(normalization: str, constant_length: int | None) -> None
         raise InvalidInputError(f"normalization is {normalization!r}; it must be one of {known}")
     if normalization == "constant" and (constant_length is None or constant_length <= 0):
         raise InvalidInputError(
-            f"normalization 'constant' divides by constant_length, which is {constant_length}; give a length "
+            f"normalization 'constant' divides by constant_length, which is {constant_length}; pass a length "
             "that stays the same throughout training, such as the longest response allowed"
         )
 
@@ -104,7 +104,10 @@ def check_normalization(normalization: str, constant_length: int | None) -> None
 def metrics_of(
     in_loss: Mapping[str, Tensor], per_token: Mapping[str, Tensor], weights_n: Tensor, count: Tensor
 ) -> dict[str, Tensor]:
-    """Return detached ``[sum, count]`` pairs of values ``[n]``: weighted as the loss, or each token alike."""
+    """Return detached ``[sum, count]`` pairs of values ``[n]``.
+
+    Values ``in_loss`` are weighted like the loss, values ``per_token`` unweighted over tokens with a weight.
+    """
     mask_n = (weights_n > 0).to(weights_n.dtype)
     groups = ((in_loss, weights_n, count), (per_token, mask_n, mask_n.sum()))
     return {

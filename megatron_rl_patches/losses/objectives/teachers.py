@@ -82,7 +82,7 @@ def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float
 def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
     """Raise :class:`InvalidInputError` if there are no distributions, or if their indices differ."""
     if not distributions:
-        raise InvalidInputError("there are no teachers; give at least one")
+        raise InvalidInputError("there are no teachers; pass at least one")
     first = distributions[0].indices
     for number, distribution in enumerate(distributions[1:], 1):
         indices = distribution.indices

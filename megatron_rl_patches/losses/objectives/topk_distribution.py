@@ -89,7 +89,7 @@ class TopKDistribution:
         ks = [distribution.k for distribution in distributions]
         if len(set(ks)) != 1:
             raise InvalidInputError(
-                f"the distributions have k of {ks}; give at least one, and the same k for all"
+                f"the distributions have k of {ks}; pass at least one, and the same k for all"
             )
         parts = zip(*(distribution._tensors for distribution in distributions), strict=True)
         return TopKDistribution(*map(torch.cat, parts))

@@ -143,7 +143,7 @@ class SequenceLayout:
         if len(values) != len(self.response_index):
             raise InvalidInputError(
                 f"values of {len(values)} tokens were given; CP rank {self.cp_rank} of {self.cp_size} has "
-                f"{len(self.response_index)} response tokens: give one value for each of response_rows"
+                f"{len(self.response_index)} response tokens: pass one value for each of response_rows"
             )
         return list(torch.split(values, list(self.local_lengths)))
 
@@ -221,12 +221,12 @@ class SequenceLayout:
         if sizes != list(lengths):
             raise InvalidInputError(
                 f"{name} have the lengths {sizes}, but {list(lengths)} in the layout of CP rank "
-                f"{self.cp_rank} of {self.cp_size}; give {name} and layout of the same microbatch"
+                f"{self.cp_rank} of {self.cp_size}; pass {name} and layout of the same microbatch"
             )
 
     def _check_group(self, cp_group: dist.ProcessGroup | None) -> None:
         if cp_group is None and self.cp_size > 1:
-            raise InvalidInputError(f"the layout is for {self.cp_size} CP ranks; give their cp_group")
+            raise InvalidInputError(f"the layout is for {self.cp_size} CP ranks; pass their cp_group")
         rank, size = (0, 1) if cp_group is None else (dist.get_rank(cp_group), dist.get_world_size(cp_group))
         if (rank, size) != (self.cp_rank, self.cp_size):
             raise InvalidInputError(

@@ -18,11 +18,11 @@ def integers(lengths: Iterable[int]) -> Lengths:
 
 
 def check_lengths(totals: Lengths, responses: Lengths) -> None:
-    """Check that there is a response for every sample, shorter than that."""
+    """Check that every sample has one response, shorter than the sample."""
     if not totals or len(totals) != len(responses):
         raise InvalidInputError(
             f"{len(totals)} total lengths and {len(responses)} response lengths were given; "
-            "give one of each per sample, for at least one sample"
+            "pass one of each per sample, for at least one sample"
         )
     for sample, (total, response) in enumerate(zip(totals, responses, strict=True)):
         if not 0 <= response < total:
@@ -34,9 +34,9 @@ def check_lengths(totals: Lengths, responses: Lengths) -> None:
 
 def check_context_parallel(cp_rank: int, cp_size: int, allgather_cp: bool, qkv_format: str) -> None:
     if qkv_format not in ("thd", "bshd"):
-        raise InvalidInputError(f"qkv_format is {qkv_format!r}; give 'thd' (packed) or 'bshd' (padded)")
+        raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
     if not 0 <= cp_rank < cp_size:
-        raise InvalidInputError(f"cp_rank is {cp_rank} and cp_size {cp_size}; give 0 <= cp_rank < cp_size")
+        raise InvalidInputError(f"cp_rank is {cp_rank} and cp_size {cp_size}; pass 0 <= cp_rank < cp_size")
     if allgather_cp and qkv_format != "thd":
         raise InvalidInputError(
             f"all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not {qkv_format!r}; "
@@ -62,20 +62,20 @@ def pad(
         if len(maximum) != len(totals) or len(set(maximum)) != 1 or maximum[0] < max(totals):
             raise InvalidInputError(
                 f"max_seq_lens are {list(maximum)} for samples of {list(totals)} tokens; "
-                "give the same length for every sample, no less than the longest"
+                "pass the same length for every sample, no less than the longest"
             )
         if num_rows is not None:
             raise InvalidInputError("num_rows is for qkv_format 'thd'; 'bshd' takes max_seq_lens only")
         length = _round_up(maximum[0], multiple)
         return (length,) * len(totals), (len(totals), length // cp_size)
     if max_seq_lens is not None:
-        raise InvalidInputError("max_seq_lens are for qkv_format 'bshd'; for 'thd' give padded_lengths")
+        raise InvalidInputError("max_seq_lens are for qkv_format 'bshd'; for 'thd' pass padded_lengths")
     default = (_round_up(total, multiple) for total in totals)
     padded = integers(default if padded_lengths is None else padded_lengths)
     if len(padded) != len(totals) or any(p < t or p % multiple for p, t in zip(padded, totals, strict=True)):
         raise InvalidInputError(
             f"padded_lengths are {list(padded)} for samples of {list(totals)} tokens; "
-            f"give one per sample, no less than its tokens and a multiple of {multiple}"
+            f"pass one per sample, no less than its tokens and a multiple of {multiple}"
         )
     needed = _round_up(sum(padded), cp_size) // cp_size
     if num_rows is not None and num_rows < needed:

@@ -73,12 +73,12 @@ def rows_of(logits: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
     if tuple(logits.shape[:-1]) not in (layout.logits_shape, (layout.num_rows,)):
         raise InvalidInputError(
             f"logits are {list(logits.shape)}, but their layout is {list(layout.logits_shape)} without the "
-            "vocabulary: give [batch, seq, vocab] of the lengths that it was built for (of packed samples "
+            "vocabulary: pass [batch, seq, vocab] of the lengths that it was built for (of packed samples "
             "padded at the end, num_rows=logits.shape[1])"
         )
     if logits.device != layout.response_rows.device:
         raise InvalidInputError(
             f"logits are on {logits.device}, their layout on {layout.response_rows.device}; "
-            "give device=logits.device to SequenceLayout.build"
+            "pass device=logits.device to SequenceLayout.build"
         )
     return logits.flatten(0, -2)

@@ -230,14 +230,14 @@ class TestOwnFaults:
         importlib.import_module(f"{broken}.model")
         importlib.import_module(f"{broken}.actor")
         assert caplog.messages == [
-            "megatron_rl_patches: something of its own is wrong: RuntimeError: a file is damaged; going on "
-            "without"
+            "megatron_rl_patches: internal error: RuntimeError: a file is damaged; continuing "
+            "without patches here"
         ]
 
     def test_an_error_where_it_is_a_must(self, broken: str) -> None:
         apply("tagging")
         self.break_it()
-        with pytest.raises(PatchError, match="of its own is wrong: RuntimeError: a file is damaged"):
+        with pytest.raises(PatchError, match="internal error: RuntimeError: a file is damaged"):
             importlib.import_module(f"{broken}.model")
 
 
@@ -251,7 +251,7 @@ def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Pat
     assert judged == [
         ("tagging", name, f"{name}.model.train", "missing", f"held back: {gone}"),
         ("tagging", name, f"{name}.model.gone", "missing", gone.partition(": ")[2]),
-        ("other", name, f"{name}.model.save", "fits", "has the fault that the patch mends"),
+        ("other", name, f"{name}.model.save", "fits", "has the bug that the patch fixes"),
         ("other", "nowhere", "nowhere.model.train", "absent", "no nowhere in checkout"),
     ]
     assert [bool(f.fingerprint) for f in statuses] == [False, False, True, False]

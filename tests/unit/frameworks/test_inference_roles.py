@@ -114,7 +114,7 @@ def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         returned = roles.initialize(lambda: (model, "optimizer", "scheduler", 7), "ref")
     assert returned == (model, "optimizer", "scheduler", 7)
-    assert "role 'ref' was built for training, as ever" in caplog.text
+    assert "role 'ref' was built for training, as usual" in caplog.text
     assert "get_model was not called" in caplog.text
     refuse_to_train(model, "train")
 

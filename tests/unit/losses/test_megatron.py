@@ -97,9 +97,9 @@ def test_entropy_has_a_gradient_only_when_it_has_a_coefficient(
 def test_what_does_not_fit_is_refused_before_the_forward() -> None:
     batch, tokens = batch_and_tokens()
     layout = SequenceLayout.build(TOTALS, RESPONSES)
-    with pytest.raises(InvalidInputError, match="give the full responses"):
+    with pytest.raises(InvalidInputError, match="pass the full responses"):
         make_loss_func(tokens, SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
-    with pytest.raises(InvalidInputError, match="give cp_group"):
+    with pytest.raises(InvalidInputError, match="pass cp_group"):
         make_loss_func(tokens, SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
     with pytest.raises(InvalidInputError, match="must be positive"):
         make_loss_func(tokens, layout, batch, normalizer=0.0)

@@ -12,7 +12,7 @@ from megatron_rl_patches.engine.spec import Site
 from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.reentrant_train import patch
 
-FITS = ("fits", "has the fault that the patch mends")
+FITS = ("fits", "has the bug that the patch fixes")
 
 
 def verdict(target: str, source: str) -> tuple[str, str]:

@@ -112,7 +112,8 @@ def test_a_clean_up_that_fails_is_logged_and_the_next_one_runs(
     reset = mocker.spy(chunk.bucket_groups[0], "reset")
     with caplog.at_level(logging.WARNING), failing(chunk):
         pass
-    assert caplog.messages == ["cleaning up after it failed: RuntimeError: hook of the framework"]
+    message = "clean-up after an exception in train() failed: RuntimeError: hook of the framework"
+    assert caplog.messages == [message]
     assert reset.call_count == 1
 
 

@@ -56,8 +56,8 @@ def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "step", "message"),
     [
-        ({}, None, "holds no Megatron checkpoint, but nothing"),
-        ({"notes.txt": ""}, None, "holds no Megatron checkpoint, but notes.txt"),
+        ({}, None, "is not a Megatron checkpoint: it is empty"),
+        ({"notes.txt": ""}, None, "is not a Megatron checkpoint: it contains notes.txt"),
         ({TRACKER: "7"}, None, f"{TRACKER} points at iter_0000007, .* it has no iteration at all"),
         ({TRACKER: "7", "iter_0000006/x": ""}, None, "points at iter_0000007, .* it has iter_0000006"),
         (
@@ -68,7 +68,7 @@ def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None
         ({TRACKER: "seven"}, None, "holds 'seven'; expected an iteration or 'release'"),
         ({TRACKER: ""}, None, "holds ''; expected"),
         ({TRACKER: "-1"}, None, "holds '-1'; expected"),
-        ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*it has iter_0000003: give the folder of one"),
+        ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*it has iter_0000003: pass the folder of one"),
         (
             {"config.json": "", "model.safetensors": ""},
             None,

@@ -251,9 +251,9 @@ def test_refusals() -> None:
         make_distillation_loss_func(layout, replace(batch, old=None), weighted)
     with pytest.raises(InvalidInputError, match="for 2 teacher"):
         make_distillation_loss_func(layout, batch, DistillationOptions(teacher_weights=(1.0,)))
-    with pytest.raises(InvalidInputError, match="give the full responses"):
+    with pytest.raises(InvalidInputError, match="pass the full responses"):
         make_distillation_loss_func(SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
-    with pytest.raises(InvalidInputError, match="give cp_group"):
+    with pytest.raises(InvalidInputError, match="pass cp_group"):
         make_distillation_loss_func(SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
     with pytest.raises(InvalidInputError, match="logits are"):
         make_distillation_loss_func(layout, batch)(logits_leaf()[:, 1:])

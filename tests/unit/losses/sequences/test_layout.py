@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padded without their length": ({"qkv_format": "bshd"}, "needs max_seq_lens"),
     "padded to several lengths": (
         {"qkv_format": "bshd", "max_seq_lens": [8, 7]},
-        "give the same length for every sample",
+        "pass the same length for every sample",
     ),
     "padded to too little": ({"qkv_format": "bshd", "max_seq_lens": [5, 5]}, "no less than the longest"),
     "padded for fewer samples": ({"qkv_format": "bshd", "max_seq_lens": [8]}, "for every sample"),
@@ -139,10 +139,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "takes no padded_lengths",
     ),
     "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "num_rows is for"),
-    "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "give padded_lengths"),
+    "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
     "packed with too little padding": ({"padded_lengths": [8, 4]}, "no less than its tokens"),
     "packed with padding that does not divide": ({"padded_lengths": [8, 10]}, "a multiple of 4"),
-    "packed with padding of fewer samples": ({"padded_lengths": [8]}, "give one per sample"),
+    "packed with padding of fewer samples": ({"padded_lengths": [8]}, "pass one per sample"),
     "too few rows": ({"num_rows": 7}, "num_rows is 7, but .* take 8 rows on each of 2"),
     "too few rows for all-gather CP": ({"num_rows": 5, "allgather_cp": True}, "take 6 rows on each of 2"),
     "response as long as the sample": (
@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative response": ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
     "more samples than responses": ({"response_lengths": [2]}, "2 total lengths and 1 response lengths"),
     "no samples": ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
-    "unknown format": ({"qkv_format": "sbhd"}, "give 'thd' .* or 'bshd'"),
+    "unknown format": ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
 }
 
 
@@ -183,5 +183,5 @@ def test_tensors_of_another_microbatch_are_refused() -> None:
         layout.to_zigzag([torch.zeros(2)])
     with pytest.raises(InvalidInputError, match=r"values of 5 tokens .* rank 0 of 2 has 1 response tokens"):
         layout.split_responses(torch.zeros(5))
-    with pytest.raises(InvalidInputError, match="2 CP ranks; give their cp_group"):
+    with pytest.raises(InvalidInputError, match="2 CP ranks; pass their cp_group"):
         layout.gather_responses(torch.zeros(1))

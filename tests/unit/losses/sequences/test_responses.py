@@ -140,5 +140,5 @@ def test_tokens_of_another_microbatch_are_refused() -> None:
 
 def test_a_layout_on_another_device_is_refused() -> None:
     logits, tokens = _microbatch(PACKED)
-    with pytest.raises(InvalidInputError, match=r"logits are on meta.*give device=logits\.device"):
+    with pytest.raises(InvalidInputError, match=r"logits are on meta.*pass device=logits\.device"):
         packed_log_probs_and_entropy(PACKED.shard(logits, 0).to("meta"), tokens, PACKED.layout(0))
