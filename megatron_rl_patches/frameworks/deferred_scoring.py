@@ -1,6 +1,6 @@
 """All samples of a microbatch in one pass, in frameworks that slice the logits and score sample by sample.
 
-Autograd makes of each slice's gradient one as large as all logits, and adds these up. So the slices are
+Autograd expands each slice's gradient to the size of all logits, and adds these up. So the slices are
 :class:`~.logit_rows.LogitRows`, and their scores are :class:`PendingScores`. When the first value is needed,
 or at the end, one function with one gradient computes them all. The framework's function runs once, and its
 layouts of sequences and its results stay its own.
@@ -28,7 +28,7 @@ Scores = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """What samples have in common that are scored in one pass; see :func:`.log_probs_and_entropy`."""
+    """Options that all samples of one pass share; see :func:`.log_probs_and_entropy`."""
 
     tp_group: dist.ProcessGroup | None
     with_entropy: bool
@@ -37,7 +37,7 @@ class ScoringOptions:
 
 
 class PendingScores(Tensor):
-    """A tensor whose values are computed when an operation needs them; changes of shape or dtype wait."""
+    """A tensor that is computed when an operation needs its values; changes of shape or dtype wait, too."""
 
     _compute: Callable[[], Tensor]
     _result: Tensor | None
@@ -69,7 +69,7 @@ class PendingScores(Tensor):
         raise LogitsNeeded(f"{func} was called past __torch_function__")
 
 
-#: These need nothing but their own tensor.
+#: Operations that are deferred, unless they read a second tensor.
 _CAN_WAIT = (Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, Tensor.to)
 
 
@@ -91,7 +91,7 @@ class Samples:
         self._tokens: list[Tensor] = []
 
     def accept(self, rows: LogitRows, options: ScoringOptions) -> bool:
-        """Whether another sample can be scored in the same pass: not if that is over."""
+        """Return whether another sample can join: the pass has not run, logits and options are the same."""
         first = self._rows[0] if self._rows else rows
         return (
             "_scores" not in vars(self)
@@ -137,7 +137,7 @@ class Samples:
 def score_rows(
     rows: LogitRows, tokens: Tensor, options: ScoringOptions, keep_mask: Tensor | None = None
 ) -> Scores:
-    """Return log-probabilities of the tokens, and entropies or ``None``; their gradient is in the logits.
+    """Return log-probabilities of the tokens, and entropies or ``None``; differentiable in the logits.
 
     Args:
         rows: ``[..., V / tp]``.
@@ -164,7 +164,7 @@ def score_rows(
 
 
 def _tokens_of(rows: LogitRows, tokens: Tensor) -> Tensor:
-    """Return the tokens of a sample; frameworks give ``tokens[-0:]``, all of them, for an empty response."""
+    """Return the tokens of a sample; for an empty response frameworks pass ``tokens[-0:]``, which is all."""
     return tokens[:0] if len(rows) == 0 else tokens
 
 
@@ -181,6 +181,6 @@ def _selection(row_numbers: Tensor, device: torch.device) -> slice | Tensor:
 
 
 def _slices(values: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Split a tensor, into views that may be changed in place; those of ``torch.split`` may not."""
+    """Split a tensor into views that may be changed in place, unlike those of ``torch.split``."""
     ends = list(itertools.accumulate(sizes))
     return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -32,7 +32,7 @@ def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def select_loss(args: Any, options: Mapping[str, Any]) -> None:
-    """Make the loss a custom one to the framework, and set its options on ``args``."""
+    """Select the loss as the framework's custom loss, and set its options on ``args``."""
     args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
     for name, value in options.items():
         setattr(args, name, value)

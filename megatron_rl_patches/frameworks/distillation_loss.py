@@ -31,10 +31,10 @@ from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of
 
 TEACHER, OLD = "teacher_topk", "old_topk"
-#: Keys of a batch that the loss reads, and frameworks may or may not have.
+#: Keys that the loss reads from a batch; which of them are there depends on the framework.
 KEYS = (f"{TEACHER}_indices", *(f"{who}_{what}" for who in (TEACHER, OLD) for what in ("log_probs", "tail")))
 
-# What float32 can still tell from a sum of one: the tail of log-probabilities that were stored without it.
+# The smallest tail that float32 can tell from 0, if it is one minus the sum of the stored probabilities.
 _SMALLEST_TAIL = 1e-7
 # Stored probabilities may be rounded to 16 bits, and so add up to a little more than one.
 _LARGEST_SUM = 1.05
@@ -144,9 +144,9 @@ def _distribution(
 ) -> tuple[TopKDistribution, Tensor]:
     """Return the distributions at all tokens of this rank, and a mask ``[n]`` of the tokens that have one.
 
-    Where its teacher did not score a token OpenClaw-RL stores probabilities of one at the ids 0 to k - 1, and
-    no tail. Such a token has no distribution. With k = 1 a teacher that is certain of id 0 looks the same,
-    and counts as not having scored the token.
+    For a token that its teacher did not score, OpenClaw-RL stores probabilities of one at the ids 0 to k - 1,
+    and no tail. Such a token has no distribution. With k = 1 a teacher that is certain of id 0 looks the
+    same, and counts as not having scored the token.
     """
     if not batch.get(f"{who}_log_probs") or not batch.get(KEYS[0]):
         raise InvalidInputError(
@@ -185,8 +185,8 @@ async def zero_reward(args: Any, sample: Any, **unused: Any) -> Any:
 def placeholder_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """Set advantages and returns to zeros, for ``--custom-advantage-function-path``; the loss reads neither.
 
-    Where the framework has no such option, and to save the forward pass before it, leave advantages out
-    altogether: ``--disable-compute-advantages-and-returns``.
+    If the framework lacks that option, or to save the forward pass that advantages need, pass
+    ``--disable-compute-advantages-and-returns`` instead.
     """
     zeros = [torch.zeros_like(kl) for kl in rollout_data["kl"]]
     rollout_data["advantages"], rollout_data["returns"] = zeros, list(zeros)

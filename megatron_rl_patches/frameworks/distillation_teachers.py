@@ -33,7 +33,7 @@ class TopKScorer:
         actor: slime's, with its model and the weights that it swaps.
 
     Attributes:
-        batch: the microbatch that the running forward step is of.
+        batch: the microbatch of the running forward step.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -42,12 +42,12 @@ class TopKScorer:
 
     @contextmanager
     def scores_in(self, rollout_data: dict[str, Any], forward: Forward) -> Iterator[None]:
-        """Give the rollout, for the length of the block, the keys that :func:`topk_opd_loss` reads.
+        """Keep the keys that :func:`topk_opd_loss` reads in the rollout data until the block ends.
 
         Args:
             rollout_data: of this data-parallel rank.
-            forward: the framework's ``forward_only`` of a function of the logits; returns its results per
-                sample on the last pipeline stage, and nothing on the others.
+            forward: calls the framework's ``forward_only`` with a function of the logits; returns its results
+                per sample on the last pipeline stage, and nothing on the others.
         """
         try:
             old = forward(self._topk).get("topk")
@@ -80,7 +80,7 @@ class TopKScorer:
     def _switch_to_teacher(self, tag: str, path: str) -> None:
         """Put a teacher's weights into the model; they are read from disk when first needed.
 
-        They are not read when the framework builds the actor, whose memory may be paused then.
+        They are not read earlier, when the framework builds the actor, because its memory may be paused then.
         """
         if tag in self.actor.weights_backuper.backup_tags:
             self.actor._switch_model(tag)
@@ -147,7 +147,7 @@ def train(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def get_batch(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a microbatch with the scores that the rollout has by now."""
+    """Return a microbatch with the scores that the rollout data holds so far."""
     current = scorer.get()
     if current is None:
         return wrapped(*args, **kwargs)

@@ -1,8 +1,8 @@
 """A framework's own set-up functions, made to build a model that only scores.
 
 Frameworks build every model alike: DDP, its gradient buffers, Adam. Inside of :func:`inference_role`
-Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimizer and scheduler. A framework
-whose ``get_model`` did not run, or had to wrap the model, builds it as it always does.
+Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimizer and scheduler. If
+``get_model`` did not run, or had to wrap the model, the framework builds the model as usual.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..inference.build.rng import preserved_rng
 _log = logging.getLogger("megatron_rl_patches")
 
 SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
-# Arguments and parameters by which the wrapper holds the parameters themselves, in shards.
+# Arguments that make the wrapper hold the model's parameters, in shards.
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 
 
@@ -36,7 +36,7 @@ class InferenceRole:
         role: the framework's name for what the model is for.
         on_model_built: called as soon as it is clear that the model has no DDP.
         ddp_skipped: ``get_model`` leaves out DDP, so optimizer and scheduler are left out too.
-        reason_skipped: why ``get_model`` was left to build the model for training.
+        reason_skipped: why DDP was not left out.
     """
 
     role: str
@@ -108,7 +108,7 @@ def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = SETT
 
 
 def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
-    """Replace a config that is the policy's too: with it this model runs in the policy's ``no_sync``."""
+    """Replace a config that the policy may share: with it the model would run in the policy's ``no_sync``."""
     copies: dict[int, tuple[Any, Any]] = {}
     for module in (module for chunk in model for module in chunk.modules()):
         config = vars(module).get("config")
@@ -169,7 +169,7 @@ def scheduler(build: Callable[[], Any]) -> Any:
 
 
 class NullOptimizer:
-    """An optimizer of nothing, with what frameworks call between making it and returning it."""
+    """An optimizer without parameters, with what frameworks use before they return it."""
 
     is_stub_optimizer = True
     chained_optimizers: tuple[()] = ()
@@ -179,7 +179,7 @@ class NullOptimizer:
 
 
 class NullScheduler:
-    """A scheduler of nothing; OpenClaw-RL and miles advance it after loading."""
+    """A scheduler without effect; OpenClaw-RL and miles advance it after loading."""
 
     num_steps = 0
 

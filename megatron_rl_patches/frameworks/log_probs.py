@@ -30,8 +30,8 @@ def log_probs_and_entropy(
         logits: ``[..., V / tp]``.
         tokens: ``[...]``, or ``[n]`` with ``rows``. Frameworks look up prompts and padding too, so an id
             outside of the vocabulary is no error: it has log-probability and entropy 0.
-        tp_group: tensor-parallel group; ``None`` is the default group where there is one, as it is to
-            ``torch.distributed`` and hence to frameworks.
+        tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
+            ``torch.distributed``.
         rows: which ``n`` rows to score.
         inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
             :func:`vocab_parallel_log_probs`, which explains the other arguments too.

@@ -56,13 +56,13 @@ class LogitRows(Tensor):
     divisor: float
     _made_with_grad: bool
 
-    # Results are of this class where __torch_dispatch__ says so, and not wherever an argument is.
+    # A result is of this class only if __torch_dispatch__ returns one, not because an argument is.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, source: Logits, rows: Tensor, divisor: float = 1.0, *, leaf: bool = False) -> LogitRows:
         values = source.values
-        # Autograd gives results their requires_grad; only the first of all tensors brings its own.
+        # Autograd sets requires_grad of results; only the first tensor sets its own.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             (*rows.shape, values.shape[-1]),
@@ -99,7 +99,7 @@ class LogitRows(Tensor):
     def is_tracked(self) -> bool:
         """Whether its gradient is that of the rows.
 
-        It may be another one where it comes out of an autograd function, which runs without grad mode.
+        The output of an autograd function, which runs without grad mode, may have another gradient.
         """
         return self._made_with_grad or not (self.requires_grad and torch.is_grad_enabled())
 
@@ -122,9 +122,9 @@ class LogitRows(Tensor):
 
 
 def call_with_rows(function: Callable[[Tensor], R], logits: Tensor, on_logits: Callable[[bool], R]) -> R:
-    """Call a function with :class:`LogitRows`, and another one if that needs the values or fails.
+    """Call a function with :class:`LogitRows`; if it needs the logits' values or fails, call ``on_logits``.
 
-    The first has then run up to some operation, and has written nothing into the logits.
+    The function has then run up to some operation, and has written nothing into the logits.
 
     Args:
         function: of a tensor in the shape of ``logits``.
@@ -142,16 +142,16 @@ def call_with_rows(function: Callable[[Tensor], R], logits: Tensor, on_logits: C
         # One rank alone may run into these: it must not start collectives that its peers have behind them.
         if rows.source.scored and isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
             raise
-        # A kernel that found no storage, autograd that forbids to write, or an error that comes again below.
+        # A kernel found no storage, autograd forbade a write, or it is an error that on_logits raises too.
         rows.source.written = True
     return on_logits(rows.source.written)
 
 
-# --- what is followed: functions of an operator and its arguments, which return None for what is not
+# --- operators that are followed: the functions return None for arguments that they cannot follow
 
 
 def _select(func: Any, tensor: LogitRows, *args: Any, **kwargs: Any) -> Any:
-    """Let the operator act on a matrix with the row's number in every column, which takes no memory."""
+    """Apply the operator to a matrix with the row's number in every column, which takes no memory."""
     width = tensor.shape[-1]
     row_numbers = tensor.rows.unsqueeze(-1).expand(*tensor.shape)
     try:

@@ -16,9 +16,9 @@ _loaded: Scope[list[tuple[Any, int]]] = Scope("loaded_schedulers")
 def keep_loaded_step() -> Iterator[None]:
     """Put schedulers, at the end of the block, back to the step that :func:`record_loaded_step` has recorded.
 
-    Meant for functions that load a checkpoint and then advance the scheduler by what the checkpoint's
-    iteration amounts to, although loading has set it already. Where loading did not (``--no-load-optim``, a
-    fresh start), the schedule is a fresh one.
+    Meant for functions that load a checkpoint and then advance the scheduler by the checkpoint's iteration,
+    although loading has set it already. If loading has not (``--no-load-optim``, a fresh start), the schedule
+    starts from the beginning.
     """
     with _loaded.enter([]) as loaded:
         yield

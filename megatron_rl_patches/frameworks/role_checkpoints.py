@@ -62,7 +62,7 @@ def _stored_iteration(args: Any, load_arg: str) -> int:
 def preserved_globals(args: Any) -> Iterator[None]:
     """Leave arguments, microbatch calculator and checkpoint version as they are, also when the body raises.
 
-    Inside no checkpoint version is known yet, as the loader asserts that all checkpoints have the same.
+    Inside, the checkpoint version is unset, as the loader asserts that all checkpoints have the same one.
     """
     checkpointing = sys.modules.get("megatron.training.checkpointing")
     microbatches = sys.modules.get("megatron.core.num_microbatches_calculator")

@@ -14,7 +14,7 @@ from .inference_roles import freeze_role, in_inference_role, inference_role, ini
 
 _REFERENCE = "reference"
 _WITHOUT_OPTIMIZER = "the engine's configuration, which has no optimizer"
-# Of miles: it leaves out optimizer and scheduler, of whatever kind.
+# An option of miles that leaves out optimizer and scheduler of any kind.
 _NO_OPTIMIZER = "debug_disable_optimizer"
 
 
@@ -37,8 +37,8 @@ def initialize_role(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def set_up_for_evaluation(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run slime's ``setup_model_and_optimizer``, without gradient buffers where it only evaluates.
 
-    With ``--num-rollout 0`` slime itself leaves out the optimizer. A model that is neither in DDP nor in the
-    wrapper for 16 bits is left to slime: the names under which it sends weights begin behind one of the two.
+    With ``--num-rollout 0`` slime itself leaves out the optimizer. An fp32 model keeps DDP, since
+    slime expects a wrapper, DDP or ``Float16Module``, above the names under which it sends weights.
     """
     arguments = bind(wrapped, args, kwargs, defaults=True).arguments
     framework_args, role = arguments["args"], arguments["role"]

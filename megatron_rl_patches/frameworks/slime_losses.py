@@ -2,8 +2,8 @@
 
 The functions have the names of those that they take the place of. ``get_log_probs_and_entropy`` gets the
 framework's options and the logits of a microbatch and slices these, in some releases sample by sample;
-``calculate_log_probs_and_entropy`` gets a slice and computes. What the first knows, the second learns through
-:data:`scoring_context`.
+``calculate_log_probs_and_entropy`` gets a slice and computes. :data:`scoring_context` passes on to the second
+what the first knows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .logit_rows import LogitRows, call_with_rows
 
 #: Names by which releases pass whether the entropy has a gradient.
 _ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
-#: Parameters of the function that computes; others are left to the framework's own code.
+#: Parameters of ``calculate_log_probs_and_entropy``; a call with others runs the framework's own code.
 _KNOWN = {"logits", "tokens", "tp_group", "with_entropy", "log_prob_keep_mask", "chunk_size", *_ENTROPY_GRAD}
-#: These two matter to a mode of miles that is left alone.
+#: These two belong to a mode of miles that is left alone.
 _KNOWN |= {"true_on_policy", "vocab_size"}
 
 
@@ -37,8 +37,8 @@ class ScoringContext:
 
     Attributes:
         entropy_grad: whether any loss depends on the entropy.
-        leave_alone: the framework writes into the logits between scoring one sample and the next; what is
-            computed from them again in backward would see that, so its own code computes.
+        leave_alone: the framework writes into the logits between two samples. Backward reads the logits again
+            and would see what was written, so the framework's own code computes.
         samples: those that are to be scored in one pass.
     """
 

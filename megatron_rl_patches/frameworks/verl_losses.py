@@ -16,7 +16,7 @@ from .arguments import bind, call
 
 @dataclass
 class EntropyRequest:
-    """The entropy that ``_lm_head_logits_processor`` wants of the log-probabilities' pass over the logits."""
+    """Asks the pass of the log-probabilities over the logits for the entropy, too."""
 
     entropy: Tensor | None = None
 
@@ -52,7 +52,7 @@ def vocab_parallel_entropy(
 def vocab_parallel_entropy_with_chunking(
     wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Return entropies in float32 whatever the logits are, as verl puts its chunks together."""
+    """Return entropies in float32 for logits of any dtype, as verl does for its chunks."""
     logits = bind(wrapped, args, kwargs, defaults=True).arguments["vocab_parallel_logits"]
     return log_probs.entropy(logits, _tensor_parallel_group())
 

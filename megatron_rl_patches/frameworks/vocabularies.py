@@ -1,7 +1,7 @@
 """Whether teachers have the student's vocabulary, read from their checkpoints before anything starts.
 
-Megatron pads a vocabulary as its tensor parallelism asks for, and so loads an embedding of another size
-without an error: a teacher of another vocabulary would score, and its scores would mean nothing.
+Megatron pads vocabularies for tensor parallelism, and so loads an embedding of another size without an error:
+a teacher of another vocabulary would score, and its scores would mean nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ NeMo-RL        ``setup_model_and_optimizer``       no optimizer: no DDP         
 AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         decides about DDP
 =============  ==================================  ===========================  ===========================
 
-OpenClaw-RL vendors slime under its own name. What happens for such a role is in
+OpenClaw-RL vendors slime with slime's module names. What happens for such a role is in
 :mod:`..frameworks.inference_roles`, :mod:`..frameworks.role_setup` and :mod:`..frameworks.role_checkpoints`.
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers

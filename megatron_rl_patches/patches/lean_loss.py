@@ -16,7 +16,7 @@ verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
 verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
 ============  ========================================  ===========================  =========================
 
-OpenClaw-RL vendors slime under its own name. What takes the place of these functions is in
+OpenClaw-RL vendors slime with slime's module names. What takes the place of these functions is in
 :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,

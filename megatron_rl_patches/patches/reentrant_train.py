@@ -14,7 +14,7 @@ verl           ``register_megatron_training_hooks``          one call per config
 any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
-OpenClaw-RL vendors slime under its own name. What is around the functions is in :mod:`..reentry`.
+OpenClaw-RL vendors slime with slime's module names. What is around the functions is in :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's

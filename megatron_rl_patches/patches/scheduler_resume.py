@@ -8,7 +8,7 @@ slime, miles  ``initialize_model_and_optimizer``    the step of loading is set a
 slime, miles  ``load_checkpoint``                   that step is recorded
 ============  ====================================  =====================================  ===================
 
-OpenClaw-RL vendors slime under its own name. What is around the functions is in
+OpenClaw-RL vendors slime with slime's module names. What is around the functions is in
 :mod:`..frameworks.resumed_scheduler`.
 
 Not patched: Megatron-LM, which loads the schedule and leaves it at that, and frameworks in which a schedule

@@ -30,7 +30,7 @@ def enable(original: Callable[[], Any], chunk: Chunk) -> None:
 def disable(original: Callable[..., Any], chunk: Chunk, param_sync: bool = True) -> None:
     """Run ``DistributedDataParallel.disable_forward_pre_hook``, bound to the chunk; the hooks may be off.
 
-    Where they are, ``param_sync`` runs :func:`synchronize`.
+    If they are off, ``param_sync`` runs :func:`synchronize`.
     """
     handles = chunk.remove_forward_pre_hook_handles
     if handles or not chunk.use_forward_hook:
@@ -70,7 +70,7 @@ def synchronize(chunk: Chunk) -> None:
 
 @contextmanager
 def preserved_hooks(model: Model) -> Iterator[None]:
-    """Put the forward pre-hooks, after the body has returned or raised, back into the state of before.
+    """Restore the state of the forward pre-hooks after the body has returned or raised.
 
     Frameworks switch the hooks off, save a checkpoint and switch them on. A save between two rollouts would
     leave them on, and a save that raises would leave them off.
@@ -91,8 +91,8 @@ def preserved_hooks(model: Model) -> Iterator[None]:
 
 
 def _is_mismatch(error: KeyError | AssertionError, chunk: Chunk) -> bool:
-    """Return whether upstream stopped since handles and modules differ, not in the all-gather after it."""
-    if chunk.remove_forward_pre_hook_handles:  # of a submodule that was taken away
+    """Return whether upstream stopped because handles and modules differ, not in the all-gather after it."""
+    if chunk.remove_forward_pre_hook_handles:  # those of a submodule that was removed
         return True
     return isinstance(error, KeyError) and any(error.args[0] is module for module in chunk.module.modules())
 

@@ -197,7 +197,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             ...
 
     The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
-    it. A decorated function that does not is taken to rely on one that is installed already, which stays.
+    it. A decorated function that installs none keeps the one that is installed already.
 
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.

@@ -47,8 +47,8 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
 
     With overlapped all-gather of parameters this is a collective: the ranks that share a bucket group agree
     by one all-reduce of one integer, and gather the parameters if any of them was interrupted. Without
-    overlap it costs nothing unless this rank was interrupted before the all-gather of a step, which no other
-    rank of the group can have passed alone.
+    overlap nothing runs unless this rank was interrupted before the all-gather of a step, and then no other
+    rank of the group can have completed that all-gather.
 
     Raises:
         MegatronRLPatchesError: parameters must be gathered through the gradient buffer (mxfp8), and the
@@ -129,7 +129,7 @@ def _frames_of(error: BaseException) -> Iterator[types.FrameType]:
 
 
 def _by_process_group(chunk: Chunk) -> list[tuple[Any, list[Any]]]:
-    """Return bucket groups by the process group that gathers them: that of experts is another one."""
+    """Return bucket groups by the process group that gathers them; experts have another one."""
     by_id: dict[int, tuple[Any, list[Any]]] = {}
     for group in bucket_groups(chunk):
         process_group = group.intra_distributed_optimizer_instance_group

@@ -147,7 +147,7 @@ def replacements() -> list[Replacements]:
         name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
     )
     by_value: list[tuple[Any, str]] = [
-        # With is_initialized torch's own lazy initialization returns, also where a module has a copy of it.
+        # With is_initialized, torch's lazy initialization returns at once, and so do copies in other modules.
         (True, "is_available is_initialized is_bf16_supported"),
         (False, "is_current_stream_capturing"),
         (None, "init set_device synchronize ipc_collect set_stream empty_cache"),

@@ -1,4 +1,4 @@
-"""Names that megatron-core does not define, or calls although it should not, without TransformerEngine."""
+"""Names that, without TransformerEngine, megatron-core leaves undefined or calls although it should not."""
 
 from __future__ import annotations
 

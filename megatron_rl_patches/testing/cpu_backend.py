@@ -30,7 +30,7 @@ def _install() -> ExitStack:
             present = {name: value for name, value in values.items() if hasattr(owner, name)}
             stack.enter_context(mock.patch.multiple(owner, **present))
         if "torch._dynamo" in sys.modules:
-            # Functions that the import of megatron.core has compiled before run eagerly for as long.
+            # Functions that the import of megatron.core has compiled already run eagerly inside the block.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_megatron_gaps.filled())
         rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
@@ -51,8 +51,8 @@ def cpu_backend() -> Iterator[None]:
     thread) and for the backward passes that it starts; all threads see the replaced attributes.
 
     Enter the block **before** megatron is imported if you can: then its functions decorated with
-    ``torch.compile`` are plain ones for good. Functions that are compiled already torch runs eagerly inside
-    the block. A module that does ``from torch.distributed import isend`` keeps the function that it has
+    ``torch.compile`` are plain ones for good. Functions that are compiled already run eagerly inside the
+    block. A module that does ``from torch.distributed import isend`` keeps the function that it has
     imported; megatron-core 0.12 to 0.19 does this nowhere that matters, so entering late works too.
 
     The CPU cannot show races between streams, memory figures, TransformerEngine, FP8 and CUDA graphs.

@@ -14,7 +14,7 @@ def require(condition: bool, message: str = "") -> None:
 
 
 class MockBucketGroup:
-    """Stands for ``_ParamAndGradBucketGroup``, which keeps the books of outstanding collectives.
+    """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
     The real class has no ``is_stale``, which is true when the optimizer has stepped and no parameter gather
     has been completed since.

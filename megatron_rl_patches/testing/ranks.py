@@ -24,7 +24,7 @@ from unittest import mock
 
 from ..errors import MegatronRLPatchesError
 
-# Ranks may go on for so long after the first failure, so that others with the same fault are reported too.
+# How long ranks may go on after the first failure, so that others that fail alike are reported too.
 _GRACE_SECONDS = 2.0
 
 

@@ -50,7 +50,7 @@ def parameters_on_meta(*, use_cuda: bool) -> Iterator[None]:
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
     """Give the module's meta parameters memory on ``device``.
 
-    They are NaN, so that one that no checkpoint fills shows in the first output. A parameter stays the same
+    They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
     object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
     """
     for parameter in module.parameters():

@@ -81,7 +81,7 @@ def build_inference_model(
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
 
     Returns:
-        One module per virtual pipeline stage; a list of one without.
+        One module per virtual pipeline stage; a list of one without virtual stages.
 
     Raises:
         InvalidInputError: a dtype, device or virtual pipeline size that does not fit, or a provider that
@@ -184,7 +184,7 @@ def _constructing(own: Any, target: torch.device) -> Iterator[None]:
         changes["use_cpu_initialization"] = False
     with (
         parameters_on_meta(use_cuda=target.type == "cuda"),
-        # Before it fails on meta parameters, or allocates gradient buffers.
+        # This comes before it fails on meta parameters, or allocates gradient buffers.
         replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
         replaced(own, **changes),
     ):

@@ -46,8 +46,8 @@ def load_inference_checkpoint(
 
     A collective: every rank of the default process group calls it. The ranks agree after each step, so
     either all of them load or all of them raise. Keys, shapes and file sizes are checked before any tensor
-    is read, and all tensors are read before the first weight is written. What stays unnoticed are bytes that
-    changed within a stored tensor: torch does not verify its checksums.
+    is read, and all tensors are read before the first weight is written. Bytes that changed within a stored
+    tensor go unnoticed, since torch does not verify its checksums.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with

@@ -22,7 +22,7 @@ class Location:
     """The folder of one iteration, with ``metadata.json`` or ``mp_rank_*`` in it."""
 
     folder: Path
-    #: By the folder's name; ``None`` if that is no iteration's. Megatron counts a release as 0.
+    #: From the folder's name; ``None`` if it names no iteration. Megatron counts a release as 0.
     iteration: int | None
 
 

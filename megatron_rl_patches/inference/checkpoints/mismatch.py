@@ -1,4 +1,4 @@
-"""What differs between the weights that were expected and those that are there, in words."""
+"""The differences between expected and existing weights, in words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Shape = tuple[int, ...]
 
 @dataclass
 class Mismatch:
-    """Names of weights that differ; pairs are what the source of the weights has, and what the model has."""
+    """Names of weights that differ; of a pair, the source has the first and the model the second."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)

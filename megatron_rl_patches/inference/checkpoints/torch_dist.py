@@ -63,7 +63,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class RequestedTensor(NamedTuple):
-    """An entry of the checkpoint that a rank asks for, as large as it is over all ranks."""
+    """An entry of the checkpoint that a rank asks for, with its size over all ranks."""
 
     shape: tuple[int, ...]
     #: ``None`` if it is an object, not a tensor.
@@ -198,7 +198,7 @@ class TorchDistCheckpoint:
         return as_dict(self._read_object(_COMMON_STATE), self.folder / _COMMON_STATE)
 
     def _read_object(self, name: str) -> Any:
-        """Read an object that is no tensor; Megatron stores a list of one."""
+        """Read an object that is no tensor; Megatron stores it in a list of one."""
         if not isinstance(self.metadata.state_dict_metadata[name], BytesStorageMetadata):
             raise CheckpointError(f"{self.folder}: {name} is a tensor where Megatron saves an object")
         content = self._read_piece(MetadataIndex(name))

@@ -97,7 +97,7 @@ def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> It
 
 @contextmanager
 def _fake_rank(sizes: ParallelSizes, stage: int) -> Iterator[None]:
-    """Be the first rank of a pipeline stage, in a world without replicas: these have the same shapes."""
+    """Act as the first rank of a pipeline stage; there are no replicas, as they have the same shapes."""
     import torch.distributed
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore

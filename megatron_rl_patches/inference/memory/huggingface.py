@@ -32,7 +32,7 @@ _NAMES_OF_KIND = {
         "v_head_dim": "v_head_dim",
     },
 }
-# If a file lacks a field, its library's default counts. Only for these is that also Megatron's default.
+# A field that a file lacks has the default of its library, which is also Megatron's only for these.
 _DEFAULTS_AGREE = {
     "num_query_groups": ("llama",),
     "kv_channels": ("llama", "mistral", "mixtral", "qwen2"),
@@ -56,7 +56,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     if not isinstance(config, Mapping):
         raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
     text = config.get("text_config") or config
-    if "num_layers" in overrides:  # on which patterns of layers depend
+    if "num_layers" in overrides:  # patterns of layers depend on it
         text = {**text, "num_hidden_layers": overrides["num_layers"]}
     kind = str(text.get("model_type", config.get("model_type")))
     if kind not in _KINDS:
@@ -69,7 +69,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     attention = {} if kind == "deepseek_v3" else _GROUPED_ATTENTION
     names = _NAMES | attention | _NAMES_OF_KIND.get(kind, {})
     fields = {ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None}
-    # Only for Gemma they are tied by default.
+    # By default only Gemma's are tied.
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma")))
     # All of these have a gated MLP, RMSNorm and rotary embeddings, and no biases but those of attention.
     fields |= {

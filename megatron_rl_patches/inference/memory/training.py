@@ -55,8 +55,8 @@ class Memory:
     Attributes:
         parameters: the weights; with the distributed optimizer, its padding included.
         main_parameters: the copies in higher precision that Adam updates.
-        main_gradients: the gradients in fp32 for Adam, where the buffers are not; they come with ``step()``
-            and stay until the next ``zero_grad()``, so also while a teacher scores.
+        main_gradients: copies of the gradients in fp32 for Adam, if the buffers are not in fp32. They exist
+            from ``step()`` to the next ``zero_grad()``, so also while a teacher scores.
         teachers: parameters of models that only score.
     """
 

@@ -46,7 +46,7 @@ def parse_microbatches(
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
 
     Args:
-        packing: may several samples stand in one row?
+        packing: whether one row may hold several samples.
         vocabulary: token ids must be smaller; ``None`` if the vocabulary is not known.
         sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
         device: where the logits will be.

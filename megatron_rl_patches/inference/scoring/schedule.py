@@ -105,7 +105,7 @@ def forward_only(
             scores = [
                 torch.cat(batch.layout.gather_responses(part, context_parallel.group)) for part in parts
             ]
-            # In place of the logits, which the schedule would hold while the next microbatch runs.
+            # This is in place of the logits, which the schedule would hold while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
 
         (size, width), *_ = shapes

@@ -54,7 +54,7 @@ class TeacherPool:
         self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
         self._teachers: dict[str, HostCopy] = {}
         self._in_use: tuple[str, ...] = ()
-        # The teacher's copy that the model held when its tensors had these versions; None: no teacher's.
+        # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
         self._resident: HostCopy | None = None
         self._versions: list[int] = []
         # A copy into the model began and did not end: its weights are a mix.

@@ -82,7 +82,7 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def all_nan(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Is every parameter NaN throughout, as ``build_inference_model`` leaves them?"""
+    """Return whether every parameter is NaN throughout, as ``build_inference_model`` leaves them."""
     return all(
         parameter.is_floating_point() and parameter.element_size() > 1 and bool(parameter.isnan().all())
         for chunk in chunks
