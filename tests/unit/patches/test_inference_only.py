@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
+from functools import partial
 
 import pytest
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.inference_only import patch
 
+from .judging import judged
+
+verdict = partial(judged, patch)
+
 MODEL = "slime.backends.megatron_utils.model"
-
-
-def verdict(target: str, source: str) -> tuple[str, str]:
-    [site] = [site for site in patch.sites if site.target == target]
-    source = textwrap.dedent(source).strip()
-    if "." in site.qualname:
-        owner, _, _ = site.qualname.rpartition(".")
-        source = f"class {owner}:\n{textwrap.indent(source, '    ')}"
-    site_verdict = judge(site, from_source(site.module, site.qualname, source))
-    return site_verdict.state, site_verdict.reason
 
 
 INITIALIZE = """

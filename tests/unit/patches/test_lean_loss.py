@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import textwrap
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,11 @@ import pytest
 
 from megatron_rl_patches import Settings
 from megatron_rl_patches.engine.installer import Installer
-from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.lean_loss import patch
+
+from .judging import judged
+
+verdict = functools.partial(judged, patch)
 
 torch = pytest.importorskip("torch")
 
@@ -27,16 +28,6 @@ MILES = "miles.backends.training_utils"
 
 
 # --- judgements ---------------------------------------------------------------------------------------------
-
-
-def verdict(target: str, source: str) -> tuple[str, str]:
-    [site] = [site for site in patch.sites if site.target == target]
-    source = textwrap.dedent(source).strip()
-    if "." in site.qualname:
-        owner, _, _ = site.qualname.rpartition(".")
-        source = f"class {owner}:\n{textwrap.indent(source, '    ')}"
-    site_verdict = judge(site, from_source(site.module, site.qualname, source))
-    return site_verdict.state, site_verdict.reason
 
 
 @pytest.mark.parametrize("target", [f"{LOSS}.loss_function", f"{MILES}.loss.loss_function"])

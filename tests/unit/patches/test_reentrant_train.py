@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 
 import pytest
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.spec import Site
-from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.reentrant_train import patch
 
+from .judging import judged
+
+verdict = partial(judged, patch)
+
 FITS = ("fits", "has the bug that the patch fixes")
-
-
-def verdict(target: str, source: str) -> tuple[str, str]:
-    [site] = [site for site in patch.sites if site.target == target]
-    site_verdict = judge(site, from_source(site.module, site.qualname, _in_class(site, source)))
-    return site_verdict.state, site_verdict.reason
-
-
-def _in_class(site: Site, source: str) -> str:
-    source = textwrap.dedent(source).strip()
-    owner, _, _ = site.qualname.rpartition(".")
-    return f"class {owner}:\n{textwrap.indent(source, '    ')}" if owner else source
 
 
 DISABLE = (

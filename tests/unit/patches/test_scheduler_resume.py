@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.target_source import from_source
 from megatron_rl_patches.patches.scheduler_resume import patch
+
+from .judging import judged
 
 TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
 
@@ -31,8 +30,7 @@ def test_needed_where_the_scheduler_is_advanced(ending: str, state: str) -> None
             {ending}
             return model, optimizer, opt_param_scheduler, iteration
     """
-    [site] = [site for site in patch.sites if site.target == TARGET]
-    assert judge(site, from_source(site.module, site.qualname, textwrap.dedent(source))).state == state
+    assert judged(patch, TARGET, source)[0] == state
 
 
 @pytest.fixture(autouse=True)

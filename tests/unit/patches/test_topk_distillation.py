@@ -20,8 +20,6 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.frameworks.distillation_arguments import LOSS_PATH, LOSS_TYPE
 from megatron_rl_patches.frameworks.distillation_loss import KEYS, placeholder_advantages, zero_reward
-from megatron_rl_patches.losses import mix_teachers, vocab_parallel_topk
-from megatron_rl_patches.losses.objectives.topk_distribution import TopKDistribution
 
 from . import slime_like
 
@@ -305,17 +303,3 @@ def test_helpers_for_a_run_without_rewards() -> None:
     data = {"kl": [torch.ones(2), torch.ones(3)]}
     placeholder_advantages(SimpleNamespace(), data)
     assert [len(one) for one in data["advantages"]] == [2, 3] and not any(map(torch.any, data["returns"]))
-
-
-def test_the_reference_of_these_tests_is_a_mixture() -> None:
-    data = rollout()
-    inputs, ids, q = mixture(language_model(0), data)
-    scored = []
-    for seed in (1, 2):
-        log_p = (language_model(seed)(inputs) / TEMPERATURE).log_softmax(1).detach()
-        at = log_p.gather(1, ids)
-        scored.append(TopKDistribution(ids, at, (1 - at.exp().sum(1)).log()))
-    mixed = mix_teachers(scored, WEIGHTS)
-    torch.testing.assert_close(torch.cat([mixed.log_probs, mixed.tail_log_prob[:, None]], 1).exp(), q)
-    own = vocab_parallel_topk(language_model(0)(inputs).detach(), K)
-    assert torch.equal(own.indices, ids)
