@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl_patches.settings import VARIABLE
 
-from .environments import FIRES, IMPORTS_THE_HOST, ROOT, UNRELATED, Environment, set_aside
+from .environments import FIRES, IMPORTS_THE_HOST, UNRELATED, Environment, set_aside
 
 ON = {VARIABLE: "reentrant-train"}  # of which the stand-in has all
 NOT_ACTIVATED = "megatron_rl_patches: not activated, going on without: "
@@ -101,12 +101,6 @@ def test_some_files_damaged(environment: Environment, loaded: list[Path], data: 
         code = data.draw(st.sampled_from([UNRELATED, FIRES, IMPORTS_THE_HOST]))
         complaint = environment.run(code, ON).complaint
         assert not complaint or complaint.startswith(PACKAGE)
-
-
-def test_the_startup_file_is_what_the_documentation_shows() -> None:
-    line = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
-    assert line.count("\n") == 1 and line.isascii()
-    assert line.strip() in (ROOT / "docs" / "activation.md").read_text()
 
 
 def test_files_that_are_not_needed_yet(environment: Environment, loaded: list[Path]) -> None:

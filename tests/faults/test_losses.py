@@ -12,7 +12,6 @@ Where the definition is silent, these rules hold:
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable
 from typing import Any, get_args
@@ -40,15 +39,13 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.megatron import LossFunc
-from megatron_rl_patches.losses.objectives import divergences
 from megatron_rl_patches.losses.objectives.distillation import Divergence
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
+from tests.unit.losses.logits.dense_topk import dense_log_probs_at, is_spoilt
 
 from .strange_logits import (
     Logits,
     agree,
-    dense_log_probs_at,
-    is_spoilt,
     owns_its_storage,
     selections,
     strange_logits,
@@ -290,47 +287,6 @@ def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace
     for ours, of_clean in zip(found[1], found[0], strict=True):
         assert torch.equal(ours, of_clean)
     assert not found[1][1][~counts].any() and found[1][1][counts].any()
-
-
-@examples(200)
-def test_divergences(data: st.DataObject) -> None:
-    """Against the formula over the buckets, where -inf counts as -10,000; NaN spoils its own token."""
-    name = data.draw(st.sampled_from(get_args(Divergence)))
-    n, k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 4))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-
-    def buckets() -> Tensor:
-        logits = torch.randn(n, k + 1, generator=generator, dtype=torch.float64)
-        for token in range(n):
-            logits[token] *= data.draw(st.sampled_from([0.0, 1.0, 30.0, 1e3]))
-            if data.draw(st.integers(0, 3)) == 0:
-                logits[token, data.draw(st.integers(0, k))] = data.draw(
-                    st.sampled_from([-torch.inf, torch.nan])
-                )
-        return logits.log_softmax(1).float()
-
-    student, teacher, old = buckets(), buckets(), buckets()
-    ids = torch.arange(k).expand(n, k)
-    known = [TopKDistribution(ids, log_q[:, :k], log_q[:, k]) for log_q in (teacher, old)]
-    options: dict[str, Any] = {"old": known[1]} if name.startswith("importance") else {}
-    leaf = student.clone().requires_grad_()
-    found = getattr(divergences, name)(leaf[:, :k], leaf[:, k], known[0], **options)
-    [gradient] = torch.autograd.grad(found.sum(), leaf)
-
-    p, q, o = (torch.where(x == -torch.inf, -1e4, x.double()) for x in (student, teacher, old))
-    m = torch.log(0.5 * p.exp() + 0.5 * q.exp()).maximum(torch.maximum(p, q) - math.log(2))
-    terms = {
-        "reverse_kl": p.exp() * (p - q) - p.exp() + q.exp(),
-        "forward_kl": q.exp() * (q - p) - q.exp() + p.exp(),
-        "jensen_shannon": 0.5 * p.exp() * (p - m) + 0.5 * q.exp() * (q - m),
-        "generalized_kl": (p.exp() * (p - q) - p.exp() + q.exp())[:, :k],
-        "importance_weighted_reverse_kl": p.exp() * (o - q),
-    }[name]
-    expected = terms.sum(1)
-    # The terms of the importance-weighted divergence cancel out.
-    assert agree(found, expected, 2e-5, scale=1 + terms.abs().sum(1))
-    spoilt = expected.isnan()
-    assert gradient[~spoilt].isfinite().all()
 
 
 def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:

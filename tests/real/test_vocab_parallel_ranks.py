@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.testing import spawn_ranks
+from tests.real.sent_bytes import sent_bytes
 from tests.unit.losses.logits.dense import IGNORE, errors
 from tests.unit.losses.logits.test_log_probs import (
     EXTREMES,
@@ -57,6 +56,7 @@ def check_all() -> list[Tensor]:
     check_dense(group)
     check_extremes(group)
     check_ties_of_partitions(group)
+    check_poisons(group)
     check_no_rows(group)
     check_refusals(group)
     if group.size() > 1:
@@ -118,10 +118,25 @@ def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
     check(torch.zeros(4, 2 * group.size()), torch.tensor([0, 1, 2 * group.size() - 1, IGNORE]), group)
 
 
+def check_poisons(group: dist.ProcessGroup) -> None:
+    """What is NaN or infinite on one rank spoils its row on all of them, and no other row."""
+    spoilt = torch.arange(T) % 5 == 3
+    for value in (float("nan"), float("inf")):
+        for column in (5, V - 2):
+            logits = random_logits(T, V)
+            logits[spoilt, column] = value
+            part = logits[:, mine(group)].clone().requires_grad_()
+            found = vocab_parallel_log_probs_and_entropy(part, torch.arange(T), tp_group=group, fused=False)
+            sum(values.sum() for values in found).backward()
+            assert part.grad is not None
+            for values in (*found, part.grad.sum(1)):
+                assert torch.equal(values.isnan(), spoilt)
+
+
 def check_no_rows(group: dist.ProcessGroup) -> None:
     """Empty calls take part as well."""
     nothing = torch.zeros(0, dtype=torch.int64)
-    with counting_collectives() as calls:
+    with sent_bytes() as calls:
         check(torch.zeros(0, V), nothing, group)
         check(random_logits(T, V), nothing, group, rows=nothing)
     assert len(calls) == (2 if group.size() > 1 else 0)
@@ -139,7 +154,7 @@ def check_refusals(group: dist.ProcessGroup) -> None:
         ({"temperature": 0.0}, "temperature"),
         ({"logits": logits[None]}, "vocab / tp"),
     )
-    with counting_collectives() as calls:
+    with sent_bytes() as calls:
         for changes, message in wrong:
             with pytest.raises(InvalidInputError, match=message):
                 vocab_parallel_log_probs(
@@ -164,14 +179,14 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
                 logits = (whole * 1)[:T] if "part" in message else logits.detach().requires_grad_()
             targets = random_targets(T, V)[slice(None) if rows is None else rows]
             expected = rf"{message}.*of ranks {min(refusing)} of tp_group"
-            with counting_collectives() as calls:
+            with sent_bytes() as calls:
                 with pytest.raises(InvalidInputError, match=expected):
                     vocab_parallel_log_probs(
                         logits, targets, tp_group=group, rows=rows, inplace_backward=True
                     )
                 with pytest.raises(InvalidInputError, match=expected):
                     vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
-            assert calls == ["all_gather_into_tensor", "all_reduce"]
+            assert [name for name, _ in calls] == ["all_gather_into_tensor", "all_reduce"]
 
 
 def check_split_is_unsplit(group: dist.ProcessGroup) -> None:
@@ -217,54 +232,17 @@ def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
             options["keep_mask"] = options["keep_mask"][:, columns]
         n = len(torch.arange(T)[options.get("rows", slice(None))])
         logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
-        with counting_collectives() as calls:
+        with sent_bytes() as calls:
             found = vocab_parallel_log_probs_and_entropy(
                 logits, at_borders(n, group), tp_group=group, **options
             )
-            assert calls == (["all_gather_into_tensor"] if group.size() > 1 else [])
+            assert [name for name, _ in calls] == ["all_gather_into_tensor"] * (group.size() > 1)
             sum(one.sum() for one in found if one.requires_grad).backward()
             assert len(calls) == (group.size() > 1)
         options.pop("entropy_grad", None)
-        with counting_collectives() as calls:
+        with sent_bytes() as calls:
             logits = random_logits(T, V)[:, columns].clone()
             alone = vocab_parallel_log_probs(logits, at_borders(n, group), tp_group=group, **options)
             assert len(calls) == (group.size() > 1)
         values += [one.detach() for one in (*found, alone)]
     return values
-
-
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
-
-
-@contextmanager
-def counting_collectives() -> Iterator[list[str]]:
-    calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-
-    def counted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    try:
-        for name in originals:
-            setattr(dist, name, counted(name))
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)

@@ -1,9 +1,8 @@
-"""The closure for a forward step, on one rank; on real Megatron, and on several ranks, see tests/real."""
+"""What the closure for a forward step takes; tests/real/test_loss_func.py has its loss and gradient."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func, policy_loss
 from megatron_rl_patches.losses import megatron as loss_module
 
-VOCABULARY, TEMPERATURE = 11, 0.7
+VOCABULARY = 11
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]
 OPTIONS = PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, normalization="sequence")
 
@@ -32,54 +31,6 @@ def batch_and_tokens() -> tuple[PolicyBatch, list[torch.Tensor]]:
 def logits_leaf() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
-
-
-def dense(logits: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    batch, tokens = batch_and_tokens()
-    log_probs, entropies = [], []
-    for logits_sv, sample, response in zip(logits[0].split(TOTALS), tokens, RESPONSES, strict=True):
-        prompt = len(sample) - response
-        log_softmax = (logits_sv[prompt - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
-        log_probs.append(log_softmax.gather(1, sample[prompt:, None]).squeeze(1))
-        entropies.append(-(log_softmax.exp() * log_softmax).sum(dim=-1))
-    result = policy_loss(log_probs, batch, OPTIONS, entropies)
-    return result, torch.autograd.grad(result[0], logits)[0]
-
-
-@pytest.mark.parametrize(
-    ("recompute", "inplace_backward", "normalizer"),
-    [
-        (False, False, None),
-        (True, True, None),
-        (True, False, 1.5),
-        (False, True, 1.5),
-    ],  # every pair of values
-)
-def test_loss_and_gradient_are_the_dense_ones(
-    recompute: bool, inplace_backward: bool, normalizer: float | None
-) -> None:
-    batch, tokens = batch_and_tokens()
-    loss_func = make_loss_func(
-        tokens,
-        SequenceLayout.build(TOTALS, RESPONSES),
-        batch,
-        OPTIONS,
-        temperature=TEMPERATURE,
-        recompute=recompute,
-        inplace_backward=inplace_backward,
-        normalizer=normalizer,
-    )
-    logits = logits_leaf()
-    loss, num_tokens, metrics = loss_func(logits * 1)
-    (dense_loss, dense_count, dense_metrics), dense_gradient = dense(logits_leaf())
-
-    divisor = normalizer or 1.0
-    loss.backward()
-    torch.testing.assert_close(loss, dense_loss / divisor)
-    torch.testing.assert_close(logits.grad, dense_gradient / divisor, rtol=1e-5, atol=1e-7)
-    assert num_tokens.dtype == torch.int32
-    assert num_tokens == (dense_count if normalizer is None else 1)
-    torch.testing.assert_close(metrics, dense_metrics)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,18 +15,33 @@ from .dense import relative_error
 NO_ENTRY = -100
 
 
+def is_spoilt(logits: Tensor) -> Tensor:
+    """The rows without a softmax: with NaN or +inf in them, or nothing but -inf."""
+    return ~(logits < math.inf).all(1) | (logits == -math.inf).all(1)
+
+
 def dense_log_probs_at(
     logits: Tensor, indices: Tensor, rows: Tensor | slice | None = None, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Differentiable; the tail is the log-sum-exp of the log-probabilities outside the ids."""
-    z = logits.double() if rows is None else logits.double()[rows]
-    log_p = torch.log_softmax(z / temperature, 1)
-    none = indices == NO_ENTRY
-    log_probs = log_p.gather(1, indices.clamp(min=0)).masked_fill(none, float("-inf"))
-    # One column more, for what is no id.
-    inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)
+    """Log-probabilities at ids, -100 for none, and of all others together; in float64, differentiable.
+
+    Written so that nothing is lost in logits of 1e30 either: the tail's value is a difference of log-sum-exps
+    relative to the row's largest logit, and its gradient one of two softmaxes.
+    """
+    z = (logits.double() if rows is None else logits.double()[rows]) / temperature
+    spoilt, none = is_spoilt(z), indices < 0
+    z = z + torch.where(spoilt, math.nan, 0.0)[:, None]
+    log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
+    inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)  # the last column is for no id
     inside.scatter_(1, torch.where(none, z.shape[1], indices), True)
-    return log_probs, log_p.masked_fill(inside[:, :-1], float("-inf")).logsumexp(1)
+    others = z.masked_fill(inside[:, :-1], -math.inf)
+    empty = (others == -math.inf).all(1) & ~spoilt
+    others = torch.where(empty[:, None], 0.0, others)
+    top, top_of_others = (x.detach().amax(1, keepdim=True) for x in (z, others))
+    total = (z - top).logsumexp(1)
+    value = (others - top).logsumexp(1) - total
+    slope = (others - top_of_others).logsumexp(1) - total
+    return log_probs, torch.where(empty, -math.inf, value.detach() + (slope - slope.detach()))
 
 
 def random_indices(rows: int, columns: int, k: int, seed: int = 3) -> Tensor:

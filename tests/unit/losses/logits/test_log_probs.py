@@ -93,20 +93,6 @@ def test_every_combination_equals_the_dense_formulas() -> None:
         check_case(dict(zip(OPTIONS, values, strict=True)))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_rows_that_are_not_selected_are_not_read(kept: bool) -> None:
-    logits = random_logits()
-    logits[:3] = float("nan")
-    logits.requires_grad_()
-    mask = KEEP[3:] if kept else None
-    values = vocab_parallel_log_probs(logits, random_targets(T - 3), rows=slice(3, None), keep_mask=mask)
-    values.sum().backward()
-    assert values.isfinite().all()
-    assert logits.grad is not None
-    assert (logits.grad[:3] == 0).all()
-    assert logits.grad.isfinite().all()
-
-
 def test_an_ignored_row_may_hold_anything() -> None:
     logits = random_logits().requires_grad_()
     with torch.no_grad():
@@ -212,27 +198,6 @@ def test_a_keep_mask_leaves_the_target_in() -> None:
 )
 def test_shapes(rows: int, columns: int) -> None:
     check(random_logits(rows, columns), torch.arange(rows) % columns)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_no_rows_at_all(inplace: bool) -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    check(torch.zeros(0, V), nothing, inplace_backward=inplace)
-    check(random_logits(), nothing, rows=nothing, inplace_backward=inplace)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kept", [False, True])
-def test_strided_logits(kept: bool, inplace: bool) -> None:
-    """Transposed logits, as of sequence-first models, and every other column."""
-    targets, keep_mask = random_targets(), KEEP if kept else None
-    transposed = random_logits().t().contiguous().t()
-    assert not transposed.is_contiguous()
-    check(transposed, targets, keep_mask=keep_mask, inplace_backward=inplace)
-    wide = random_logits(T, 2 * V).requires_grad_()
-    found = vocab_parallel_log_probs(wide[:, ::2], targets, keep_mask=keep_mask)
-    expected = dense_log_probs_and_entropy(wide[:, ::2], targets, keep_mask=keep_mask)[0]
-    assert relative_error(found, expected, expected.abs()) <= FLOAT32
 
 
 def test_log_probs_alone_are_those_with_entropy() -> None:

@@ -68,14 +68,6 @@ def test_ties_across_a_whole_vocabulary() -> None:
     assert found.indices.tolist() == [list(range(7))] * 2
 
 
-def test_log_probs_at_its_ids_are_its_own() -> None:
-    logits = random_logits()
-    found = vocab_parallel_topk(logits, 20, temperature=0.7)
-    again = vocab_parallel_log_probs_at(logits, found.indices, temperature=0.7, with_tail=True)
-    for mine, other in zip((found.log_probs, found.tail_log_prob), again, strict=True):
-        assert relative_error(mine, other.double(), other.abs()) <= FLOAT32
-
-
 def test_there_is_no_graph_and_the_logits_stay() -> None:
     logits = random_logits().requires_grad_()
     before = logits.detach().clone()

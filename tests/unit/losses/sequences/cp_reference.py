@@ -88,7 +88,7 @@ def _pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, cp_sizes: tuple[int, ...] = (1, 2, 4)) -> Case:
+def cases(draw: st.DrawFn, cp_sizes: tuple[int, ...] = tuple(range(1, 9))) -> Case:
     size = draw(st.integers(1, 4))
     scheme = draw(st.sampled_from(["packed", "padded", "all-gather"]))
     return Case(
