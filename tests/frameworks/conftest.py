@@ -11,6 +11,7 @@ from tests.frameworks.checkouts import VARIABLES, Checkouts
 from tests.frameworks.packages import Packages
 from tests.recording import installed, ran_on
 
+STAND_INS = Path(__file__).with_name("stand_in")
 #: Tests on stand-ins that are not slow: each patch in each kind of framework, with one rank and with two.
 CORE = {
     "test_rollouts_with_saves_between[before-2-slime]",
@@ -41,6 +42,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         in_this_folder = item.path.parent == Path(__file__).parent
         if in_this_folder and item.path.name in ON_STAND_INS and item.name not in CORE:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def stand_ins_on_the_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks inherit ``sys.path``. OpenClaw-RL vendors slime under the same name."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    if "openclaw" in request.node.name:
+        monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
 
 
 @pytest.fixture

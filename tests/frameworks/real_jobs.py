@@ -6,10 +6,7 @@ Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,31 +21,16 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
-from tests.frameworks.loss_jobs import SCORES
+from tests.frameworks.loss_jobs import SCORES, Arguments, call
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
-
-
-class Arguments(Namespace):
-    """An option that is not given is off: each release of a framework has some of its own."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return None
 
 
 def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -> None:
     job.disk.write(
         iteration, [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
     )
-
-
-def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """With those arguments that this release of the function takes."""
-    names = inspect.signature(function).parameters
-    return function(**{name: value for name, value in arguments.items() if name in names})
 
 
 def _takes_packed_tokens(gpt: Any) -> None:
@@ -106,7 +88,7 @@ class _RolloutJob(Job):
 
     def log_probs(self) -> list[torch.Tensor]:
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
-        returned = _call(
+        returned = call(
             self.module.forward_only,
             f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
             args=self.args,
@@ -121,7 +103,7 @@ class _RolloutJob(Job):
 
     def _train(self, steps: int) -> Any:
         samples_per_step = [self.args.global_batch_size] * steps
-        return _call(
+        return call(
             self.module.train,
             rollout_id=0,
             model=self.model,

@@ -25,7 +25,8 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training import arguments, checkpointing, global_vars
 
-from tests.frameworks.real_jobs import Arguments, set_parallel_state_of_miles
+from tests.frameworks.loss_jobs import Arguments
+from tests.frameworks.real_jobs import set_parallel_state_of_miles
 from tests.real import tiny_gpt
 
 ITERATION, GLOBAL_BATCH = 7, 4

@@ -8,32 +8,21 @@ it is trained as if it were alone.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches import Settings, apply, revert, status
+from megatron_rl_patches import Settings, apply, status
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.frameworks.test_reentry import FINE, outcome
 
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+
 PATCH = "inference-only"
 FRAMEWORKS = ("slime", "openclaw", "miles")
 TEACHER = "prm_teacher"
-STAND_INS = Path(__file__).with_name("stand_in")
-
-
-@pytest.fixture(autouse=True)
-def stand_ins_on_the_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    # Ranks inherit sys.path.
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(STAND_INS))
-        if "openclaw" in request.node.name:
-            monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
-        yield
 
 
 def _checkpoints(framework: str, folder: Path) -> tuple[str, str]:
@@ -323,43 +312,6 @@ def test_which_roles(framework: str, tmp_path: Path) -> None:
         "sharded": trained,
         "not Megatron's": ("Float16Module", True, 0),
     }
-
-
-def _reverts(framework: str, folder: Path) -> dict[str, Any]:
-    with cpu_backend():
-        from megatron.core.optimizer import get_megatron_optimizer
-        from megatron.training import checkpointing, training
-
-        from tests.frameworks import role_jobs
-
-        _, teacher = _checkpoints(framework, folder)
-        model = role_jobs.framework_model(framework)
-        names = ("initialize_model_and_optimizer", "get_optimizer_param_scheduler", "train", "get_model")
-        originals = [getattr(model, name) for name in (*names, "get_megatron_optimizer")]
-        everywhere = get_megatron_optimizer, checkpointing.load_checkpoint, training.get_model
-        seen = {}
-        for order in itertools.permutations((PATCH, "reentrant-train", "scheduler-resume")):
-            apply()
-            assert getattr(model, names[0]) is not originals[0]
-            for patch in order:
-                revert(patch)
-            now = [getattr(model, name) for name in (*names, "get_megatron_optimizer")]
-            seen[order] = all(a is b for a, b in zip(now, originals, strict=True)) and everywhere == (
-                get_megatron_optimizer,
-                checkpointing.load_checkpoint,
-                training.get_model,
-            )
-        role_jobs.process()
-        args = role_jobs.arguments(load=teacher)
-        seen["as ever"] = model.initialize_model_and_optimizer(args, TEACHER)[1] is not None
-        return seen
-
-
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-def test_patches_stack_and_revert_in_any_order(framework: str, tmp_path: Path) -> None:
-    [seen] = spawn_ranks(_reverts, 1, framework, tmp_path)
-    assert len(seen) == 7
-    assert all(seen.values()), seen
 
 
 def _evaluation_only(folder: Path) -> dict[str, Any]:

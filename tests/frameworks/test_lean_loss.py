@@ -8,8 +8,7 @@ values and gradients of a dense float64 reference.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,20 +18,11 @@ import torch
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import RanksFailed, cpu_backend, spawn_ranks
 
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+
 PATCH = "lean-loss"
 FRAMEWORKS = ("slime", "openclaw", "miles")
-STAND_INS = Path(__file__).with_name("stand_in")
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
-
-
-@pytest.fixture(autouse=True)
-def stand_ins_on_the_path(request: pytest.FixtureRequest) -> Iterator[None]:
-    # Ranks inherit sys.path.
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(STAND_INS))
-        if "openclaw" in request.node.name:
-            monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
-        yield
 
 
 def _eager(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,20 +18,14 @@ import pytest
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+
 PATCH = "reentrant-train"
 FRAMEWORKS = ("slime", "miles", "megatron.training")
 NO_SYNC = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 KEY_ERROR = "KeyError: GPTModel"  # of the handles, for the first module that has none
 TIMER = "AssertionError: timer has already been started"
 FINE = "fine"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins_on_the_path() -> Iterator[None]:
-    # Ranks inherit sys.path.
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.syspath_prepend(str(Path(__file__).with_name("stand_in")))
-        yield
 
 
 def outcome(call: Callable[..., object], *args: Any) -> str:
@@ -131,6 +124,10 @@ def _rollouts(framework: str, order: str) -> dict[str, Any]:
             ],
         }
 
+        installed, job.config.no_sync_func = job.config.no_sync_func, nullcontext
+        seen["foreign"] = outcome(job.train), job.config.no_sync_func is nullcontext
+        job.config.no_sync_func = installed
+
         # Before was before: what was called then was patched already, and says what it wraps.
         originals = {name: getattr(function, "__wrapped__", function) for name, function in originals.items()}
         revert(PATCH)
@@ -156,6 +153,9 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
         assert set(seen["states"].values()) == {"applied"}
         assert len(seen["states"]) == 4
         assert all(seen["copies"])
+        error, stayed = seen["foreign"]
+        assert error.startswith(NO_SYNC)
+        assert stayed
         assert all(seen["restored"])
         assert seen["after revert"].startswith(NO_SYNC)
     # What is saved is whole: the same on each replica.
@@ -238,36 +238,6 @@ def test_hooks_are_as_found_when_saving_raises(framework: str) -> None:
         "next save": (FINE, False),
         "hooks while saving": {False},
     }
-
-
-def _custom_functions(framework: str) -> dict[str, Any]:
-    with cpu_backend():
-        from tests.frameworks.jobs import JOBS
-
-        apply(PATCH)
-        job = JOBS[framework]()
-        job.config.no_sync_func = nullcontext
-        seen: dict[str, Any] = {"at once": (outcome(job.train), job.config.no_sync_func is nullcontext)}
-        job.config.no_sync_func = None
-        job.train()
-        job.config.no_sync_func = mixed = [job.model[0].no_sync, nullcontext]
-        seen["later"] = (outcome(job.train), job.config.no_sync_func is mixed)
-
-        gc.disable()
-        job.config.no_sync_func = None
-        job.train()
-        seen["collecting"] = gc.isenabled()
-        return seen
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_what_users_set_themselves_stays(framework: str) -> None:
-    [seen] = spawn_ranks(_custom_functions, 1, framework)
-    for when in ("at once", "later"):
-        error, stayed = seen[when]
-        assert error.startswith(NO_SYNC), when
-        assert stayed, when
-    assert not seen["collecting"]
 
 
 # --- Megatron-LM --------------------------------------------------------------------------------------------

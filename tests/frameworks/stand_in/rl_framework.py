@@ -5,6 +5,7 @@ The names that patches replace, and the copies of Megatron's names, are in the s
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,17 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
+from megatron.training.training import (
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    should_disable_forward_pre_hook,
+)
 
 
 def load_checkpoint(
@@ -66,18 +73,46 @@ def make_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamSched
     )
 
 
-def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
-    return args.use_distributed_optimizer and args.overlap_param_gather
+def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[Any]) -> Any:
+    """Return the config, without the sync functions, which ``train`` of a framework installs itself."""
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.train()
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.timers = None
+    return config
 
 
-def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.enable_forward_pre_hook()
+def train_steps(
+    args: SimpleNamespace,
+    model: Sequence[DDP],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    global_batch_sizes: Sequence[int],
+) -> None:
+    config = get_model_config(model[0])
+    config.finalize_model_grads_func = finalize_model_grads
+    pre_hook_enabled = False
+    if args.manual_gc:
+        gc.disable()
+        gc.collect()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model, param_sync=False)
+        param_sync_func = config.param_sync_func
+        config.param_sync_func = None
 
-
-def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+    for step_id, (microbatches, size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
+        train_one_step(args, data_iterator, model, optimizer, opt_param_scheduler, microbatches, size)
+        if step_id == 0 and should_disable_forward_pre_hook(args):
+            enable_forward_pre_hook(model)
+            config.param_sync_func = param_sync_func
+            pre_hook_enabled = True
+    if pre_hook_enabled:
+        disable_forward_pre_hook(model)
 
 
 @torch.no_grad()

@@ -63,6 +63,10 @@ def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = Tru
         model_chunk.disable_forward_pre_hook(param_sync=param_sync)
 
 
+def one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
 def train_step(
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -144,17 +148,11 @@ def train(
             "When overlap_grad_reduce is True, config.no_sync_func must be None; "
             "a custom no_sync_func is not supported when overlapping grad-reduce"
         )
-        config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
-        if len(model) == 1:
-            config.no_sync_func = config.no_sync_func[0]
+        config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
         if args.align_grad_reduce:
-            config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
-            if len(model) == 1:
-                config.grad_sync_func = config.grad_sync_func[0]
+            config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
     if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
-        if len(model) == 1:
-            config.param_sync_func = config.param_sync_func[0]
+        config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
     config.finalize_model_grads_func = finalize_model_grads
 
     timers("interval-time", log_level=0).start(barrier=True)

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
+from megatron.training.training import one_or_all
 
 
 def register_megatron_training_hooks(model: Sequence[DDP], optimizer: Any) -> None:
@@ -26,14 +27,8 @@ def register_megatron_training_hooks(model: Sequence[DDP], optimizer: Any) -> No
                 "When overlap_grad_reduce is True, config.no_sync_func must be None; "
                 "a custom no_sync_func is not supported when overlapping grad-reduce"
             )
-            config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
-            if len(model) == 1:
-                config.no_sync_func = config.no_sync_func[0]
+            config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
             if align_grad_reduce:
-                config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
-                if len(model) == 1:
-                    config.grad_sync_func = config.grad_sync_func[0]
+                config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
         if overlap_param_gather and align_param_gather:
-            config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
-            if len(model) == 1:
-                config.param_sync_func = config.param_sync_func[0]
+            config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.training.training import one_or_all
 
 
 def _update_model_config_funcs(
@@ -24,17 +25,11 @@ def _update_model_config_funcs(
             "When overlap_grad_reduce is True, config.no_sync_func must be None; "
             "a custom no_sync_func is not supported when overlapping grad-reduce"
         )
-        model_config.no_sync_func = [model_chunk.no_sync for model_chunk in model]
-        if len(model) == 1:
-            model_config.no_sync_func = model_config.no_sync_func[0]
+        model_config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
         if align_grad_reduce:
-            model_config.grad_sync_func = [model_chunk.start_grad_sync for model_chunk in model]
-            if len(model) == 1:
-                model_config.grad_sync_func = model_config.grad_sync_func[0]
+            model_config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
     if ddp_config.overlap_param_gather and ddp_config.align_param_gather:
-        model_config.param_sync_func = [model_chunk.start_param_sync for model_chunk in model]
-        if len(model) == 1:
-            model_config.param_sync_func = model_config.param_sync_func[0]
+        model_config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
     if optimizer is not None:
         model_config.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=pg_collection)
         model_config.grad_scale_func = optimizer.scale_loss
