@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from .conftest import check_all
 
 AFTER_THE_FRAMEWORK = (
@@ -74,45 +72,3 @@ for attempt in range(2):
     assert done.returncode == 0, done
     first, second = done.stdout.splitlines()
     assert first == second and "reentrant-trian" in first
-
-
-def _break(environment, what):
-    package = environment.site_packages / "megatron_rl_patches"
-    if what == "syntax error in the package":
-        (package / "__init__.py").write_text("def\n")
-    elif what == "exception in the package":
-        (package / "activation.py").write_text("def activate_from_environment():\n    1 / 0\n")
-    else:
-        assert what == "wrapt is missing"
-
-
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("wrapt is missing", "ModuleNotFoundError: No module named 'wrapt'"),
-        ("syntax error in the package", "SyntaxError"),
-        ("exception in the package", "ZeroDivisionError: division by zero"),
-    ],
-)
-def test_broken_install_costs_one_line(disposable, what, reason):
-    _break(disposable, what)
-    done = disposable.run("-c", AFTER_THE_FRAMEWORK, variables={"MEGATRON_RL_PATCHES": "1"})
-    assert done.returncode == 0 and '"patched": false' in done.stdout, done
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("megatron_rl_patches: not activated") and reason in line
-
-    idle = disposable.run("-c", "pass", variables={"MEGATRON_RL_PATCHES": "1"})
-    assert (idle.returncode, idle.stderr) == (0, "")
-
-    strict = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"}
-    assert disposable.run("-c", "pass", variables=strict).returncode == 0
-    # A framework whose import is optional would swallow an ImportError, and the mistake with it.
-    optional = "try:\n    import megatron.core\nexcept ImportError:\n    pass"
-    done = disposable.run("-c", optional, variables=strict)
-    assert done.returncode == 1 and reason in done.stderr
-
-
-def test_package_gone_but_its_startup_file_left_does_not_stop_the_interpreter(disposable):
-    (disposable.site_packages / "_megatron_rl_patches_startup.py").unlink()
-    done = disposable.run("-c", "print('on')", variables={"MEGATRON_RL_PATCHES": "1"})
-    assert (done.returncode, done.stdout) == (0, "on\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -303,8 +301,3 @@ def test_other_threads_may_enter_and_leave_first() -> None:
         assert torch.cuda.is_initialized()
         assert torch.ones(1, device="cuda").device.type == "cpu"
     assert seen == ["cpu"]
-
-
-def test_importing_the_package_loads_neither_torch_nor_megatron() -> None:
-    code = "import sys, megatron_rl_patches.testing; assert not {'torch', 'megatron'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -46,6 +46,17 @@ def _messages(layout: Layout) -> dict[str, str]:
     attempt("policy", lambda **given: policy[0], config)
     attempt("bare policy", lambda **given: policy[0].module, config)
     attempt("closure", lambda pre_process, post_process: provider(config=config), config)
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+        others = transformer_config(layout, "fp32")
+        setattr(others, name, print)
+        attempt(f"a policy's {name}", partial(_on_config, provider, others), config)
+    others = transformer_config(layout, "fp32")
+    attempt("another dtype", partial(_on_config, provider, others), config, dtype="bf16")
+    attempt("no config", lambda: torch.nn.Linear(1, 1), config)
+    attempt("list", lambda **given: [provider(**given)], config)
+    ddp = type("DistributedDataParallel", (torch.nn.Module,), {})  # known by its name
+    for kind in (ddp, type("V3", (ddp,), {}), type("FSDPModule", (torch.nn.Module,), {})):
+        attempt(kind.__name__, lambda kind=kind: torch.nn.Sequential(kind()), config)
     attempt("dtype", provider, config, dtype="fp8")
     attempt("none", lambda config: None, config)
     attempt("vpp", provider, config, virtual_pipeline_size=2)
@@ -54,6 +65,10 @@ def _messages(layout: Layout) -> dict[str, str]:
         attempt("bf16", provider, config, dtype="bf16")
     errors["still trains"] = str(all(p.requires_grad for p in policy[0].parameters()) and policy[0].training)
     return errors
+
+
+def _on_config(provider: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
+    return provider(pre_process, post_process, config=config)
 
 
 def _virtual_stages() -> dict[str, str]:
@@ -131,6 +146,9 @@ def one_rank() -> tuple[dict[str, str], dict[str, Any]]:
     return result
 
 
+OTHER_CONFIG = "InferenceOnlyError: the model provider does not build on the config that it is called with"
+
+
 @pytest.mark.parametrize(
     ("misuse", "message"),
     {
@@ -138,7 +156,17 @@ def one_rank() -> tuple[dict[str, str], dict[str, Any]]:
         "ddp": "InferenceOnlyError: the model provider wraps the model in DistributedDataParallel",
         "policy": "InferenceOnlyError: the model provider returned a model in DistributedDataParallel",
         "bare policy": "InferenceOnlyError: the model provider returned a model whose parameter",
-        "closure": "InferenceOnlyError: the model provider does not build on the config",
+        "closure": f"{OTHER_CONFIG}, but on one that is the one passed in",
+        "a policy's no_sync_func": f"{OTHER_CONFIG}, but on one that has no_sync_func of a model that trains",
+        "a policy's grad_sync_func": f"{OTHER_CONFIG}, but on one that has grad_sync_func of a model that",
+        "a policy's param_sync_func": f"{OTHER_CONFIG}, but on one that has param_sync_func of a model that",
+        "another dtype": "InferenceOnlyError: dtype is 'bf16', but the model provider builds on a config of "
+        "its own, with bf16: False, params_dtype: torch.float32",
+        "no config": "InvalidInputError: the model provider returned a Linear without a config",
+        "list": "InvalidInputError: the model provider returned [",
+        "DistributedDataParallel": "InferenceOnlyError: the model provider returned a model in Distributed",
+        "V3": "InferenceOnlyError: the model provider returned a model in V3, which trains",
+        "FSDPModule": "InferenceOnlyError: the model provider returned a model in FSDPModule",
         "dtype": "InvalidInputError: dtype is 'fp8'; it can be 'bf16', 'fp16', 'fp32'",
         "none": "InvalidInputError: the model provider returned None",
         "vpp": "InvalidInputError: virtual_pipeline_size: 2",

@@ -258,24 +258,6 @@ def test_removed_weights_are_dropped_unless_they_are_still_needed(pool: TeacherP
 # -- interruptions
 
 
-def test_an_interrupted_swap_is_not_taken_for_a_teacher(pool: TeacherPool, model: Net) -> None:
-    pool.add("own")
-    copy_to = HostCopy.copy_to
-
-    def half(copy: HostCopy, storages: Any) -> None:
-        copy_to(copy, storages[:1])
-        raise KeyboardInterrupt
-
-    with mock.patch.object(HostCopy, "copy_to", half), pytest.raises(KeyboardInterrupt), pool.use("a"):
-        pass
-    assert not holds(model, "a") and not holds(model, "own")
-    assert pool.resident is None
-    with pytest.raises(InvalidInputError, match="an interrupted swap"):
-        pool.add("mix")
-    with pool.use("own"):
-        assert holds(model, "own")
-
-
 def test_an_interrupted_swap_is_undone_where_weights_would_be_lost(pool: TeacherPool, model: Net) -> None:
     copy_to = HostCopy.copy_to
     interrupt = [True]
