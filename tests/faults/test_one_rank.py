@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import RanksFailed, cpu_backend, spawn_ranks
-from tests.faults.groups import error_of, timed_out
+from tests.faults.groups import error_of, meet, short_lived_groups, timed_out, worlds_of
 from tests.real.stages import PLACES, STAGES, steps_done
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 
@@ -37,7 +37,6 @@ def _campaign(folder: str, sizes: dict[str, int]) -> tuple[dict[Case, Outcome], 
 
     Also what a new model's weights are after a step, in new groups: before the first case and after the last.
     """
-    from tests.faults.groups import worlds_of
     from tests.real.tiny_gpt import Options, Parallelism
 
     with (
@@ -56,7 +55,6 @@ def _campaign(folder: str, sizes: dict[str, int]) -> tuple[dict[Case, Outcome], 
 def _outcome(options: Any, case: Case, folder: Path) -> Outcome:
     import torch.distributed as dist
 
-    from tests.faults.groups import meet, short_lived_groups
     from tests.real.faults import Trainee, counting_updates
 
     done, failing_step = PLACES[case.place]
@@ -75,7 +73,6 @@ def _outcome(options: Any, case: Case, folder: Path) -> Outcome:
 
 
 def _new_model(options: Any, folder: Path, name: str) -> str:
-    from tests.faults.groups import short_lived_groups
     from tests.real.faults import Trainee
 
     with short_lived_groups(folder, name):
@@ -110,7 +107,6 @@ def _retry(folder: str) -> tuple[str, bool]:
     with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
         import torch.distributed as dist
 
-        from tests.faults.groups import meet, short_lived_groups
         from tests.real.faults import Trainee
         from tests.real.tiny_gpt import Options, Parallelism
 
@@ -137,7 +133,6 @@ def _mismatch(folder: str) -> None:
     with cpu_backend(), applied("reentrant-train", settings=SETTINGS):
         import torch.distributed as dist
 
-        from tests.faults.groups import short_lived_groups
         from tests.real.faults import Trainee
         from tests.real.tiny_gpt import Options
 

@@ -1,11 +1,11 @@
-"""A ``train()`` that raised, at every stage of a step, can be called again; with data parallelism.
+"""A ``train()`` that raised, at every stage of a step, can be called again, on every layout.
 
-Other layouts, and what else can go wrong in a run, are in ``tests/faults``.
+What else can go wrong in a run is in ``tests/faults``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,41 +29,72 @@ def _on_cpu(function: Any, *args: Any) -> Any:
 
 # --- all ranks
 
+# Stages of the first and the second rank. Of a pipeline, those where neither waits for the other, nor is a
+# message of one on its way that the other has not received: a retry would take it for its own.
+SAME = [(stage, stage) for stage in STAGES]
+OF_A_PIPELINE = [
+    ("before forward", "before forward"),
+    ("forward 0", "before forward"),
+    ("forward 1", "forward 0"),
+    ("forward 1", "backward 0"),
+    ("backward 0", "forward 1"),
+    ("backward 0", "backward 1"),
+    ("backward 1", "before step"),
+    ("before step", "before step"),
+    ("in step", "in step"),
+    ("after step", "after step"),
+]
+# Sizes and stages, and which of the parameters both ranks have.
+LAYOUTS: dict[str, tuple[dict[str, int], list[tuple[str, str]], str | None]] = {
+    "DP 2": ({}, SAME, "params"),
+    "TP 2": ({"tp": 2}, SAME, "replicated"),
+    "PP 2": ({"pp": 2}, OF_A_PIPELINE, None),
+}
 
-def _campaign(flags: dict[str, Any], stages: Sequence[str]) -> dict[tuple[str, str], tuple[Any, Any]]:
-    from tests.real.faults import run, same_process_groups
-    from tests.real.tiny_gpt import Options
 
-    options = Options(**flags)
+def _campaign(
+    flags: dict[str, Any], sizes: dict[str, int], stages: list[tuple[str, str]]
+) -> dict[tuple[tuple[str, str], str], tuple[Any, Any]]:
+    import torch.distributed as dist
+
+    from tests.real.faults import interrupt, raise_injected, run, same_process_groups
+    from tests.real.tiny_gpt import Options, Parallelism
+
+    options = Options(parallelism=Parallelism(**sizes), **flags)
     with applied("reentrant-train", settings=SETTINGS):
         undisturbed = run(options, None, (0, 0))
+        outcomes = {}
         with same_process_groups():
-            return {
-                (stage, place): (undisturbed, run(options, stage, PLACES[place]))
-                for stage in stages
-                for place in PLACES
-            }
+            for of_ranks, place in product(stages, PLACES):
+                # Ctrl-C passes `except Exception`, which the other does not.
+                strike = interrupt if place == "later step" else raise_injected
+                outcome = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
+                outcomes[of_ranks, place] = undisturbed, outcome
+        return outcomes
 
 
 @pytest.mark.parametrize(
-    ("overlap", "stages"),
+    ("layout", "overlap", "only"),
     [
-        ("both", ("backward 1",)),
-        *(pytest.param(overlap, STAGES, marks=pytest.mark.slow) for overlap in OVERLAPS),
+        ("DP 2", "both", [("backward 1", "backward 1")]),
+        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in product(LAYOUTS, OVERLAPS)),
     ],
 )
-def test_stages_on_all_ranks(overlap: str, stages: Sequence[str]) -> None:
-    first, second = spawn_ranks(_on_cpu, 2, _campaign, OVERLAPS[overlap], stages, timeout=200)
+def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, str]] | None) -> None:
+    sizes, stages, shared = LAYOUTS[layout]
+    first, second = spawn_ranks(_on_cpu, 2, _campaign, OVERLAPS[overlap], sizes, only or stages, timeout=240)
     assert first.keys() == second.keys()
-    for (stage, place), (undisturbed, outcome) in first.items():
-        where = f"{stage}, {place}"
-        undisturbed_2, outcome_2 = second[stage, place]
-        assert outcome.end.params == outcome_2.end.params, f"{where}: parameters differ across ranks"
-        assert outcome.at_reentry.params == outcome_2.at_reentry.params, f"{where}: stale at re-entry"
-        if stage == "in step":
+    for where, (undisturbed, outcome) in first.items():
+        undisturbed_2, outcome_2 = second[where]
+        if shared is not None:
+            for name in ("at_reentry", "end"):
+                one, other = (getattr(getattr(found, name), shared) for found in (outcome, outcome_2))
+                assert one == other, f"{where}: parameters differ across ranks: {name}"
+        if "in step" in where[0]:
             continue
-        assert outcome.losses[-1] == undisturbed.losses[-1], where
-        assert (outcome.end, outcome_2.end) == (undisturbed.end, undisturbed_2.end), where
+        for found, expected in ((outcome, undisturbed), (outcome_2, undisturbed_2)):
+            assert found.losses[-1] == expected.losses[-1], where
+            assert found.end == expected.end, where
 
 
 # --- one rank only: its peers are in collectives, which its retry has to meet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,17 @@ def _verify(different_rank: int | None) -> str:
     except PatchError as error:
         return str(error)
     return ""
+
+
+def test_of_two_ranks_that_differ_neither_is_the_usual_one() -> None:
+    messages = spawn_ranks(_verify, 2, 1, timeout=60)
+    assert messages[0] == messages[1]
+    assert re.search(
+        r"slime\.backends\.megatron_utils\.model\.train: "
+        r"rank 0: waiting \(code \w+\); rank 1: not selected$",
+        messages[0],
+        re.MULTILINE,
+    )
 
 
 def test_ranks_that_agree() -> None:

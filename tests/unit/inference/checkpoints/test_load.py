@@ -28,6 +28,8 @@ def _torch_dist(folder: Path, backend: str = "torch_dist") -> Path:
 
 def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_path: Path) -> None:
     earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
+    (tmp_path / TRACKER).write_text("5")
+    assert locate(tmp_path) == Location(earlier, 5)  # the latest one is still being written
     (tmp_path / TRACKER).write_text("12345678\n")
     assert locate(tmp_path) == Location(latest, 12_345_678)
     assert locate(str(tmp_path), ckpt_step=5) == Location(earlier, 5)
@@ -106,6 +108,7 @@ def test_formats(tmp_path: Path) -> None:
     [
         ({"metadata.json": '{"sharded_backend": "zarr"}'}, "format zarr; supported: torch_dist and torch"),
         ({"metadata.json": "{}"}, "metadata.json is corrupt: KeyError"),
+        ({"metadata.json": "{"}, "metadata.json is corrupt: JSONDecodeError"),
         ({"metadata.json": '"torch_dist"'}, "metadata.json is corrupt"),
         ({".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
         ({".metadata": "", "common.pt": ""}, "is a part of a torch_dist checkpoint"),
