@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 
 import megatron_rl_patches
 from megatron_rl_patches import inference, reentry
@@ -23,7 +24,7 @@ from megatron_rl_patches.losses import (
     PolicyOptions,
     SequenceLayout,
 )
-from tests.real import tiny_gpt
+from tests.real import checkpoints, tiny_gpt
 
 TEACHERS = ("math", "code")
 LENGTHS, RESPONSES = [6, 9], [3, 5]
@@ -32,20 +33,6 @@ OPTIONS = tiny_gpt.Options()
 tiny_gpt.VOCABULARY = 128  # the pages ask for a top-k of 64
 
 Names = dict[str, Any]
-
-
-class Calls:
-    """Takes any call of any method, and remembers it by the method's name."""
-
-    def __init__(self) -> None:
-        self.made: dict[str, list[tuple[tuple[Any, ...], Names]]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Calls:
-            self.made.setdefault(name, []).append((args, kwargs))
-            return self
-
-        return call
 
 
 def initialize() -> None:
@@ -73,10 +60,7 @@ def save_teachers(folder: Path) -> None:
     for seed, name in enumerate(TEACHERS):
         (chunk,) = teacher_model(seed)
         root = folder / "checkpoints" / name
-        (root / "iter_0000003").mkdir(parents=True)
-        state = {"iteration": 3, "model": chunk.module.sharded_state_dict()}
-        dist_checkpointing.save(state, str(root / "iter_0000003"))
-        (root / "latest_checkpointed_iteration.txt").write_text("3")
+        checkpoints.save_torch_dist([chunk], None, root, 3)
 
 
 def logits_of(rows: int) -> torch.Tensor:
@@ -113,7 +97,7 @@ def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any
 def readme() -> Names:
     (chunk,) = teacher_model(2)
     return {
-        "ray": Calls(),
+        "ray": mock.Mock(),
         "model_provider": provider,
         "config": tiny_gpt._transformer_config(OPTIONS),
         "microbatches": microbatches(),
@@ -129,7 +113,7 @@ def readme() -> Names:
 
 
 def after_readme(names: Names) -> None:
-    assert names["ray"].made["init"] == [((), {"runtime_env": VARIABLE})]
+    names["ray"].init.assert_called_once_with(runtime_env=VARIABLE)
     names["train"](tiny_gpt.build(OPTIONS)[0], None, [])
 
 
@@ -169,12 +153,13 @@ def after_losses(names: Names) -> None:
 
 
 def activation() -> Names:
-    return {"ray": Calls(), "Trainer": Calls()}
+    return {"ray": mock.Mock(), "Trainer": mock.Mock()}
 
 
 def after_activation(names: Names) -> None:
-    assert names["ray"].made["init"] == names["Trainer"].made["options"] == [((), {"runtime_env": VARIABLE})]
-    assert "remote" in names["Trainer"].made
+    for started in (names["ray"].init, names["Trainer"].options):
+        started.assert_called_once_with(runtime_env=VARIABLE)
+    assert names["Trainer"].options.return_value.remote.called
 
 
 def own_loop() -> Names:

@@ -28,36 +28,27 @@ class BrokenBatch(Exception):
     """What a data loader, a reward or a loss function raises in the middle of a step."""
 
 
-class Batches:
+class Batches(tiny_gpt.SyntheticData):
     """An endless stream of batches that breaks when told to."""
 
-    def __init__(self) -> None:
-        self._error: Exception | None = None
-        self._break_at = -1
-        self.seek(0)
+    _error: Exception | None = None
+    _break_at = -1
 
     def break_with(self, error: Exception, at: int) -> None:
         """Raise ``error``, once, in place of batch number ``at``."""
         self._error, self._break_at = error, at
 
     def seek(self, number: int) -> None:
-        self._batches = tiny_gpt.SyntheticData()
-        for _ in range(number):
-            next(self._batches)
-        self._number = number
+        self._microbatch = number
 
     def reset(self) -> None:
         """Called by slime and miles at the beginning of a rollout: here the stream just goes on."""
 
-    def __iter__(self) -> Batches:
-        return self
-
     def __next__(self) -> dict[str, torch.Tensor]:
-        if self._error is not None and self._number == self._break_at:
+        if self._error is not None and self._microbatch == self._break_at:
             error, self._error = self._error, None
             raise error
-        self._number += 1
-        return next(self._batches)
+        return super().__next__()
 
 
 class Disk:

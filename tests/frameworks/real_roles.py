@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
@@ -107,9 +106,7 @@ def global_arguments(**values: Any) -> Any:
 
 def process(seed: int = 1234) -> None:
     torch.serialization.add_safe_globals([Arguments])  # of a checkpoint
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tiny_gpt.initialize(tiny_gpt.Parallelism(), seed)
     torch.manual_seed(seed)
 
 

@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
     init_num_microbatches_calculator,
@@ -75,9 +74,7 @@ def arguments(**values: Any) -> SimpleNamespace:
 
 def process(seed: int = 1234) -> None:
     """What a framework has initialized before it builds a model."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tiny_gpt.initialize(tiny_gpt.Parallelism(), seed)
     torch.manual_seed(seed)
     destroy_num_microbatches_calculator()
     # A global batch that grows with the samples consumed: 2, 4, ... 8.

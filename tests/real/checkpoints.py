@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -27,7 +27,6 @@ from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from megatron_rl_patches.inference import build_inference_model
 from tests.real import tiny_gpt
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -46,16 +45,8 @@ def trained(options: tiny_gpt.Options) -> tuple[list[Any], Any]:
 
 def scoring(options: tiny_gpt.Options) -> list[Any]:
     """A model that only scores, with weights of its own."""
-    sizes = options.parallelism
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(sizes.tp, sizes.pp, sizes.vpp, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
-    chunks = build_inference_model(
-        lambda config, vp_stage=None: tiny_gpt._chunk(config, sizes, vp_stage),
-        tiny_gpt._transformer_config(options),
-        dtype="bf16" if options.bf16 else "fp32",
-        virtual_pipeline_size=sizes.vpp,
-    )
+    tiny_gpt.initialize(options.parallelism, options.seed)
+    chunks = tiny_gpt.inference_model(options)
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -73,7 +64,7 @@ def bare(chunks: Sequence[Any]) -> list[Any]:
 
 
 def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
-    """As with ``--ckpt-format torch_dist --ckpt-fully-parallel-save``.
+    """As with ``--ckpt-format torch_dist --ckpt-fully-parallel-save``, without optimizer if there is none.
 
     From 0.15 on, the optimizer is sharded in a way that Megatron-LM refuses to load into another layout; the
     one of before needs more process groups.
@@ -89,9 +80,10 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
     # From 0.14 on.
     versioned = "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state, **({"metadata": dict(metadata)} if versioned else {"sharding_type": sharding})
-    )
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, **({"metadata": dict(metadata)} if versioned else {"sharding_type": sharding})
+        )
     rank = (dist.get_rank(),)
     state["rng_state"] = ShardedObject("rng_state", [rank], (dist.get_world_size(),), rank)
     strategy = FullyParallelSaveStrategyWrapper(

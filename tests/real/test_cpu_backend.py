@@ -211,18 +211,6 @@ def test_everything_is_undone(body_raises: bool) -> None:
     assert torch._C._len_torch_function_stack() == modes
 
 
-def test_nesting_ends_with_the_outermost() -> None:
-    import torch
-
-    available = torch.cuda.is_available
-    with cpu_backend():
-        with cpu_backend():
-            pass
-        assert torch.ones(1, device="cuda").device.type == "cpu"
-        assert torch.cuda.is_available()
-    assert torch.cuda.is_available is available
-
-
 def test_what_names_the_gpu_goes_to_the_cpu() -> None:
     import torch
 

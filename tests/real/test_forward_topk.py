@@ -10,7 +10,14 @@ import torch
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.small_models import by_speed
-from tests.real.test_scoring import LAYOUTS, TEMPERATURE, _fill, _inference_model, microbatches
+from tests.real.test_scoring import (
+    LAYOUTS,
+    TEMPERATURE,
+    _fill,
+    _inference_model,
+    dense_log_probs,
+    microbatches,
+)
 
 K = 5
 Distributions = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -82,23 +89,13 @@ def _reference() -> tuple[Distributions, Distributions]:
     with cpu_backend():
         from tests.real import tiny_gpt
 
-        models = _models(tiny_gpt.Options())
+        of_models = map(dense_log_probs, _models(tiny_gpt.Options()))
         found: tuple[dict[int, Any], dict[int, Any]] = {}, {}
-        for batch in microbatches():
-            tokens_bs = batch["tokens"]
-            mask = torch.ones(1, 1, tokens_bs.shape[1], tokens_bs.shape[1], dtype=torch.bool).triu(1)
-            position_ids = torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs)
-            of_student, of_teacher = (
-                (model[0](tokens_bs, position_ids, mask).double() / TEMPERATURE).log_softmax(-1)
-                for model in models
-            )
-            samples = zip(batch["indices"], batch["lengths"].tolist(), batch["response_lengths"], strict=True)
-            for row, (index, length, response) in enumerate(samples):
-                ids_nk = of_student[row, length - response - 1 : length - 1].topk(K).indices
-                for log_p_bsv, per_sample in zip((of_student, of_teacher), found, strict=True):
-                    log_p_nv = log_p_bsv[row, length - response - 1 : length - 1]
-                    outside = log_p_nv.scatter(1, ids_nk, float("-inf")).logsumexp(1)
-                    per_sample[index] = ids_nk, log_p_nv.gather(1, ids_nk), outside
+        for (index, of_student_nv, _), (_, of_teacher_nv, _) in zip(*of_models, strict=True):
+            ids_nk = of_student_nv.topk(K).indices
+            for log_p_nv, per_sample in zip((of_student_nv, of_teacher_nv), found, strict=True):
+                outside = log_p_nv.scatter(1, ids_nk, float("-inf")).logsumexp(1)
+                per_sample[index] = ids_nk, log_p_nv.gather(1, ids_nk), outside
         return tuple([found[i] for i in sorted(found)] for found in found)
 
 

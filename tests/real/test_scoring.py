@@ -7,7 +7,7 @@ import io
 import re
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -92,16 +92,9 @@ def _fill(model: Sequence[Any], tp: tuple[int, int]) -> None:
 
 
 def _inference_model(options: Any, ddp: Sequence[Any]) -> list[Any]:
-    from megatron_rl_patches.inference import build_inference_model
     from tests.real import tiny_gpt
 
-    stages = iter([None] if options.parallelism.vpp is None else range(options.parallelism.vpp))
-    model = build_inference_model(
-        lambda config, **others: tiny_gpt._chunk(config, options.parallelism, next(stages)),
-        tiny_gpt._transformer_config(options),
-        dtype="bf16" if options.bf16 else "fp32",
-        device="cpu",
-    )
+    model = tiny_gpt.inference_model(options)
     for chunk, trained in zip(model, ddp, strict=True):
         chunk.load_state_dict(trained.module.state_dict())
     return model
@@ -114,10 +107,8 @@ def _state(model: Sequence[Any]) -> tuple[Any, ...]:
     return modes, dict(vars(get_model_config(model[0]))), torch.get_rng_state().tolist()
 
 
-def _reference(model: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Float64 log-softmax of the logits of one rank, one sample after the other."""
-    log_probs: dict[int, torch.Tensor] = {}
-    entropies: dict[int, torch.Tensor] = {}
+def dense_log_probs(model: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each sample's place in the result, and log-softmax, in float64, and tokens of its response."""
     for batch in microbatches():
         tokens_bs = batch["tokens"]
         with torch.no_grad():
@@ -127,9 +118,15 @@ def _reference(model: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Ten
         samples = zip(batch["indices"], batch["lengths"].tolist(), batch["response_lengths"], strict=True)
         for row, (index, length, response) in enumerate(samples):
             log_p_nv = log_p_bsv[row, length - response - 1 : length - 1]
-            targets_n = tokens_bs[row, length - response : length]
-            log_probs[index] = log_p_nv.gather(1, targets_n[:, None])[:, 0]
-            entropies[index] = -(log_p_nv.exp() * log_p_nv).sum(1)
+            yield index, log_p_nv, tokens_bs[row, length - response : length]
+
+
+def _reference(model: Sequence[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    log_probs: dict[int, torch.Tensor] = {}
+    entropies: dict[int, torch.Tensor] = {}
+    for index, log_p_nv, targets_n in dense_log_probs(model):
+        log_probs[index] = log_p_nv.gather(1, targets_n[:, None])[:, 0]
+        entropies[index] = -(log_p_nv.exp() * log_p_nv).sum(1)
     return [log_probs[i] for i in sorted(log_probs)], [entropies[i] for i in sorted(entropies)]
 
 

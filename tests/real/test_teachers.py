@@ -22,19 +22,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 TEACHERS = ("a", "b", "c", "d")
 
 
-def _model(options: Any) -> list[Any]:
-    from megatron_rl_patches.inference import build_inference_model
-    from tests.real import tiny_gpt
-
-    stages = iter([None] if options.parallelism.vpp is None else range(options.parallelism.vpp))
-    return build_inference_model(
-        lambda config, **others: tiny_gpt._chunk(config, options.parallelism, next(stages)),
-        tiny_gpt._transformer_config(options),
-        dtype="bf16",
-        device="cpu",
-    )
-
-
 def _initialize(model: Sequence[torch.nn.Module], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -55,19 +42,11 @@ def _equal(left: Any, right: Any) -> bool:
 
 def _compare(sizes: dict[str, Any], folder: str) -> None:
     with cpu_backend():
-        from megatron.core import parallel_state, tensor_parallel
-
         from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
-        from tests.real import tiny_gpt
+        from tests.real import checkpoints, tiny_gpt
 
         options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes), bf16=True)
-        parallel_state.initialize_model_parallel(
-            options.parallelism.tp,
-            options.parallelism.pp,
-            options.parallelism.vpp,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        tiny_gpt.initialize(options.parallelism, seed=7)
         tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
         microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
 
@@ -75,7 +54,7 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
             found = forward_log_probs(model, microbatches, progress=False)
             return None if found is None else found.log_probs
 
-        alone = _model(options)
+        alone = tiny_gpt.inference_model(options)
         expected, states = {}, {}
         for seed, name in enumerate(TEACHERS):
             _initialize(alone, seed)
@@ -84,10 +63,10 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
                 {key: value.clone() for key, value in chunk.module.state_dict().items() if value is not None}
                 for chunk in alone
             ]
-        _save(alone, Path(folder))
+        checkpoints.save_torch_dist(alone, None, Path(folder), 3)
 
         bytes_without = live_bytes()
-        pool = TeacherPool(_model(options))
+        pool = TeacherPool(tiny_gpt.inference_model(options))
         model_bytes = live_bytes() - bytes_without
         weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
         assert model_bytes == sum(weight.nbytes for weight in weights)
@@ -109,21 +88,6 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
         with pool.use("b") as model, pool.use("a"), pool.use("b"):
             assert _equal(_bits(model), expected["b"][1])
         assert _equal(_bits(pool.model), expected["d"][1])
-
-
-def _save(model: Sequence[torch.nn.Module], root: Path) -> None:
-    """As Megatron-LM does with ``--ckpt-format torch_dist``."""
-    from megatron.core import dist_checkpointing
-
-    state: dict[str, Any] = {"iteration": 3}
-    for index, chunk in enumerate(model):
-        state["model" if len(model) == 1 else f"model{index}"] = chunk.module.sharded_state_dict()
-    folder = root / "iter_0000003"
-    folder.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(state, str(folder))
-    (root / "latest_checkpointed_iteration.txt").write_text("3")
-    torch.distributed.barrier()
 
 
 @pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("TP 2",)))

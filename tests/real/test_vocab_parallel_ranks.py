@@ -61,7 +61,6 @@ def check_all() -> list[Tensor]:
     check_refusals(group)
     if group.size() > 1:
         check_refused_on_one_rank(group)
-    check_split_is_unsplit(group)
     return check_collectives(group)
 
 
@@ -114,8 +113,11 @@ def check_extremes(group: dist.ProcessGroup) -> None:
 
 
 def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
-    """The largest logit is on every rank."""
-    check(torch.zeros(4, 2 * group.size()), torch.tensor([0, 1, 2 * group.size() - 1, IGNORE]), group)
+    """The largest logit is on every rank, which may have a single column."""
+    for columns in (group.size(), 2 * group.size()):
+        check(
+            torch.zeros(4, columns), torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1), group
+        )
 
 
 def check_poisons(group: dist.ProcessGroup) -> None:
@@ -187,39 +189,6 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
                 with pytest.raises(InvalidInputError, match=expected):
                     vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
             assert [name for name, _ in calls] == ["all_gather_into_tensor", "all_reduce"]
-
-
-def check_split_is_unsplit(group: dist.ProcessGroup) -> None:
-    # Here, not above: it draws the same cases on every rank. Shrinking one that fails on one rank would hang.
-    from hypothesis import Phase, given, settings
-    from hypothesis import strategies as st
-
-    @settings(derandomize=True, deadline=None, phases=[Phase.generate], database=None, max_examples=30)
-    @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 70), st.floats(0, 30), st.floats(0.1, 3))
-    def split_is_unsplit(seed: int, rows: int, width: int, scale: float, temperature: float) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = rows, width * group.size()
-        whole = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).requires_grad_()
-        part = whole.detach()[:, mine(group, shape[1])].clone().requires_grad_()
-        targets = torch.randint(shape[1], (rows,), generator=generator)
-        keep_mask = torch.rand(shape, generator=generator) < 0.5 if seed % 2 else None
-        results = []
-        for logits, tp_group, mask in (
-            (whole, None, keep_mask),
-            (part, group, None if keep_mask is None else keep_mask[:, mine(group, shape[1])]),
-        ):
-            values = vocab_parallel_log_probs_and_entropy(
-                logits, targets, tp_group=tp_group, keep_mask=mask, temperature=temperature, fused=False
-            )
-            (values[0].sum() + 3 * values[1].sum()).backward()
-            results.append(values)
-        for split, unsplit in zip(*results, strict=True):
-            assert torch.allclose(split, unsplit, rtol=1e-11, atol=1e-12)
-        assert whole.grad is not None
-        assert part.grad is not None
-        assert torch.allclose(part.grad, whole.grad[:, mine(group, shape[1])], rtol=1e-10, atol=1e-11)
-
-    split_is_unsplit()
 
 
 def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:

@@ -111,15 +111,19 @@ class SequenceParallelNorm(torch.nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
-    """Initialize Megatron's process groups over the whole world; return model chunks and optimizer."""
-    sizes = options.parallelism
+def initialize(sizes: Parallelism, seed: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
     parallel_state.initialize_model_parallel(
         sizes.tp, sizes.pp, sizes.vpp, context_parallel_size=sizes.cp, create_gloo_process_groups=False
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
+    """Initialize Megatron's process groups over the whole world; return model chunks and optimizer."""
+    sizes = options.parallelism
+    initialize(sizes, options.seed)
     config = _transformer_config(options)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -149,6 +153,17 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
         use_distributed_optimizer=options.use_distributed_optimizer,
     )
     return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+
+
+def inference_model(options: Options) -> list[Any]:
+    """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
+    from megatron_rl_patches.inference import build_inference_model
+
+    return build_inference_model(
+        lambda config, vp_stage=None: _chunk(config, options.parallelism, vp_stage),
+        _transformer_config(options),
+        dtype="bf16" if options.bf16 else "fp32",
+    )
 
 
 def _transformer_config(options: Options) -> TransformerConfig:

@@ -31,21 +31,6 @@ def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
 
 class TestChoice:
     @pytest.mark.parametrize(
-        ("environ", "selected"),
-        [
-            ({}, False),
-            ({"MEGATRON_RL_PATCHES": "0"}, False),
-            ({"MEGATRON_RL_PATCHES": "1"}, True),
-            ({"MEGATRON_RL_PATCHES": "reentrant-train"}, True),
-            ({"MEGATRON_RL_PATCHES": "all,-reentrant-train"}, False),
-        ],
-    )
-    def test_selection(self, environ: dict[str, str], selected: bool) -> None:
-        choice = choice_of(environ)
-        assert ("reentrant-train" in choice.patches) is selected
-        assert choice.problems == ()
-
-    @pytest.mark.parametrize(
         ("environ", "told"),
         [
             ({"MEGATRON_RL_PATCHES": "nonsense"}, "unknown patch 'nonsense'; known: "),

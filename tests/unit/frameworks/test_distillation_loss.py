@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,12 +178,6 @@ def test_equal_distributions_have_neither_loss_nor_gradient() -> None:
 def test_refuses(changes: dict[str, Any], of_batch: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         loss_of(logits_leaf(), batch(**of_batch), **changes)
-
-
-def test_the_documented_path_is_what_frameworks_load() -> None:
-    """Their ``load_function``: everything before the last dot is imported."""
-    module, _, name = "megatron_rl_patches.frameworks.distillation_loss.topk_opd_loss".rpartition(".")
-    assert getattr(importlib.import_module(module), name) is topk_opd_loss
 
 
 def test_divergences_of_the_settings_are_those_there_are() -> None:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import random
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,7 +236,8 @@ def test_no_trace_when_loading_raises() -> None:
     assert vars(args) == before
 
 
-def test_globals_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raises", [False, True])
+def test_globals_of_megatron(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import num_microbatches_calculator as microbatches
 
     # A rampup is another class in each era of Megatron.
@@ -243,9 +245,11 @@ def test_globals_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(microbatches, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", calculator)
     checkpointing = SimpleNamespace(_CHECKPOINT_VERSION=3.0, other=1)
     monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
-    with preserved_globals(arguments()):
+    with suppress(OSError), preserved_globals(arguments()):
         assert checkpointing._CHECKPOINT_VERSION is None
         checkpointing._CHECKPOINT_VERSION, checkpointing.other = 0, 2
         calculator.current_global_batch_size = 8
+        if raises:
+            raise OSError
     assert calculator.current_global_batch_size == 2
     assert vars(checkpointing) == {"_CHECKPOINT_VERSION": 3.0, "other": 2}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
@@ -49,18 +47,6 @@ def test_equals_the_dense_formulas(k: int, dtype: torch.dtype, temperature: floa
             assert relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
         else:
             assert (found.tail_log_prob == -INF).all()
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 2**31), st.integers(1, 60), st.integers(1, 60), st.integers(1, 4))
-def test_of_equal_logits_the_lowest_ids(seed: int, columns: int, k: int, levels: int) -> None:
-    """Also among those that are not there, and at the last place."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randint(levels, (5, columns), generator=generator).float()
-    logits[logits == 0] = -INF
-    logits[:, -1] = 1.0
-    k = min(k, columns)
-    assert vocab_parallel_topk(logits, k).indices.equal(expected_indices(logits, k))
 
 
 def test_ties_across_a_whole_vocabulary() -> None:

@@ -164,31 +164,6 @@ def test_the_samples_reach_every_branch(recipe: str) -> None:
     assert all(0 < value < 1 for value in fractions.values()) or RECIPES[recipe].tis_clip == math.inf
 
 
-def test_gspo_of_one_advantage_per_response_is_the_sequence_objective() -> None:
-    """2507.18071, eq. 5 to 7: the ratio of sequence likelihoods, differentiated as it stands."""
-    options = RECIPES["GSPO"]
-    log_probs, _, batch = make()
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0, -0.7], dtype=torch.float64)
-    assert batch.old_log_probs is not None
-    objectives = []
-    for new, old, mask, advantage in zip(
-        log_probs, batch.old_log_probs, batch.loss_masks, advantages, strict=True
-    ):
-        if mask.any():
-            ratio = torch.exp((new - old)[mask].mean())
-            objectives.append(
-                torch.min(
-                    ratio * advantage,
-                    ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantage,
-                )
-            )
-    expected = -torch.stack(objectives).mean()
-
-    loss, count, _ = policy_loss(log_probs, replace(batch, advantages=list(advantages)), options)
-    torch.testing.assert_close(loss / count, expected)
-    torch.testing.assert_close(gradients(loss / count, log_probs), gradients(expected, log_probs))
-
-
 def test_advantages_per_response_are_those_of_each_of_its_tokens() -> None:
     log_probs, _, batch = make()
     scalars = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(1))

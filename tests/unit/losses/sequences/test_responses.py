@@ -109,17 +109,6 @@ def test_the_gradient_may_take_the_place_of_the_logits_of_the_model(case: Case) 
     assert not kept
 
 
-def test_a_rank_without_response_tokens_still_has_a_backward() -> None:
-    case = Case((40,), (2,), cp_size=4, scheme="all-gather")
-    logits, tokens = _microbatch(case)
-    shard = case.shard(logits, 0).detach().requires_grad_()
-    log_probs, entropies = packed_log_probs_and_entropy(shard, tokens, case.layout(0))
-    assert [len(part) for part in log_probs + entropies] == [0, 0]
-    (log_probs[0].sum() + entropies[0].sum()).backward()
-    assert shard.grad is not None
-    assert not shard.grad.any()
-
-
 @pytest.mark.parametrize("case", [PACKED, PADDED], ids=["packed", "padded"])
 def test_logits_of_another_layout_are_refused(case: Case) -> None:
     logits, tokens = _microbatch(case)
