@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -21,11 +19,11 @@ from hypothesis import strategies as st
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import PatchError, Settings, activation, doctor
 from megatron_rl_patches import settings as settings_module
-from megatron_rl_patches.engine import announce, registry
+from megatron_rl_patches.engine import registry
 from megatron_rl_patches.patches.topk_distillation import OPD_DIVERGENCES
 from megatron_rl_patches.settings import STRICT_VARIABLE, VARIABLE
 
-from .environments import FIRES, ROOT, UNRELATED, Environment
+from .environments import FIRES, UNRELATED, Environment
 
 VARIABLES = sorted(settings_module.variables())
 INTERPRETER_OPTIONS = ("-I", "-E", "-s", "-B", "-OO", "-Werror", "-Xutf8=0", "-Xdev")
@@ -69,14 +67,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return Environment.make(tmp_path_factory.mktemp("environment") / "venv")
 
 
-def test_no_variable_is_forgotten_here() -> None:
-    """They are found by their names, in everything that is installed and in the documentation."""
-    files = [ROOT / "README.md", Path(startup.__file__)]
-    files += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "megatron_rl_patches").rglob("*.py")]
-    found = {name for file in files for name in re.findall(rf"{VARIABLE}(?:_[A-Z]+)*", file.read_text())}
-    assert found == set(VARIABLES)
-
-
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(variables=_environments(), options=st.lists(st.sampled_from(INTERPRETER_OPTIONS), max_size=3))
 def test_an_unrelated_process_never_hears_of_us(
@@ -110,13 +100,6 @@ def test_a_root_that_the_activation_imports_itself_is_imported_once(
     )
     outcome = environment.run(code, {VARIABLE: "1", f"{VARIABLE}_ROOTS": root})
     assert (outcome.complaint, outcome.stdout) == ("", "[]\n")
-
-
-@settings(max_examples=40)
-@given(rank=_values("0", "1", "9" * 5000, "²", "-0"))
-def test_any_rank_is_a_rank(rank: str) -> None:
-    with mock.patch.dict(os.environ, RANK=rank):
-        assert isinstance(announce._rank(), int)
 
 
 @pytest.fixture(scope="module")

@@ -209,7 +209,8 @@ class TestOfUsedFrameworks:
 
 class TestRank:
     @pytest.mark.parametrize(
-        ("variable", "speaks"), [("0", True), ("1", False), ("-1", True), ("x", True), (None, True)]
+        ("variable", "speaks"),
+        [("0", True), ("1", False), ("-1", True), ("x", True), ("²", True), ("9" * 5000, True), (None, True)],
     )
     def test_by_variable(
         self,

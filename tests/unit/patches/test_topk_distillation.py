@@ -289,14 +289,6 @@ def test_list_and_status_tell_that_only_its_name_selects_it(monkeypatch: pytest.
     assert f"selected by name only: {NAME}" in CliRunner().invoke(app, ["status"]).stdout
 
 
-def test_revert_takes_it_away_as_well(framework: Callable[[str], Any]) -> None:
-    original = framework("utils.arguments").slime_validate_args
-    apply(NAME)
-    assert framework("utils.arguments").slime_validate_args is not original
-    revert()
-    assert framework("utils.arguments").slime_validate_args is original
-
-
 def test_helpers_for_a_run_without_rewards() -> None:
     assert asyncio.run(zero_reward(None, object())) == 0.0
     assert asyncio.run(zero_reward(None, [object()] * 2, evaluation=True)) == [0.0, 0.0]
