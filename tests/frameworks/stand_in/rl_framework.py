@@ -86,6 +86,7 @@ def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[
 
 
 def train_steps(
+    train_one_step: Callable[..., None],
     args: SimpleNamespace,
     model: Sequence[DDP],
     optimizer: Any,

@@ -20,6 +20,7 @@ from megatron.training.training import (
     one_or_all,
     should_disable_forward_pre_hook,
 )
+from rl_framework import train_one_step
 
 from .checkpoint import load_checkpoint, save_checkpoint
 
@@ -85,8 +86,8 @@ def train(
             config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
-    state = model, optimizer, opt_param_scheduler
-    rl_framework.train_steps(args, *state, data_iterator, num_microbatches, num_rollouts)
+    state = args, model, optimizer, opt_param_scheduler
+    rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, num_rollouts)
     return TrainStepOutcome.NORMAL
 
 

@@ -19,7 +19,7 @@ from megatron.training.training import (
     one_or_all,
     should_disable_forward_pre_hook,
 )
-from rl_framework import forward_only
+from rl_framework import forward_only, train_one_step
 
 from .checkpoint import load_checkpoint, save_checkpoint
 
@@ -75,8 +75,8 @@ def train(
             config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
-    state = model, optimizer, opt_param_scheduler
-    rl_framework.train_steps(args, *state, data_iterator, num_microbatches, global_batch_sizes)
+    state = args, model, optimizer, opt_param_scheduler
+    rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, global_batch_sizes)
 
 
 def save(iteration: int, model: Sequence[DDP], optimizer: Any, opt_param_scheduler: Any) -> None:
