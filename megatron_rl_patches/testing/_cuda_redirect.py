@@ -8,10 +8,11 @@ There are two mechanisms, as neither reaches everything:
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,8 @@ class CudaToCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device and isinstance(args[0], int):
+            return torch.device("cuda", args[0])
         if _names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):
@@ -110,13 +113,36 @@ class Event:
         return (end_event._recorded - self._recorded) * 1e3
 
 
+def _device_count() -> int:
+    """Return how many ranks share this machine, as each has a GPU of its own; torchrun tells it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class _Generators:
+    """``torch.cuda.default_generators``, of which all are the CPU's."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return _device_count()
+
+
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
 
-@contextmanager
-def _null_context(*args: object, **kwargs: object) -> Iterator[None]:
-    yield  # in contrast to nullcontext this is a decorator too, as torch.cuda.nvtx.range is
+class _NullContext(ContextDecorator):
+    """A context that can be entered any number of times, and a decorator, as those of ``torch.cuda`` are."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,7 +180,6 @@ def replacements() -> list[Replacements]:
         (None, "reset_peak_memory_stats reset_max_memory_allocated"),
         (0, "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"),
         (0, "utilization"),
-        (1, "device_count"),
         ("", "memory_summary"),
         (properties.name, "get_device_name"),
         ((properties.major, properties.minor), "get_device_capability"),
@@ -162,15 +187,16 @@ def replacements() -> list[Replacements]:
     ]
     cuda_functions = {
         **{name: _constant(value) for value, names in by_value for name in names.split()},
-        **dict.fromkeys(("device", "device_of", "stream"), _null_context),
+        **dict.fromkeys(("device", "device_of", "stream"), _NullContext),
         **dict.fromkeys(("Stream", "ExternalStream"), Stream),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "Event": Event,
         **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES},
+        "device_count": _device_count,
         "mem_get_info": lambda device=None: psutil.virtual_memory()[1::-1],
         "memory_stats": lambda *args, **kwargs: defaultdict(int),
         # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
-        "default_generators": (torch.default_generator,),
+        "default_generators": _Generators(),
     }
     tensor_methods = {
         "cuda": _itself,
@@ -180,9 +206,10 @@ def replacements() -> list[Replacements]:
     }
     return [
         (cuda, cuda_functions),
-        (cuda.random, {"current_device": _constant(0), "device_count": _constant(1)}),
+        (cuda.random, {"current_device": _constant(0), "device_count": _device_count}),
         (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
-        (cuda.nvtx, {"range": _null_context}),
+        (cuda.nvtx, {"range": _NullContext}),
+        (cuda.nccl, {"version": _constant((2, 0, 0))}),
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ._cuda_redirect import Replacements
 
@@ -49,6 +51,62 @@ def _sending_a_view(isend: Callable[..., Any]) -> Callable[..., Any]:
     return on_cpu
 
 
+class _ScaledSum(NamedTuple):
+    """Stands for NCCL's sum of tensors that are multiplied with a factor before."""
+
+    factor: Any
+
+
+def _scaling_first(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(reduce)
+
+    @functools.wraps(reduce)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        if isinstance(op := call.get("op"), _ScaledSum):
+            call["op"] = torch.distributed.ReduceOp.SUM
+            if "input" in call:
+                call["input"] = call["input"] * op.factor
+            else:
+                call["tensor"].mul_(op.factor)
+        return reduce(**call)
+
+    return on_cpu
+
+
+def _flat(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt a gather into one tensor: NCCL counts elements, and gloo compares shapes."""
+
+    @functools.wraps(gather)
+    def on_cpu(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return gather(output_tensor.view(-1), input_tensor.reshape(-1), *args, **kwargs)
+
+    return on_cpu
+
+
+def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Adapt an exchange to split sizes that are tensors; Megatron makes lists of those on a GPU only."""
+
+    @functools.wraps(exchange)
+    def on_cpu(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_listed(arg) for arg in args)
+        return exchange(output, input, *args, **{name: _listed(value) for name, value in kwargs.items()})
+
+    return on_cpu
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _mesh_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return on_cpu
+
+
 def replacements() -> list[Replacements]:
     """Return everything of ``torch.distributed`` that is replaced while the redirect is on."""
     adapters = {
@@ -56,7 +114,13 @@ def replacements() -> list[Replacements]:
         "new_group": _on_gloo,
         "barrier": _without_device_ids,
         "isend": _sending_a_view,
+        "all_reduce": _scaling_first,
+        "reduce_scatter_tensor": _scaling_first,
+        "all_gather_into_tensor": _flat,
+        "all_to_all_single": _with_listed_splits,
     }
     adapted = {name: adapt(getattr(distributed_c10d, name)) for name, adapt in adapters.items()}
+    adapted["_make_nccl_premul_sum"] = _ScaledSum
     # P2POp compares its operation with the defining module's by identity, so both modules get the same one.
-    return [(torch.distributed, adapted), (distributed_c10d, adapted)]
+    mesh = {"__init__": _mesh_on_cpu(DeviceMesh.__init__)}
+    return [(torch.distributed, adapted), (distributed_c10d, adapted), (DeviceMesh, mesh)]

@@ -23,10 +23,14 @@ def _install() -> ExitStack:
 
     import torch
 
-    from . import _cuda_redirect, _gloo, _megatron_gaps
+    from . import _adam, _cuda_redirect, _gloo, _megatron_gaps
 
     with ExitStack() as stack:
-        for owner, values in _cuda_redirect.replacements() + _gloo.replacements():
+        for owner, values in [
+            *_cuda_redirect.replacements(),
+            *_gloo.replacements(),
+            *_adam.replacements(),
+        ]:
             present = {name: value for name, value in values.items() if hasattr(owner, name)}
             stack.enter_context(mock.patch.multiple(owner, **present))
         if "torch._dynamo" in sys.modules:

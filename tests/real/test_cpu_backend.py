@@ -125,6 +125,7 @@ def route_tokens(import_first: bool) -> bool:
         logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
         logits.sum().backward()
         assert logits.tolist() == [[4.0, 4.0]] * 3 and weight.grad is not None
+        assert not importlib.import_module("megatron.core.utils").is_te_min_version("1.0")
     return hasattr(moe_utils, "te_general_gemm")
 
 
@@ -149,6 +150,22 @@ def exercise_collectives() -> None:
         output = torch.empty(sum(received), device="cuda")
         dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent, group=group)
         assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+        splits = [torch.tensor(sizes) for sizes in (received, sent)]
+        dist.all_to_all_single(output.zero_(), torch.full((sum(sent),), float(rank)), *splits, group=group)
+        assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+
+        scaled_sum = dist._make_nccl_premul_sum(0.5)
+        values = torch.full((2,), 2.0 + rank)
+        dist.all_reduce(values, op=scaled_sum)
+        assert values.tolist() == [2.5, 2.5]
+        shard, values = torch.empty(1), torch.tensor([2.0, 4.0])
+        dist.reduce_scatter_tensor(shard, values, op=scaled_sum)
+        assert (shard.item(), values.tolist()) == ([2.0, 4.0][rank], [2.0, 4.0])
+        gathered = torch.empty(2, 4)
+        dist.all_gather_into_tensor(gathered, torch.full((2, 2), float(rank)))
+        assert gathered.tolist() == [[0.0] * 4, [1.0] * 4]
+        mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
+        assert mesh.device_type == "cpu" and mesh.size() == 2
 
         # What a pipeline schedule does: the data is freed, and its memory used again, before it is received.
         if rank == 0:
@@ -241,6 +258,48 @@ def test_what_names_the_gpu_goes_to_the_cpu() -> None:
         assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 0
         free, total = torch.cuda.mem_get_info()
         assert 0 < free <= total
+
+
+def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with cpu_backend():
+        assert torch.cuda.device_count() == 1
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+        assert torch.cuda.device_count() == len(torch.cuda.default_generators) == 4
+        assert torch.cuda.default_generators[3] is torch.default_generator
+        assert torch.cuda.nccl.version() >= (2, 0)
+        with torch.device(torch.cuda.current_device()):
+            assert torch.ones(2).device.type == "cpu"
+        context = torch.cuda.stream(torch.cuda.Stream())
+        for _ in range(2):
+            with context:
+                pass
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_adam_stands_in_for_fused_ones(name: str) -> None:
+    import torch
+
+    def stepped(rate_later: bool) -> Any:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = getattr(torch.optim, name)([parameter], lr=None if rate_later else 0.1)
+        if rate_later:
+            moments = optimizer.state[parameter]
+            moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros(3), torch.zeros(3)
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert optimizer.state_dict()["state"][0]["step"].item() == 0
+            optimizer.param_groups[0]["lr"] = 0.1
+        parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+        optimizer.step()
+        assert optimizer.state[parameter]["step"].item() == 1
+        return parameter.detach()
+
+    init = torch.optim.Adam.__init__
+    with cpu_backend():
+        assert torch.equal(stepped(rate_later=True), stepped(rate_later=False))
+    assert torch.optim.Adam.__init__ is init
 
 
 def test_the_generators_are_one() -> None:
