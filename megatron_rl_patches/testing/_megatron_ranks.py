@@ -1,0 +1,130 @@
+"""What happens in the process of a rank that runs tests of Megatron-LM's; see ``megatron_tests``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from _pytest._code import TracebackEntry
+
+from ._rank_pool import Send
+
+
+def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
+    """Make the fork of the process that has collected the tests a rank of its own."""
+    manager = session.config.pluginmanager
+    capture: Any = manager.getplugin("capturemanager")
+    # The forks share the position in the file that output is captured in.
+    sys.stdout.flush()
+    capture.stop_global_capturing()
+    capture.start_global_capturing()
+    manager.unregister(name="terminalreporter")
+    manager.unregister(name="megatron-tests-conductor")
+    manager.register(_Raised())
+    # Megatron's conftest makes a folder beside that of the rank, which the ranks share.
+    base = folder / f"rank{rank}"
+    base.mkdir()
+    session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
+    _tell_tests(rank)
+    _free_groups()
+    # Some tests count on others before them to have done it; in Megatron's CI a process runs many files.
+    utils().initialize_distributed()
+
+
+def do_nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def utils() -> Any:
+    """Return Megatron's class that initializes and destroys process groups for its tests."""
+    try:
+        return import_module("tests.unit_tests.test_utilities").Utils
+    except (ImportError, AttributeError):
+        names = ("initialize_distributed", "initialize_model_parallel", "destroy_model_parallel")
+        return SimpleNamespace(inited=False, **dict.fromkeys(names, do_nothing))
+
+
+def _tell_tests(rank: int) -> None:
+    """Put right what the tests have read from the variables of rank 0 when they were imported."""
+    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
+    for owner in (utils(), *tests):
+        for name in ("rank", "local_rank"):
+            if isinstance(getattr(owner, name, None), int):
+                setattr(owner, name, rank)
+
+
+def _free_groups() -> None:
+    """Destroy the groups of a test with its model parallel state: each has threads of its own."""
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    tools, groups = utils(), distributed_c10d._world.pg_map
+    initialize, destroy = tools.initialize_model_parallel, tools.destroy_model_parallel
+    made: set[Any] = set()
+
+    def initialize_and_note(*args: Any, **kwargs: Any) -> None:
+        before = set(groups)
+        initialize(*args, **kwargs)
+        made.update(set(groups) - before - {distributed_c10d.GroupMember.WORLD})
+
+    def destroy_all() -> None:
+        waits_for_all_ranks = tools.inited
+        destroy()
+        if waits_for_all_ranks:
+            for group in made & set(groups):
+                destroy_process_group(group)
+            made.clear()
+
+    tools.initialize_model_parallel = initialize_and_note
+    tools.destroy_model_parallel = destroy_all
+
+
+def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) -> None:
+    number, follower = test
+    item = session.items[number]
+    hook = session.config.hook
+    sender = _Sender(session.config, send)
+    session.config.pluginmanager.register(sender)
+    try:
+        hook.pytest_runtest_protocol(
+            item=item, nextitem=None if follower is None else session.items[follower]
+        )
+    finally:
+        session.config.pluginmanager.unregister(sender)
+
+
+class _Sender:
+    def __init__(self, config: pytest.Config, send: Send) -> None:
+        self.config = config
+        self.send = send
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.send(data, report.failed)
+
+
+class _Raised:
+    """Adds to each report of a failure what was raised, and where, in few words."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            frames = [_told(frame) for frame in reversed(call.excinfo.traceback[-2:])]
+            told = f"{call.excinfo.typename}: {call.excinfo.value}"
+            report.raised = "\n".join([told, *frames])  # type: ignore[attr-defined]
+        return report
+
+
+def _told(frame: TracebackEntry) -> str:
+    place = f"at {frame.path}:{frame.lineno + 1}"
+    try:
+        return f"{place}: {' '.join(str(frame.statement).split())}"
+    except AssertionError:  # there is no source
+        return place

@@ -1,0 +1,140 @@
+"""Run a checkout's own unit tests, with or without patches, each at the number of ranks that it needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..errors import MegatronRLPatchesError
+from . import verdicts
+from .verdicts import Result, read_results
+
+# Of pytest: all passed, some failed, nothing was selected.
+_EXIT_CODES = (0, 1, 5)
+
+
+class TestsNotRun(MegatronRLPatchesError):
+    """pytest ended before it had run the tests; the message holds the end of its output."""
+
+    __test__ = False
+
+
+def run(
+    checkout: Path | str,
+    select: Iterable[str] = ("tests/unit_tests",),
+    *,
+    ranks: int = 1,
+    patches: str = "",
+    results: Path | str,
+    only: Collection[str] | None = None,
+    hang_after: float = 60.0,
+) -> Iterator[Result]:
+    """Run tests of Megatron-LM at a number of ranks, and yield what became of each as soon as it is known.
+
+    pytest runs in a process of its own, with the plugin ``megatron_rl_patches.testing.megatron_tests``.
+    Tests for which ``results`` has a line already, at these ranks and patches, are neither run nor yielded,
+    so a run that was interrupted goes on where it was.
+
+    Args:
+        checkout: the folder of Megatron-LM.
+        select: files, folders or node ids, relative to the checkout.
+        ranks: how many processes run each test.
+        patches: "" for none, "all", or names with commas between them.
+        results: the file that gets a line per test.
+        only: node ids; of the selected tests, others are left out.
+        hang_after: seconds after which a test is cut off.
+
+    Raises:
+        TestsNotRun: pytest could not collect the tests, or was killed.
+    """
+    checkout, results = Path(checkout).resolve(), Path(results).resolve()
+    known = len(list(read_results(results)))
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results}"]
+        if only is not None:
+            listed = Path(folder, "only")
+            listed.write_text("\n".join(only))
+            options.append(f"--only={listed}")
+        command = [sys.executable, "-m", "pytest", "-p", f"{__package__}.megatron_tests", "-o", "addopts="]
+        command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout}", *options]
+        command += [f"--hang-after={hang_after}", *select]
+        output = Path(folder, "output")
+        with open(output, "w") as file, _started(command, checkout, file.fileno()) as process:
+            try:
+                finished = False
+                while not finished:
+                    finished = process.poll() is not None
+                    for result in list(read_results(results))[known:]:
+                        known += 1
+                        yield result
+                    if not finished:
+                        time.sleep(0.2)
+            finally:
+                _end(process)
+        if process.returncode not in _EXIT_CODES:
+            end = output.read_text()[-4000:]
+            raise TestsNotRun(f"pytest ended with exit code {process.returncode}:\n{end}")
+
+
+def run_at_smallest(
+    checkout: Path | str,
+    select: Iterable[str] = ("tests/unit_tests",),
+    *,
+    ranks: Sequence[int] = (1, 2, 4, 8),
+    patches: str = "",
+    results: Path | str,
+    hang_after: float = 60.0,
+) -> Iterator[Result]:
+    """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
+
+    Only tests that need more ranks or fail are tried again, and not where their message tells that it is
+    in vain. ``verdicts.final`` tells the results in the end.
+    """
+    results = Path(results)
+    for count in ranks:
+        own = [result for result in read_results(results) if result.patches == patches]
+        again = [result.nodeid for result in verdicts.final(own) if _may_pass_at(count, result)]
+        if count == ranks[0]:
+            files, only = select, None
+        else:
+            files, only = sorted({nodeid.partition("::")[0] for nodeid in again}), again
+        if files:
+            yield from run(
+                checkout,
+                files,
+                ranks=count,
+                patches=patches,
+                results=results,
+                only=only,
+                hang_after=hang_after,
+            )
+
+
+def _may_pass_at(ranks: int, result: Result) -> bool:
+    # Tests say in many ways that there are too few ranks, and some just fail.
+    unsettled = result.reason == verdicts.MORE_RANKS or result.outcome == verdicts.FAILED
+    return unsettled and ranks > result.ranks and ranks % verdicts.ranks_needed(result.message) == 0
+
+
+def _started(command: Sequence[str], checkout: Path, output: int) -> subprocess.Popen[bytes]:
+    # The patches are those that the caller asks for, and no others.
+    variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
+    return subprocess.Popen(
+        command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a run of which nobody wants the rest, so that it ends its ranks and removes their files."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        process.kill()

@@ -1,0 +1,273 @@
+"""A pytest plugin that runs Megatron-LM's own unit tests on a CPU, each rank a process on gloo::
+
+    cd Megatron-LM
+    python -m pytest -p megatron_rl_patches.testing.megatron_tests -o addopts="" --ranks 2 tests/unit_tests
+
+The tests and their conftest are taken from the checkout as they are. They are collected once; the ranks are
+forks of that process, made anew for each test file and after each test that did not pass, so that neither
+files nor failures affect what comes after them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from . import _megatron_fixtures, _megatron_ranks, verdicts
+from ._rank_pool import RankPool, StepOutcome, rank_variables
+from .cpu_backend import cpu_backend
+from .verdicts import Result
+
+_MESSAGE_LENGTH = 2000
+_DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
+_until_exit = ExitStack()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megatron-lm", "unit tests of Megatron-LM on a CPU")
+    group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
+    group.addoption("--megatron-lm", metavar="DIR", help="checkout of Megatron-LM (default: the root folder)")
+    group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
+    group.addoption(
+        "--hang-after", type=float, default=60.0, metavar="SECONDS", help="cut a test off (default: 60)"
+    )
+    group.addoption(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="append a JSON line per test; leave out tests that it has",
+    )
+    group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    options = early_config.known_args_namespace
+    checkout = _checkout(options.megatron_lm, early_config.rootpath)
+    os.environ.update(rank_variables(options.ranks, rank=0, port=0))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that miss a file wait for the network otherwise
+    sys.path.insert(0, str(checkout))
+    # An installed megatron-core may be a regular package, which would win over the checkout's namespace.
+    namespace = ModuleType("megatron")
+    namespace.__path__ = [str(checkout / "megatron")]
+    sys.modules["megatron"] = namespace
+    # The conftest downloads data if this module can be imported.
+    download = ModuleType(_DOWNLOAD)
+    download.download_and_extract_asset = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    sys.modules[_DOWNLOAD] = download
+
+    import torch
+
+    torch.set_num_threads(1)
+    _until_exit.enter_context(cpu_backend())
+    if options.patches:
+        import megatron_rl_patches
+
+        names = () if options.patches == "all" else options.patches.split(",")
+        megatron_rl_patches.apply(*names)
+    try:
+        import_module("tests.unit_tests.conftest")
+    except Exception as error:  # of packages of the wrong version, too
+        options.noconftest = True
+        early_config.pluginmanager.register(_megatron_fixtures)
+        early_config.issue_config_time_warning(
+            pytest.PytestConfigWarning(f"Megatron's conftest is replaced, as it cannot be imported: {error}"),
+            2,
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Conductor(config), "megatron-tests-conductor")
+
+
+def pytest_unconfigure() -> None:
+    _until_exit.close()
+
+
+def _checkout(given: str | None, rootpath: Path) -> Path:
+    checkout = Path(given).resolve() if given else rootpath
+    if not (checkout / "megatron" / "core").is_dir():
+        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; give one with --megatron-lm")
+    return checkout
+
+
+class _Conductor:
+    """Runs the collected tests on the ranks and records what became of them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.ranks: int = config.option.ranks
+        self.patches: str = config.option.patches
+        results: Path | None = config.option.results
+        self._known = {
+            result.nodeid
+            for result in (verdicts.read_results(results) if results else ())
+            if (result.ranks, result.patches) == (self.ranks, self.patches)
+        }
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        # Some files initialize torch.distributed when they are imported, and a fork cannot use its groups.
+        nothing: dict[str, Any] = dict.fromkeys(
+            ("initialize_distributed", "initialize_model_parallel"), _megatron_ranks.do_nothing
+        )
+        with mock.patch.multiple(_megatron_ranks.utils(), **nothing):
+            return (yield)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        only: Path | None = self.config.option.only
+        listed = set(only.read_text().splitlines()) if only else None
+        chosen = [
+            item
+            for item in items
+            if item.nodeid not in self._known and (listed is None or item.nodeid in listed)
+        ]
+        if left_out := [item for item in items if item not in set(chosen)]:
+            self.config.hook.pytest_deselected(items=left_out)
+            items[:] = chosen
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self, collector: pytest.Collector
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        report = yield
+        if report.outcome == "passed":
+            return report
+        message = _skip_reason(report) or _last_lines(report.longreprtext)
+        outcome, reason = _judged(report.outcome, message)
+        if report.nodeid not in self._known:
+            self._record(report.nodeid, outcome, reason, message, 0.0)
+        if outcome == verdicts.NOT_RUNNABLE:
+            _make_skipped(report, collector.path, f"{reason}: {message}")
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.config.option.collectonly:
+            return None
+        with tempfile.TemporaryDirectory(prefix="megatron-tests-", ignore_cleanup_errors=True) as folder:
+            pool = RankPool(
+                self.ranks,
+                Path(folder),
+                prepare=partial(_megatron_ranks.prepare, session),
+                run=partial(_megatron_ranks.run_test, session),
+            )
+            numbered = enumerate(session.items)
+            for _, file in groupby(numbered, key=lambda numbered_item: numbered_item[1].path):
+                tests = list(file)
+                followers = [number for number, _ in tests[1:]] + [None]
+                try:
+                    for (number, item), follower in zip(tests, followers, strict=True):
+                        self._run(pool, item, (number, follower))
+                        if session.shouldfail or session.shouldstop:
+                            return True
+                finally:
+                    pool.stop()
+        return True
+
+    def _run(self, pool: RankPool, item: pytest.Item, test: tuple[int, int | None]) -> None:
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        began = time.perf_counter()
+        run = pool.run(test, self.config.option.hang_after)
+        seconds = time.perf_counter() - began
+        reports = [(sent.rank, self._report(sent.value)) for sent in run.sent]
+        outcome, reason, message, shown = _judge(item, run, reports, seconds)
+        self._record(item.nodeid, outcome, reason, message, seconds)
+        for report in shown:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _report(self, data: dict[str, Any]) -> pytest.TestReport:
+        return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
+
+    def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
+        if len(message) > _MESSAGE_LENGTH:
+            half = _MESSAGE_LENGTH // 2
+            message = f"{message[:half]}\n[...]\n{message[-half:]}"
+        result = Result(nodeid, self.ranks, self.patches, outcome, reason, message, round(seconds, 3))
+        if self.config.option.results:
+            with open(self.config.option.results, "a") as file:
+                file.write(result.to_json() + "\n")
+
+
+def _judge(
+    item: pytest.Item, run: StepOutcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
+) -> tuple[str, str, str, Iterable[pytest.TestReport]]:
+    """Return outcome, reason, message, and the reports that pytest is to show."""
+    of = f" of {item.config.option.ranks}"
+    failed = next(((rank, report) for rank, report in reports if report.failed), None)
+    if failed:
+        rank, report = failed
+        message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
+        outcome, reason = _judged("failed", message)
+        report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
+        if outcome == verdicts.NOT_RUNNABLE:
+            _make_skipped(report, item.path, f"{reason}: {message}")
+        return outcome, reason, message, [report]
+    if run.died or run.stacks:
+        outcome = verdicts.FAILED if run.died else verdicts.HANGS
+        told = run.died or {
+            rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
+        }
+        report = pytest.TestReport(
+            nodeid=item.nodeid,
+            location=item.location,
+            keywords=dict.fromkeys(item.keywords, 1),
+            outcome="failed",
+            longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in told.items()),
+            when="call",
+            duration=seconds,
+        )
+        lines = _MESSAGE_LENGTH // 100 // len(told)
+        message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in told.items())
+        return outcome, "", message, [report]
+    by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
+    skips = {rank: next(filter(None, map(_skip_reason, own)), "") for rank, own in by_rank.items()}
+    ran = [rank for rank, reason in skips.items() if not reason]
+    shown = by_rank[ran[0] if ran else 0]
+    if ran:
+        return verdicts.PASSED, "", "", shown
+    outcome, reason = _judged("skipped", skips[0])
+    return outcome, reason, skips[0], shown
+
+
+def _innermost(stacks: str, lines: int) -> str:
+    """Return the first line, and the innermost calls of the thread that runs the test."""
+    first, _, rest = stacks.partition("\n")
+    _, _, thread = rest.partition("Current thread")
+    return "\n".join([first, *thread.splitlines()[1 : lines + 2]])
+
+
+def _judged(outcome: str, message: str) -> tuple[str, str]:
+    reason = verdicts.reason_of(message, skipped=outcome == verdicts.SKIPPED)
+    return (verdicts.NOT_RUNNABLE if reason else outcome), reason
+
+
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if not report.skipped or hasattr(report, "wasxfail"):
+        return ""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return text.removeprefix("Skipped: ") or "no reason given"
+
+
+def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, reason: str) -> None:
+    report.outcome = "skipped"
+    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}")
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.splitlines()[-4:])

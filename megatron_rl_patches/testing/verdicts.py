@@ -1,0 +1,133 @@
+"""What became of a test of Megatron-LM's on a CPU, and why it could not run if it could not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = OUTCOMES = (
+    "passed",
+    "skipped",
+    "not_runnable",
+    "failed",
+    "hangs",
+)
+TRANSFORMER_ENGINE, CUDA_KERNEL, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS = (
+    "TransformerEngine",
+    "CUDA kernel",
+    "more ranks",
+    "data",
+    "other package",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one test at one number of ranks; a line of a results file.
+
+    Attributes:
+        nodeid: the test, or a file whose import failed or which skips itself.
+        ranks: how many ranks it ran on.
+        patches: the patches that were in place, as given: "", "all" or names with commas between them.
+        outcome: one of ``OUTCOMES``.
+        reason: one of ``REASONS`` if the test is not runnable here, otherwise empty.
+        message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
+            the ranks that hang; empty if the test has passed.
+        seconds: wall time.
+    """
+
+    nodeid: str
+    ranks: int
+    patches: str
+    outcome: str
+    reason: str = ""
+    message: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_results(path: Path) -> Iterator[Result]:
+    """Read a results file. A last line that was cut off is left out."""
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                values: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue
+            yield Result(**values)
+
+
+def final(results: Iterable[Result]) -> list[Result]:
+    """Return one result per test: at the fewest ranks at which it passed, or else at the most ranks.
+
+    The results are those of one set of patches.
+    """
+    chosen: dict[str, Result] = {}
+    for result in sorted(results, key=lambda result: result.ranks):
+        before = chosen.get(result.nodeid)
+        if before is None or before.outcome != PASSED:
+            chosen[result.nodeid] = result
+    return list(chosen.values())
+
+
+# Packages of CUDA kernels, which can be imported where there is a GPU only, or do nothing without one.
+_KERNELS = (
+    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
+    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
+)
+# The first pattern that is found decides.
+_RAISED = [
+    (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
+    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
+    (TRANSFORMER_ENGINE, r"transformer.?engine|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >="),
+    # Mocks take the place of its classes in Megatron where it is not installed.
+    (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
+    (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module)'|fp8_utils' has no attribute"),
+    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py"),
+    (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
+    # Torch's own norm, which takes the place of fused ones, refuses some of their options.
+    (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm"),
+    # Tests that look at where a tensor is.
+    (CUDA_KERNEL, r"assert 'cpu' == 'cuda'|assert .*\.is_cuda\b"),
+    (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
+    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/"),
+    (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
+    (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
+    (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
+]
+# The authors of the tests say why they are skipped.
+_SKIPPED = [
+    (MORE_RANKS, r"(?i)world.?size|\d gpus|\d ranks|[} ]gpus\b"),
+    (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
+    (
+        CUDA_KERNEL,
+        r"(?i)triton|apex|flash.?att|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|hopper|amp_C",
+    ),
+    (CUDA_KERNEL, r"(?i)blackwell|grouped.?gemm|kitchen|\bFLA\b|fused|mamba"),
+    (OTHER_PACKAGE, r"(?i)could not import|is required|not installed|is not available|requires"),
+    (DATA, r"(?i)does not exist|download"),
+]
+
+
+def reason_of(message: str, skipped: bool = False) -> str:
+    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
+    rules = _SKIPPED if skipped else _RAISED
+    return next((reason for reason, pattern in rules if re.search(pattern, message)), "")
+
+
+_NEEDED = re.compile(
+    r"(?i)not divisible by (?:\w+ size )?\(?(\d+)|world_size=(\d+), but"
+    r"|requires (?:at least )?(\d+) (?:gpus|ranks)"
+)
+
+
+def ranks_needed(message: str) -> int:
+    """Return what the number of ranks must be a multiple of by the message; 1 if it does not tell."""
+    found = _NEEDED.search(message)
+    return int(found[found.lastindex or 0]) if found else 1
