@@ -179,7 +179,7 @@ def replacements() -> list[Replacements]:
         (None, "init set_device synchronize ipc_collect set_stream empty_cache"),
         (None, "reset_peak_memory_stats reset_max_memory_allocated"),
         (0, "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"),
-        (0, "utilization"),
+        (0, "utilization temperature power_draw clock_rate device_memory_used"),
         ("", "memory_summary"),
         (properties.name, "get_device_name"),
         ((properties.major, properties.minor), "get_device_capability"),

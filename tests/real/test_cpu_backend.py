@@ -269,7 +269,7 @@ def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
         assert torch.cuda.device_count() == len(torch.cuda.default_generators) == 4
         assert torch.cuda.default_generators[3] is torch.default_generator
-        assert torch.cuda.nccl.version() >= (2, 0)
+        assert torch.cuda.nccl.version() >= (2, 0) and torch.cuda.power_draw() == 0
         with torch.device(torch.cuda.current_device()):
             assert torch.ones(2).device.type == "cpu"
         context = torch.cuda.stream(torch.cuda.Stream())
