@@ -22,6 +22,7 @@ from ..engine.sources import Environment, open_source
 from ..errors import MegatronRLPatchesError
 from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
+from .conformance import conformance
 from .estimate import estimate
 from .output import selected, show_diagnosis, show_json, show_judged, show_statuses, show_table
 
@@ -215,6 +216,7 @@ def run(
 
 
 app.command()(estimate)
+app.command()(conformance)
 
 
 @app.command()

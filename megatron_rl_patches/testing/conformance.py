@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import MegatronRLPatchesError
 from . import verdicts
@@ -115,6 +116,71 @@ def run_at_smallest(
                 only=only,
                 hang_after=hang_after,
             )
+
+
+def run_with_patches(
+    checkout: Path | str, patches: str, *, results: Path | str, hang_after: float = 60.0
+) -> Iterator[Result]:
+    """Run with patches, at the same number of ranks, what could run without according to ``results``."""
+    results = Path(results)
+    by_ranks: dict[int, list[str]] = {}
+    for result in verdicts.final(result for result in read_results(results) if not result.patches):
+        if result.outcome != verdicts.NOT_RUNNABLE:
+            by_ranks.setdefault(result.ranks, []).append(result.nodeid)
+    for count, only in sorted(by_ranks.items()):
+        files = sorted({nodeid.partition("::")[0] for nodeid in only})
+        yield from run(
+            checkout, files, ranks=count, patches=patches, results=results, only=only, hang_after=hang_after
+        )
+
+
+class Change(NamedTuple):
+    """A test whose verdict differs between a run without and a run with patches."""
+
+    without: Result
+    patched: Result
+
+
+def changes(results: Path | str, patches: str) -> list[Change]:
+    """Return the tests whose verdicts these patches have changed, according to a results file."""
+    known = list(read_results(Path(results)))
+    patched = {(one.nodeid, one.ranks): one for one in known if one.patches == patches}
+    pairs = [
+        Change(one, patched[one.nodeid, one.ranks])
+        for one in verdicts.final(result for result in known if not result.patches)
+        if (one.nodeid, one.ranks) in patched
+    ]
+    return [pair for pair in pairs if _verdict(pair.without) != _verdict(pair.patched)]
+
+
+def repeated_changes(
+    checkout: Path | str, changed: Sequence[Change], *, hang_after: float = 60.0
+) -> list[Change]:
+    """Run tests whose verdict has changed once more, both ways, and return those that change again.
+
+    A test that depends on timing, or on the tests before it, may differ from itself.
+    """
+    repeated = []
+    for without, patched in changed:
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            results = Path(folder, "results")
+            for patches in ("", patched.patches):
+                again = run(
+                    checkout,
+                    [without.nodeid],
+                    ranks=without.ranks,
+                    patches=patches,
+                    results=results,
+                    hang_after=hang_after,
+                )
+                for _ in again:
+                    pass
+            repeated += changes(results, patched.patches)
+    return repeated
+
+
+def _verdict(result: Result) -> tuple[str, str]:
+    return result.outcome, result.reason
 
 
 def _may_pass_at(ranks: int, result: Result) -> bool:

@@ -29,7 +29,7 @@ ARROWS: dict[str, set[str]] = {
     "activation": {"engine", "settings", "errors"},
     "__init__": {"_lazy", "engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
-    "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "__init__"},
+    "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
     "__main__": {"cli"},
 }
 # The same within the engine; what only type checkers import counts too.

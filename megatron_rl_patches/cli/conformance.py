@@ -1,0 +1,184 @@
+"""``megatron-rl-patches conformance``: unit tests of Megatron-LM on CPU ranks, without and with patches."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..engine import registry
+from ..errors import MegatronRLPatchesError
+from ..settings import parse_selection
+from ..testing import conformance as tests
+from ..testing import verdicts
+from ..testing.conformance import Change
+from ..testing.verdicts import Result
+from .output import show_table
+
+CHANGED = 1
+_PROGRESS_EVERY = 100
+_LISTED = 40
+
+
+def conformance(
+    checkout: Annotated[Path, typer.Argument(metavar="CHECKOUT", help="A folder of Megatron-LM.")],
+    select: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH", help="File, folder or test in the checkout; may be repeated."),
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Numbers of ranks to try, from the smallest on.")
+    ] = "1,2,4,8",
+    patches: Annotated[
+        str, typer.Option(metavar="NAMES", help="Patches to compare with none; empty: no comparison.")
+    ] = "all",
+    hang_after: Annotated[float, typer.Option(metavar="SECONDS", help="Cut off a test that hangs.")] = 60.0,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A line per test; a run goes on where it ends. [default: conformance-CHECKOUT.jsonl]",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write counts, failures and changes.")
+    ] = None,
+) -> None:
+    """Run Megatron-LM's own unit tests on CPU ranks, without and with patches.
+
+    Each test runs at the smallest number of ranks at which it can, and with patches at the same one. A test
+    whose verdict differs runs once more, both ways; it counts as changed if it differs again.
+
+    Needs pytest, torch, and what the tests of that Megatron-LM import.
+
+    Exit codes:
+
+    - 0: the patches have changed no verdict
+    - 1: the patches have changed a verdict
+    - 2: the checkout has no such tests, or pytest cannot collect them
+    """
+    counts = _numbers(ranks)
+    if unknown := parse_selection(patches, registry.patches()).unknown:
+        raise MegatronRLPatchesError(registry.unknown_names(unknown))
+    chosen = select or ["tests/unit_tests"]
+    if missing := [path for path in chosen if not (checkout / path.partition("::")[0]).exists()]:
+        raise MegatronRLPatchesError(
+            f"{checkout} has no {missing[0]}; pass a folder of Megatron-LM's sources"
+        )
+    file = results or Path(f"conformance-{checkout.resolve().name}.jsonl")
+
+    start = time.monotonic()
+    without = tests.run_at_smallest(checkout, chosen, ranks=counts, results=file, hang_after=hang_after)
+    _follow("without patches", without)
+    changed: list[Change] = []
+    if patches:
+        patched = tests.run_with_patches(checkout, patches, results=file, hang_after=hang_after)
+        _follow(f"with patches {patches}", patched)
+        changed = tests.changes(file, patches)
+    repeated = tests.repeated_changes(checkout, changed, hang_after=hang_after)
+    differed_once = sorted(_nodeids(changed) - _nodeids(repeated))
+    final = verdicts.final(result for result in verdicts.read_results(file) if not result.patches)
+    _show(final, repeated)
+    for nodeid in differed_once:
+        typer.echo(f"differed once, and not again: {nodeid}")
+    if json_file:
+        facts = {
+            "ranks": counts,
+            "patches": patches,
+            "seconds": round(time.monotonic() - start),
+            **_counts(final, repeated),
+            "differed_once": differed_once,
+        }
+        json_file.write_text(json.dumps(facts, indent=2) + "\n")
+    if repeated:
+        raise typer.Exit(CHANGED)
+
+
+def _numbers(ranks: str) -> list[int]:
+    try:
+        numbers = sorted({int(number) for number in ranks.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1:
+        raise MegatronRLPatchesError(f"--ranks is {ranks!r}; pass numbers of ranks with commas between them")
+    return numbers
+
+
+def _follow(what: str, results: Iterable[Result]) -> None:
+    """Say on stderr how far a run is."""
+    count = 0
+    for count, result in enumerate(results, 1):
+        if count % _PROGRESS_EVERY == 0:
+            typer.echo(f"{what}: {count} runs; now at {result.ranks} ranks, {result.nodeid}", err=True)
+    typer.echo(f"{what}: {count} runs of tests", err=True)
+
+
+def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
+    columns = [*(outcome.replace("_", " ") for outcome in verdicts.OUTCOMES), "changed by patches"]
+    rows = []
+    for directory, counts in _by_directory(final).items():
+        changes = sum(_directory(change.without) == directory for change in changed)
+        numbers = (sum(counts.values()), *(counts[outcome] for outcome in verdicts.OUTCOMES), changes)
+        rows.append((directory, *map(str, numbers)))
+    show_table(("directory", "tests", *columns), rows)
+    typer.echo()
+    show_table(("not runnable here", "tests"), [(reason, str(n)) for reason, n in _reasons(final).items()])
+    failed = _failed(final)
+    for result in failed[:_LISTED]:
+        typer.echo(f"{result.outcome} at {result.ranks} ranks: {result.nodeid}: {_first_line(result)}")
+    if failed[_LISTED:]:
+        typer.echo(f"and {len(failed) - _LISTED} more; --json FILE lists all")
+    for without, patched in changed:
+        verdict = f"{without.outcome} without, {patched.outcome} with patches: {_first_line(patched)}"
+        typer.echo(f"CHANGED BY PATCHES at {without.ranks} ranks: {without.nodeid}: {verdict}")
+
+
+def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any]:
+    outcomes = Counter(result.outcome for result in final)
+    return {
+        "tests": len(final),
+        "passed": outcomes[verdicts.PASSED],
+        "skipped": outcomes[verdicts.SKIPPED],
+        "not_runnable": _reasons(final),
+        "failed": [asdict(result) for result in _failed(final)],
+        "changed_by_patches": [
+            {"without": asdict(without), "with": asdict(patched)} for without, patched in changed
+        ],
+        "directories": _by_directory(final),
+    }
+
+
+def _reasons(final: Iterable[Result]) -> dict[str, int]:
+    reasons = Counter(result.reason for result in final if result.outcome == verdicts.NOT_RUNNABLE)
+    return dict(reasons.most_common())
+
+
+def _failed(final: Iterable[Result]) -> list[Result]:
+    return [result for result in final if result.outcome in (verdicts.FAILED, verdicts.HANGS)]
+
+
+def _by_directory(final: Iterable[Result]) -> dict[str, Counter[str]]:
+    directories: dict[str, Counter[str]] = {}
+    for result in sorted(final, key=_directory):
+        directories.setdefault(_directory(result), Counter())[result.outcome] += 1
+    return directories
+
+
+def _directory(result: Result) -> str:
+    """Return the folder below ``tests/unit_tests``, or ``.`` for a file in it."""
+    parts = Path(result.nodeid.partition("::")[0]).parts
+    return parts[2] if len(parts) > 3 else "."
+
+
+def _nodeids(changed: Iterable[Change]) -> set[str]:
+    return {change.without.nodeid for change in changed}
+
+
+def _first_line(result: Result) -> str:
+    return next(iter(result.message.splitlines()), "")[:200]

@@ -1,0 +1,104 @@
+"""The command ``conformance``: what it prints and writes of results, which here come from no tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl_patches.cli.commands import app
+from megatron_rl_patches.testing import conformance
+from megatron_rl_patches.testing.verdicts import Result
+
+DDP = "tests/unit_tests/distributed/test_ddp.py::test_"
+WITHOUT = [
+    Result(f"{DDP}buckets", 1, "", "passed"),
+    Result(f"{DDP}reduces", 1, "", "not_runnable", "more ranks", "world_size (1) is not divisible by 2"),
+    Result(f"{DDP}reduces", 2, "", "passed"),
+    Result(f"{DDP}fp8", 1, "", "not_runnable", "TransformerEngine", "No module named 'transformer_engine'"),
+    Result(f"{DDP}streams", 1, "", "failed", "", "AssertionError: on a CPU\nat test_ddp.py:7"),
+    Result("tests/unit_tests/test_basic.py::test_skips", 1, "", "skipped", "", "of no use"),
+]
+PATCHED = [
+    Result(f"{DDP}buckets", 1, "all", "passed"),
+    Result(f"{DDP}reduces", 2, "all", "failed", "", "AssertionError: reduced twice"),
+    Result(f"{DDP}streams", 1, "all", "failed", "", "AssertionError: on a CPU"),
+    Result("tests/unit_tests/test_basic.py::test_skips", 1, "all", "skipped"),
+]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty checkout, whose tests have the results above."""
+
+    def run(results: list[Result]) -> Any:
+        def append(*args: object, results: Path, **kwargs: object) -> Iterator[Result]:
+            with open(results, "a") as file:
+                for result in wanted:
+                    file.write(result.to_json() + "\n")
+                    yield result
+
+        wanted = results
+        return append
+
+    monkeypatch.setattr(conformance, "run_at_smallest", run(WITHOUT))
+    monkeypatch.setattr(conformance, "run_with_patches", run(PATCHED))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "Megatron-LM"
+    (folder / "tests" / "unit_tests").mkdir(parents=True)
+    return folder
+
+
+def _invoke(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["conformance", *map(str, arguments)], catch_exceptions=False)
+    return result.exit_code, result.stdout
+
+
+def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "repeated_changes", lambda checkout, changed, hang_after: changed)
+    code, output = _invoke(checkout, "--json", tmp_path / "facts.json")
+    assert code == 1
+    assert f"CHANGED BY PATCHES at 2 ranks: {DDP}reduces: passed without, failed with patches" in output
+    rows = [line.split() for line in output.splitlines()]
+    assert ["distributed", "4", "2", "0", "1", "1", "0", "1"] in rows
+    assert ["TransformerEngine", "1"] in rows
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert (facts["tests"], facts["passed"], facts["skipped"]) == (5, 2, 1)
+    assert facts["not_runnable"] == {"TransformerEngine": 1}
+    assert [one["nodeid"] for one in facts["failed"]] == [f"{DDP}streams"]
+    assert [one["with"]["message"] for one in facts["changed_by_patches"]] == [
+        "AssertionError: reduced twice"
+    ]
+
+
+def test_a_verdict_that_differs_only_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "repeated_changes", lambda checkout, changed, hang_after: [])
+    code, output = _invoke(checkout)
+    assert code == 0
+    assert "CHANGED" not in output
+    assert f"differed once, and not again: {DDP}reduces" in output
+
+
+def test_without_a_comparison(checkout: Path) -> None:
+    code, output = _invoke(checkout, "--patches", "")
+    assert code == 0
+    assert "1" not in output.splitlines()[1].split()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--patches", "no-such-patch"], "no-such-patch"),
+        (["--ranks", "1,two"], "pass numbers of ranks"),
+        (["--ranks", "0"], "pass numbers of ranks"),
+        (["--select", "tests/none"], "has no tests/none"),
+    ],
+)
+def test_refusals(checkout: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["conformance", str(checkout), *arguments])
+    assert result.exit_code != 0
+    assert message in str(result.exception)
