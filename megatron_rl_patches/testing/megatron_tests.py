@@ -101,7 +101,7 @@ def pytest_unconfigure() -> None:
 def _checkout(given: str | None, rootpath: Path) -> Path:
     checkout = Path(given).resolve() if given else rootpath
     if not (checkout / "megatron" / "core").is_dir():
-        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; give one with --megatron-lm")
+        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; pass one with --megatron-lm")
     return checkout
 
 
