@@ -46,8 +46,7 @@ def configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             '--record: a suite passes when all of its tests do; add -m "", no -k and no --lf'
         )
-    if not hasattr(config, "workerinput"):  # workers of pytest-xdist report to the process that records
-        config.pluginmanager.register(_Recorder(file))
+    config.pluginmanager.register(_Recorder(file))
 
 
 def ran_on(request: pytest.FixtureRequest, source: str, megatron: str) -> None:
@@ -107,7 +106,8 @@ class _Recorder:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         finished = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if session.shouldfail or not finished:
+        # Workers of pytest-xdist note what each test is, and report to the process that records.
+        if session.shouldfail or not finished or hasattr(session.config, "workerinput"):
             return
         runs: list[Run] = json.loads(self.file.read_text()) if self.file.exists() else []
         for where, passed in self.passed.items():

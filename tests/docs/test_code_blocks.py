@@ -32,6 +32,7 @@ FOLLOWED_ELSEWHERE = {
 }
 A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs the command"
 A_FORMULA = "a formula; tests/unit/losses compare the functions with float64 autograd of it"
+CONFORMANCE = "needs a checkout of Megatron-LM; tests/unit/testing/test_megatron_tests.py has one made up"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
     ("docs/demo.md", "megatron_rl_patches 0.1.0: inference-only"): A_RECORD,
@@ -42,6 +43,8 @@ NOT_COMPARED = {
     ("docs/how-it-works.md", "environment variable"): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
+    ("docs/testing.md", "cd Megatron-LM"): CONFORMANCE,
+    ("docs/command-line.md", "megatron-rl-patches conformance"): CONFORMANCE,
 }
 
 
