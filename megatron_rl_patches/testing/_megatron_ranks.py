@@ -30,7 +30,7 @@ def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     base = folder / f"rank{rank}"
     base.mkdir()
     session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
-    _tell_tests(rank)
+    _correct_rank_numbers(rank)
     _free_groups()
     # Some tests count on others before them to have done it; in Megatron's CI a process runs many files.
     utils().initialize_distributed()
@@ -49,7 +49,7 @@ def utils() -> Any:
         return SimpleNamespace(inited=False, **dict.fromkeys(names, do_nothing))
 
 
-def _tell_tests(rank: int) -> None:
+def _correct_rank_numbers(rank: int) -> None:
     """Put right what the tests have read from the variables of rank 0 when they were imported."""
     tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
     for owner in (utils(), *tests):
@@ -116,13 +116,13 @@ class _Raised:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if report.failed and call.excinfo is not None:
-            frames = [_told(frame) for frame in reversed(call.excinfo.traceback[-2:])]
-            told = f"{call.excinfo.typename}: {call.excinfo.value}"
-            report.raised = "\n".join([told, *frames])  # type: ignore[attr-defined]
+            frames = [_place_of(frame) for frame in reversed(call.excinfo.traceback[-2:])]
+            raised = f"{call.excinfo.typename}: {call.excinfo.value}"
+            report.raised = "\n".join([raised, *frames])  # type: ignore[attr-defined]
         return report
 
 
-def _told(frame: TracebackEntry) -> str:
+def _place_of(frame: TracebackEntry) -> str:
     place = f"at {frame.path}:{frame.lineno + 1}"
     try:
         return f"{place}: {' '.join(str(frame.statement).split())}"

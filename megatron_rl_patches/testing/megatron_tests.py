@@ -220,7 +220,7 @@ def _judge(
         return outcome, reason, message, [report]
     if run.died or run.stacks:
         outcome = verdicts.FAILED if run.died else verdicts.HANGS
-        told = run.died or {
+        texts = run.died or {
             rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
         }
         report = pytest.TestReport(
@@ -228,12 +228,12 @@ def _judge(
             location=item.location,
             keywords=dict.fromkeys(item.keywords, 1),
             outcome="failed",
-            longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in told.items()),
+            longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in texts.items()),
             when="call",
             duration=seconds,
         )
-        lines = _MESSAGE_LENGTH // 100 // len(told)
-        message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in told.items())
+        lines = _MESSAGE_LENGTH // 100 // len(texts)
+        message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
         return outcome, "", message, [report]
     by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
     skips = {rank: next(filter(None, map(_skip_reason, own)), "") for rank, own in by_rank.items()}
