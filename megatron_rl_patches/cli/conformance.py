@@ -81,7 +81,7 @@ def conformance(
         patched = tests.run_with_patches(checkout, patches, results=file, hang_after=hang_after)
         _follow(f"with patches {patches}", patched)
         changed = tests.changes(file, patches)
-    repeated = tests.repeated_changes(checkout, changed, hang_after=hang_after)
+    repeated = tests.repeated_changes(checkout, changed, patches, hang_after=hang_after)
     differed_once = sorted(_nodeids(changed) - _nodeids(repeated))
     final = verdicts.final(result for result in verdicts.read_results(file) if not result.patches)
     _show(final, repeated)
@@ -115,7 +115,7 @@ def _follow(what: str, results: Iterable[Result]) -> None:
     count = 0
     for count, result in enumerate(results, 1):
         if count % _PROGRESS_EVERY == 0:
-            typer.echo(f"{what}: {count} runs; now at {result.ranks} ranks, {result.nodeid}", err=True)
+            typer.echo(f"{what}: {count} runs; now at {_ranks(result)}, {result.nodeid}", err=True)
     typer.echo(f"{what}: {count} runs of tests", err=True)
 
 
@@ -131,12 +131,12 @@ def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     show_table(("not runnable here", "tests"), [(reason, str(n)) for reason, n in _reasons(final).items()])
     failed = _failed(final)
     for result in failed[:_LISTED]:
-        typer.echo(f"{result.outcome} at {result.ranks} ranks: {result.nodeid}: {_first_line(result)}")
+        typer.echo(f"{result.outcome} at {_ranks(result)}: {result.nodeid}: {_first_line(result)}")
     if failed[_LISTED:]:
         typer.echo(f"and {len(failed) - _LISTED} more; --json FILE lists all")
     for without, patched in changed:
         verdict = f"{without.outcome} without, {patched.outcome} with patches: {_first_line(patched)}"
-        typer.echo(f"CHANGED BY PATCHES at {without.ranks} ranks: {without.nodeid}: {verdict}")
+        typer.echo(f"CHANGED BY PATCHES at {_ranks(without)}: {without.nodeid}: {verdict}")
 
 
 def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any]:
@@ -174,6 +174,10 @@ def _directory(result: Result) -> str:
     """Return the folder below ``tests/unit_tests``, or ``.`` for a file in it."""
     parts = Path(result.nodeid.partition("::")[0]).parts
     return parts[2] if len(parts) > 3 else "."
+
+
+def _ranks(result: Result) -> str:
+    return "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
 
 
 def _nodeids(changed: Iterable[Change]) -> set[str]:

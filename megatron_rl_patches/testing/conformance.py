@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -128,10 +129,7 @@ def run_with_patches(
         if result.outcome != verdicts.NOT_RUNNABLE:
             by_ranks.setdefault(result.ranks, []).append(result.nodeid)
     for count, only in sorted(by_ranks.items()):
-        files = sorted({nodeid.partition("::")[0] for nodeid in only})
-        yield from run(
-            checkout, files, ranks=count, patches=patches, results=results, only=only, hang_after=hang_after
-        )
+        yield from _run_only(checkout, only, count, patches, results, hang_after)
 
 
 class Change(NamedTuple):
@@ -154,29 +152,28 @@ def changes(results: Path | str, patches: str) -> list[Change]:
 
 
 def repeated_changes(
-    checkout: Path | str, changed: Sequence[Change], *, hang_after: float = 60.0
+    checkout: Path | str, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
 ) -> list[Change]:
     """Run tests whose verdict has changed once more, both ways, and return those that change again.
 
     A test that depends on timing, or on the tests before it, may differ from itself.
     """
-    repeated = []
-    for without, patched in changed:
-        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-            results = Path(folder, "results")
-            for patches in ("", patched.patches):
-                again = run(
-                    checkout,
-                    [without.nodeid],
-                    ranks=without.ranks,
-                    patches=patches,
-                    results=results,
-                    hang_after=hang_after,
-                )
-                for _ in again:
-                    pass
-            repeated += changes(results, patched.patches)
-    return repeated
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        results = Path(folder, "results")
+        for count in sorted({change.without.ranks for change in changed}):
+            only = [change.without.nodeid for change in changed if change.without.ranks == count]
+            for names in ("", patches):
+                deque(_run_only(checkout, only, count, names, results, hang_after), maxlen=0)
+        return changes(results, patches)
+
+
+def _run_only(
+    checkout: Path | str, only: Collection[str], ranks: int, patches: str, results: Path, hang_after: float
+) -> Iterator[Result]:
+    files = sorted({nodeid.partition("::")[0] for nodeid in only})
+    return run(
+        checkout, files, ranks=ranks, patches=patches, results=results, only=only, hang_after=hang_after
+    )
 
 
 def _verdict(result: Result) -> tuple[str, str]:

@@ -59,7 +59,9 @@ def _invoke(*arguments: object) -> tuple[int, str]:
 
 
 def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "repeated_changes", lambda checkout, changed, hang_after: changed)
+    monkeypatch.setattr(
+        conformance, "repeated_changes", lambda checkout, changed, patches, hang_after: changed
+    )
     code, output = _invoke(checkout, "--json", tmp_path / "facts.json")
     assert code == 1
     assert f"CHANGED BY PATCHES at 2 ranks: {DDP}reduces: passed without, failed with patches" in output
@@ -76,7 +78,7 @@ def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_verdict_that_differs_only_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "repeated_changes", lambda checkout, changed, hang_after: [])
+    monkeypatch.setattr(conformance, "repeated_changes", lambda checkout, changed, patches, hang_after: [])
     code, output = _invoke(checkout)
     assert code == 0
     assert "CHANGED" not in output

@@ -193,6 +193,25 @@ def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path:
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
 
 
+@pytest.mark.slow
+def test_verdicts_with_patches(checkout: Path, results: Path, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    names = "test_passes", "test_needs_two_ranks", "test_skips", "test_needs_data"
+    lines = [line for line in results.read_text().splitlines() if json.loads(line)["nodeid"].endswith(names)]
+    file.write_text("\n".join(lines) + "\n")
+    patched = _by_name(conformance.run_with_patches(checkout, "all", results=file))
+    assert {name: (one.outcome, one.ranks) for name, one in patched.items()} == {
+        "test_passes": ("passed", 1),
+        "test_needs_two_ranks": ("passed", 2),
+        "test_skips": ("skipped", 1),
+    }
+    assert conformance.changes(file, "all") == []
+    file.write_text(file.read_text().replace('"all", "outcome": "passed"', '"all", "outcome": "failed"'))
+    changed = conformance.changes(file, "all")
+    assert [change.without.ranks for change in changed] == [1, 2]
+    assert conformance.repeated_changes(checkout, changed, "all") == []
+
+
 def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(checkout, tmp_path / "Megatron-LM")
     (copy / "tests/unit_tests/conftest.py").write_text("import no_such_package")
