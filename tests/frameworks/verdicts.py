@@ -26,7 +26,7 @@ from tests.frameworks.packages import Packages, built_on
 TABLE = Path(__file__).with_name("verdicts.json")
 
 Verdicts = dict[str, dict[str, dict[str, str]]]
-"""Framework -> patch -> site -> ``fits``, or another state with its reason: ``not needed: it says …``."""
+"""Framework -> patch -> site -> ``fits``, or another state with its reason: ``not needed: it passes …``."""
 
 
 @dataclass(frozen=True)
