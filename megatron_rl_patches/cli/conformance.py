@@ -83,7 +83,7 @@ def conformance(
         changed = tests.changes(file, patches)
     repeated = tests.repeated_changes(checkout, changed, patches, hang_after=hang_after)
     differed_once = sorted(_nodeids(changed) - _nodeids(repeated))
-    final = verdicts.final(result for result in verdicts.read_results(file) if not result.patches)
+    final = verdicts.final_of(file)
     _show(final, repeated)
     for nodeid in differed_once:
         typer.echo(f"differed once, and not again: {nodeid}")

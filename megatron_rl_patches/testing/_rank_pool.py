@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .ranks import _die_with_parent, _free_port, _kill
+from ._processes import become_group_leader, free_port, group_variables, kill, stacks_of, stacks_on_request
 
 # Other ranks may go on for so long after the first failure. They may wait for the failed rank for ever.
 _GRACE_SECONDS = 5.0
@@ -55,16 +53,11 @@ class StepOutcome(NamedTuple):
 def rank_variables(size: int, rank: int, port: int) -> dict[str, str]:
     """Return the environment variables that torchrun gives to a rank."""
     return {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        **group_variables(size, port),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         # A group connects its ranks when it is used first. Most groups of a test never are.
         "TORCH_GLOO_LAZY_INIT": "1",
-        # The machine's own name often does not resolve on a laptop without a network.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
 
 
@@ -73,17 +66,6 @@ class _Rank(NamedTuple):
     process: BaseProcess
     pipe: connection.Connection
     stack_file: Path
-
-    def stacks(self) -> str:
-        """Make the rank write the stacks of its threads, and return them."""
-        before = self.stack_file.stat().st_size
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
-        while self.stack_file.stat().st_size == before and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.02)
-        return self.stack_file.read_text()[before:]
 
 
 class RankPool:
@@ -131,7 +113,9 @@ class RankPool:
                     del running[rank.pipe]
             if not outcome.went_well:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        outcome.stacks.update({rank.number: rank.stacks() for rank in running.values()})
+        outcome.stacks.update(
+            {rank.number: stacks_of(rank.process, rank.stack_file) for rank in running.values()}
+        )
         if not outcome.went_well:
             self.stop()
         return outcome
@@ -140,7 +124,7 @@ class RankPool:
         """End the ranks, and the processes that they have started."""
         for rank in self._ranks:
             rank.pipe.close()
-            _kill(rank.process)
+            kill(rank.process)
         self._ranks = []
 
     def _receive(self, rank: _Rank, outcome: StepOutcome) -> bool:
@@ -159,7 +143,7 @@ class RankPool:
 
     def _forked(self) -> Iterator[_Rank]:
         context = ForkContext()
-        port = _free_port()
+        port = free_port()
         self._forks += 1
         folder = self._folder / f"fork{self._forks}"
         folder.mkdir()
@@ -180,12 +164,9 @@ class RankPool:
             yield _Rank(number, process, ours, stack_file)
 
     def _serve(self, pipe: connection.Connection, variables: Mapping[str, str], stack_file: Path) -> None:
-        os.setpgid(0, 0)
+        become_group_leader()
         os.environ.update(variables)
-        threading.Thread(target=_die_with_parent, daemon=True).start()
-        with open(stack_file, "a") as stack:
-            faulthandler.enable(stack)
-            faulthandler.register(signal.SIGUSR1, stack)
+        with stacks_on_request(stack_file):
             self._prepare(int(variables["RANK"]), stack_file.parent)
             with suppress(EOFError):
                 while True:

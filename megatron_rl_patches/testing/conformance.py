@@ -57,7 +57,7 @@ def run(
         TestsNotRun: pytest could not collect the tests, or was killed.
     """
     checkout, results = Path(checkout).resolve(), Path(results).resolve()
-    known = len(list(read_results(results)))
+    known_bytes = results.stat().st_size if results.exists() else 0
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results}"]
         if only is not None:
@@ -70,19 +70,29 @@ def run(
         output = Path(folder, "output")
         with open(output, "w") as file, _started(command, checkout, file.fileno()) as process:
             try:
-                finished = False
-                while not finished:
-                    finished = process.poll() is not None
-                    for result in list(read_results(results))[known:]:
-                        known += 1
-                        yield result
-                    if not finished:
-                        time.sleep(0.2)
+                yield from _added(results, known_bytes, process)
             finally:
                 _end(process)
         if process.returncode not in _EXIT_CODES:
             end = output.read_text()[-4000:]
             raise TestsNotRun(f"pytest ended with exit code {process.returncode}:\n{end}")
+
+
+def _added(results: Path, read: int, process: subprocess.Popen[bytes]) -> Iterator[Result]:
+    """Yield the results that a process appends to a file of so many bytes, until it has ended."""
+    finished = False
+    while not finished:
+        finished = process.poll() is not None
+        text = b""
+        if results.exists():
+            with open(results, "rb") as file:
+                file.seek(read)
+                text = file.read()
+        complete = text[: text.rfind(b"\n") + 1]
+        read += len(complete)
+        yield from verdicts.parse_results(complete)
+        if not finished:
+            time.sleep(0.2)
 
 
 def run_at_smallest(
@@ -101,22 +111,13 @@ def run_at_smallest(
     """
     results = Path(results)
     for count in ranks:
-        own = [result for result in read_results(results) if result.patches == patches]
-        again = [result.nodeid for result in verdicts.final(own) if _may_pass_at(count, result)]
+        again = [one.nodeid for one in verdicts.final_of(results, patches) if _may_pass_at(count, one)]
         if count == ranks[0]:
-            files, only = select, None
-        else:
-            files, only = sorted({nodeid.partition("::")[0] for nodeid in again}), again
-        if files:
             yield from run(
-                checkout,
-                files,
-                ranks=count,
-                patches=patches,
-                results=results,
-                only=only,
-                hang_after=hang_after,
+                checkout, select, ranks=count, patches=patches, results=results, hang_after=hang_after
             )
+        elif again:
+            yield from _run_only(checkout, again, count, patches, results, hang_after)
 
 
 def run_with_patches(
@@ -125,7 +126,7 @@ def run_with_patches(
     """Run with patches, at the same number of ranks, what could run without according to ``results``."""
     results = Path(results)
     by_ranks: dict[int, list[str]] = {}
-    for result in verdicts.final(result for result in read_results(results) if not result.patches):
+    for result in verdicts.final_of(results):
         if result.outcome != verdicts.NOT_RUNNABLE:
             by_ranks.setdefault(result.ranks, []).append(result.nodeid)
     for count, only in sorted(by_ranks.items()):
@@ -141,11 +142,11 @@ class Change(NamedTuple):
 
 def changes(results: Path | str, patches: str) -> list[Change]:
     """Return the tests whose verdicts these patches have changed, according to a results file."""
-    known = list(read_results(Path(results)))
-    patched = {(one.nodeid, one.ranks): one for one in known if one.patches == patches}
+    results = Path(results)
+    patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
     pairs = [
         Change(one, patched[one.nodeid, one.ranks])
-        for one in verdicts.final(result for result in known if not result.patches)
+        for one in verdicts.final_of(results)
         if (one.nodeid, one.ranks) in patched
     ]
     return [pair for pair in pairs if _verdict(pair.without) != _verdict(pair.patched)]

@@ -98,8 +98,8 @@ def pytest_unconfigure() -> None:
     _until_exit.close()
 
 
-def _checkout(given: str | None, rootpath: Path) -> Path:
-    checkout = Path(given).resolve() if given else rootpath
+def _checkout(option: str | None, rootpath: Path) -> Path:
+    checkout = Path(option).resolve() if option else rootpath
     if not (checkout / "megatron" / "core").is_dir():
         raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; pass one with --megatron-lm")
     return checkout

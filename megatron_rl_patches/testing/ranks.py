@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import pickle
-import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_start_method, parent_process
+from multiprocessing import connection, get_start_method
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from ..errors import MegatronRLPatchesError
+from ._processes import become_group_leader, free_port, group_variables, kill, stacks_of, stacks_on_request
 
 # How long ranks may go on after the first failure, so that others that fail alike are reported too.
 _GRACE_SECONDS = 2.0
@@ -63,11 +60,9 @@ class _Rank(NamedTuple):
             return None
         with suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):
             return pickle.loads(self.outcome_file.read_bytes())
-        death = f"exit code {self.process.exitcode}, no traceback\n{self.stacks()}"
+        stacks = self.stack_file.read_text() if self.stack_file.exists() else ""
+        death = f"exit code {self.process.exitcode}, no traceback\n{stacks}"
         return _Outcome(None, death, time.monotonic())
-
-    def stacks(self) -> str:
-        return self.stack_file.read_text() if self.stack_file.exists() else ""
 
 
 def spawn_ranks(
@@ -104,16 +99,7 @@ def spawn_ranks(
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
     context = ForkServerContext() if forked else SpawnContext()
-    variables = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "OMP_NUM_THREADS": "1",
-        # The machine's own name often does not resolve on a laptop without a network.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        **(env or {}),
-    }
+    variables = {**group_variables(world_size, free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
         ranks: list[_Rank] = []
         try:
@@ -131,7 +117,7 @@ def spawn_ranks(
             return _collect(ranks, deadline, timeout)
         finally:
             for rank in ranks:
-                _kill(rank.process)
+                kill(rank.process)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[Any]:
@@ -157,36 +143,9 @@ def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[An
     for number in failed:
         message += f"\n--- rank {number} ---\n{outcomes[number].traceback}"
     for rank in unfinished:
-        message += f"\n--- rank {rank.number}, still running, was here ---\n{_stacks_of_running(rank)}"
+        stacks = stacks_of(rank.process, rank.stack_file) if rank.stack_file.exists() else "(starting)"
+        message += f"\n--- rank {rank.number}, still running, was here ---\n{stacks}"
     raise RanksFailed(message, failed)
-
-
-def _stacks_of_running(rank: _Rank) -> str:
-    """Make a running rank write the stacks of its threads, and return them."""
-    if not rank.stack_file.exists():
-        return "(starting)"
-    with suppress(ProcessLookupError):
-        os.kill(rank.process.pid or 0, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
-    while not rank.stacks() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.02)
-    return rank.stacks()
-
-
-def _kill(process: BaseProcess) -> None:
-    # The rank leads a process group, so the processes that it has started are killed, too.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.kill()
-    process.join()
-    process.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run_rank(
@@ -198,13 +157,10 @@ def _run_rank(
     collective_timeout: float,
 ) -> None:
     """Run the function in the process of its rank, and write its outcome."""
-    os.setpgid(0, 0)
+    become_group_leader()
     os.environ.clear()
     os.environ.update(variables)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    with open(stack_file, "w") as stack:
-        faulthandler.enable(stack)
-        faulthandler.register(signal.SIGUSR1, stack)
+    with stacks_on_request(stack_file):
         try:
             value, failure = _call(payload, rendezvous, collective_timeout), None
             result = pickle.dumps(_Outcome(value, None, time.monotonic()))
@@ -237,10 +193,3 @@ def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return value
-
-
-def _die_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)

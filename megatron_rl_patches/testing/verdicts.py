@@ -55,12 +55,21 @@ class Result:
 def read_results(path: Path) -> Iterator[Result]:
     """Read a results file. A last line that was cut off is left out."""
     if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                values: dict[str, Any] = json.loads(line)
-            except ValueError:
-                continue
-            yield Result(**values)
+        yield from parse_results(path.read_bytes())
+
+
+def parse_results(lines: bytes) -> Iterator[Result]:
+    for line in lines.splitlines():
+        try:
+            values: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        yield Result(**values)
+
+
+def final_of(path: Path, patches: str = "") -> list[Result]:
+    """Return what :func:`final` says of the results in a file that were obtained with these patches."""
+    return final(result for result in read_results(path) if result.patches == patches)
 
 
 def final(results: Iterable[Result]) -> list[Result]:
