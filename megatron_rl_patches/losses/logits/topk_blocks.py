@@ -6,6 +6,7 @@ logit, so that they keep all digits where the ids have next to all of the probab
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -72,11 +73,7 @@ def largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Ten
     columns = torch.empty_like(logits, dtype=torch.int64)
     tail = logits.new_empty((2, rows.n))
     divisor = rows.scalar(temperature)
-    blocks = rows.blocks(buffers=3)
-    buffers = rows.scratch(blocks, 2)
-    for block in blocks:
-        work, spare = buffers[:, : block.stop - block.start]
-        _copied(rows, block, work)
+    for block, work, spare in _copies(rows, buffers=3):
         logits[block], columns[block] = _largest(work, k)
         work.scatter_(1, columns[block], _MINUS_INF)
         tail[:, block] = _tail_statistics(work, spare, divisor)
@@ -102,11 +99,7 @@ def statistics(rows: SelectedRows, ids: Ids, temperature: float) -> tuple[Tensor
     logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
     tail = logits.new_empty((2, rows.n))
     divisor = rows.scalar(temperature)
-    blocks = rows.blocks(buffers=2)
-    buffers = rows.scratch(blocks, 2)
-    for block in blocks:
-        work, spare = buffers[:, : block.stop - block.start]
-        _copied(rows, block, work)
+    for block, work, spare in _copies(rows, buffers=2):
         columns = ids.columns(block, work.shape[1])
         logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
         columns.put(work, _MINUS_INF)
@@ -188,7 +181,16 @@ def gradient(
     return gradient
 
 
-def _copied(rows: SelectedRows, block: slice, buffer: Tensor) -> Tensor:
-    """Copy the logits of a block into the buffer, unless they were read into it."""
-    x = rows.read(block, buffer)
-    return buffer if x is buffer else buffer.copy_(x)
+def _copies(rows: SelectedRows, buffers: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each block, a copy of its logits, and a buffer of the same size; both may be overwritten.
+
+    A block is so small that ``buffers`` of its size fit into ``block_bytes``.
+    """
+    blocks = rows.blocks(buffers)
+    scratch = rows.scratch(blocks, 2)
+    for block in blocks:
+        work, spare = scratch[:, : block.stop - block.start]
+        x = rows.read(block, work)
+        if x is not work:
+            work.copy_(x)
+        yield block, work, spare
