@@ -170,9 +170,9 @@ def _run_rank(
         outcome_file.write_bytes(result)
         sys.stdout.flush()
         sys.stderr.flush()
-        if failure:
-            # An orderly shutdown would join gloo's threads, which may wait for a rank that has died.
-            os._exit(1)
+        # Destroying the process group would join gloo's threads. These may wait for a rank that has died, and
+        # before torch 2.8 for the GIL, which the destructor holds (pytorch/pytorch#154976).
+        os._exit(1 if failure else 0)
 
 
 def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
@@ -189,7 +189,4 @@ def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
     # A rank that is done at once would close connections that another rank is still making.
     torch.distributed.barrier()
     function, args, kwargs = pickle.loads(payload)
-    value = function(*args, **kwargs)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    return value
+    return function(*args, **kwargs)
