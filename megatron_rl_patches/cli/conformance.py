@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-import time
+import platform
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,8 +39,12 @@ def conformance(
         str, typer.Option(metavar="N,N,...", help="Numbers of ranks to try, from the smallest on.")
     ] = "1,2,4,8",
     patches: Annotated[
-        str, typer.Option(metavar="NAMES", help="Patches to compare with none; empty: no comparison.")
-    ] = "all",
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Patches to compare with none; may be repeated; empty: no comparison. [default: all]",
+        ),
+    ] = None,
     hang_after: Annotated[float, typer.Option(metavar="SECONDS", help="Cut off a test that hangs.")] = 60.0,
     results: Annotated[
         Path | None,
@@ -64,8 +71,10 @@ def conformance(
     - 2: the checkout has no such tests, or pytest cannot collect them
     """
     counts = _numbers(ranks)
-    if unknown := parse_selection(patches, registry.patches()).unknown:
-        raise MegatronRLPatchesError(registry.unknown_names(unknown))
+    compared = [names for names in (["all"] if patches is None else patches) if names]
+    for names in compared:
+        if unknown := parse_selection(names, registry.patches()).unknown:
+            raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = select or ["tests/unit_tests"]
     if missing := [path for path in chosen if not (checkout / path.partition("::")[0]).exists()]:
         raise MegatronRLPatchesError(
@@ -73,30 +82,33 @@ def conformance(
         )
     file = results or Path(f"conformance-{checkout.resolve().name}.jsonl")
 
-    start = time.monotonic()
     without = tests.run_at_smallest(checkout, chosen, ranks=counts, results=file, hang_after=hang_after)
     _follow("without patches", without)
     changed: list[Change] = []
-    if patches:
-        patched = tests.run_with_patches(checkout, patches, results=file, hang_after=hang_after)
-        _follow(f"with patches {patches}", patched)
-        changed = tests.changes(file, patches)
-    repeated = tests.repeated_changes(checkout, changed, patches, hang_after=hang_after)
-    differed_once = sorted(_nodeids(changed) - _nodeids(repeated))
+    differed_once: list[Change] = []
+    for names in compared:
+        patched = tests.run_with_patches(checkout, names, results=file, hang_after=hang_after)
+        _follow(f"with patches {names}", patched)
+        differ = tests.changes(file, names)
+        again = tests.repeated_changes(checkout, differ, names, hang_after=hang_after)
+        changed += again
+        repeated = {change.without.nodeid for change in again}
+        differed_once += [change for change in differ if change.without.nodeid not in repeated]
     final = verdicts.final_of(file)
-    _show(final, repeated)
-    for nodeid in differed_once:
-        typer.echo(f"differed once, and not again: {nodeid}")
+    _show(final, changed)
+    for change in differed_once:
+        typer.echo(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
     if json_file:
         facts = {
+            **_circumstances(checkout),
             "ranks": counts,
-            "patches": patches,
-            "seconds": round(time.monotonic() - start),
-            **_counts(final, repeated),
-            "differed_once": differed_once,
+            "patches": compared,
+            "seconds": round(sum(one.seconds for one in verdicts.read_results(file) if not one.patches)),
+            **_counts(final, changed),
+            "differed_once": [_as_dict(change) for change in differed_once],
         }
-        json_file.write_text(json.dumps(facts, indent=2) + "\n")
-    if repeated:
+        json_file.write_text(json.dumps(facts, indent=1) + "\n")
+    if changed:
         raise typer.Exit(CHANGED)
 
 
@@ -108,6 +120,18 @@ def _numbers(ranks: str) -> list[int]:
     if numbers[0] < 1:
         raise MegatronRLPatchesError(f"--ranks is {ranks!r}; pass numbers of ranks with commas between them")
     return numbers
+
+
+def _circumstances(checkout: Path) -> dict[str, str | None]:
+    """Return what the counts depend on, beside the tests; the commit is ``None`` outside of git."""
+    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "commit": commit or None,
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
 
 
 def _follow(what: str, results: Iterable[Result]) -> None:
@@ -123,7 +147,7 @@ def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     columns = [*(outcome.replace("_", " ") for outcome in verdicts.OUTCOMES), "changed by patches"]
     rows = []
     for directory, counts in _by_directory(final).items():
-        changes = sum(_directory(change.without) == directory for change in changed)
+        changes = len({c.without.nodeid for c in changed if _directory(c.without) == directory})
         numbers = (sum(counts.values()), *(counts[outcome] for outcome in verdicts.OUTCOMES), changes)
         rows.append((directory, *map(str, numbers)))
     show_table(("directory", "tests", *columns), rows)
@@ -135,7 +159,9 @@ def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     if failed[_LISTED:]:
         typer.echo(f"and {len(failed) - _LISTED} more; --json FILE lists all")
     for without, patched in changed:
-        verdict = f"{without.outcome} without, {patched.outcome} with patches: {_first_line(patched)}"
+        verdict = (
+            f"{without.outcome} without, {patched.outcome} with {patched.patches}: {_first_line(patched)}"
+        )
         typer.echo(f"CHANGED BY PATCHES at {_ranks(without)}: {without.nodeid}: {verdict}")
 
 
@@ -147,9 +173,7 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
         "skipped": outcomes[verdicts.SKIPPED],
         "not_runnable": _reasons(final),
         "failed": [asdict(result) for result in _failed(final)],
-        "changed_by_patches": [
-            {"without": asdict(without), "with": asdict(patched)} for without, patched in changed
-        ],
+        "changed_by_patches": [_as_dict(change) for change in changed],
         "directories": _by_directory(final),
     }
 
@@ -180,8 +204,8 @@ def _ranks(result: Result) -> str:
     return "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
 
 
-def _nodeids(changed: Iterable[Change]) -> set[str]:
-    return {change.without.nodeid for change in changed}
+def _as_dict(change: Change) -> dict[str, Any]:
+    return {"without": asdict(change.without), "with": asdict(change.patched)}
 
 
 def _first_line(result: Result) -> str:

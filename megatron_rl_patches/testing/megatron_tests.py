@@ -113,6 +113,9 @@ class _Conductor:
         self.ranks: int = config.option.ranks
         self.patches: str = config.option.patches
         results: Path | None = config.option.results
+        if results and results.exists() and not results.read_bytes().endswith(b"\n"):
+            with open(results, "a") as file:
+                file.write("\n")  # the last line was cut off
         self._known = {
             result.nodeid
             for result in (verdicts.read_results(results) if results else ())
@@ -195,6 +198,8 @@ class _Conductor:
         return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
 
     def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
+        for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+            message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"

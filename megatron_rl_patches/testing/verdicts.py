@@ -53,7 +53,7 @@ class Result:
 
 
 def read_results(path: Path) -> Iterator[Result]:
-    """Read a results file. A last line that was cut off is left out."""
+    """Read a results file. Lines that were cut off are left out."""
     if path.exists():
         yield from parse_results(path.read_bytes())
 

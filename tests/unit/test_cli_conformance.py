@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.testing import conformance
+from megatron_rl_patches.testing.conformance import Change
 from megatron_rl_patches.testing.verdicts import Result
 
 DDP = "tests/unit_tests/distributed/test_ddp.py::test_"
@@ -35,18 +36,22 @@ PATCHED = [
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty checkout, whose tests have the results above."""
 
-    def run(results: list[Result]) -> Any:
-        def append(*args: object, results: Path, **kwargs: object) -> Iterator[Result]:
-            with open(results, "a") as file:
-                for result in wanted:
-                    file.write(result.to_json() + "\n")
-                    yield result
+    def append(file: Path, results: list[Result]) -> Iterator[Result]:
+        with open(file, "a") as lines:
+            for result in results:
+                lines.write(result.to_json() + "\n")
+                yield result
 
-        wanted = results
-        return append
+    def run_at_smallest(checkout: Path, *args: object, results: Path, **kwargs: object) -> Iterator[Result]:
+        return append(results, WITHOUT)
 
-    monkeypatch.setattr(conformance, "run_at_smallest", run(WITHOUT))
-    monkeypatch.setattr(conformance, "run_with_patches", run(PATCHED))
+    def run_with_patches(
+        checkout: Path, patches: str, *, results: Path, **kwargs: object
+    ) -> Iterator[Result]:
+        return append(results, [replace(result, patches=patches) for result in PATCHED])
+
+    monkeypatch.setattr(conformance, "run_at_smallest", run_at_smallest)
+    monkeypatch.setattr(conformance, "run_with_patches", run_with_patches)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "Megatron-LM"
     (folder / "tests" / "unit_tests").mkdir(parents=True)
@@ -64,7 +69,7 @@ def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.M
     )
     code, output = _invoke(checkout, "--json", tmp_path / "facts.json")
     assert code == 1
-    assert f"CHANGED BY PATCHES at 2 ranks: {DDP}reduces: passed without, failed with patches" in output
+    assert f"CHANGED BY PATCHES at 2 ranks: {DDP}reduces: passed without, failed with all" in output
     rows = [line.split() for line in output.splitlines()]
     assert ["distributed", "4", "2", "0", "1", "1", "0", "1"] in rows
     assert ["TransformerEngine", "1"] in rows
@@ -72,9 +77,9 @@ def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.M
     assert (facts["tests"], facts["passed"], facts["skipped"]) == (5, 2, 1)
     assert facts["not_runnable"] == {"TransformerEngine": 1}
     assert [one["nodeid"] for one in facts["failed"]] == [f"{DDP}streams"]
-    assert [one["with"]["message"] for one in facts["changed_by_patches"]] == [
-        "AssertionError: reduced twice"
-    ]
+    (change,) = facts["changed_by_patches"]
+    assert change["with"]["message"] == "AssertionError: reduced twice"
+    assert (facts["commit"], facts["patches"]) == (None, ["all"])
 
 
 def test_a_verdict_that_differs_only_once(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +87,21 @@ def test_a_verdict_that_differs_only_once(checkout: Path, monkeypatch: pytest.Mo
     code, output = _invoke(checkout)
     assert code == 0
     assert "CHANGED" not in output
-    assert f"differed once, and not again: {DDP}reduces" in output
+    assert f"differed once with all, and not again: {DDP}reduces" in output
+
+
+def test_several_sets_of_patches(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeated(checkout: Path, changed: list[Change], patches: str, hang_after: float) -> list[Change]:
+        return changed if patches == "lean-loss" else []
+
+    monkeypatch.setattr(conformance, "repeated_changes", repeated)
+    sets = ("--patches", "all", "--patches", "lean-loss")
+    code, _ = _invoke(checkout, *sets, "--json", tmp_path / "facts.json")
+    assert code == 1
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["patches"] == ["all", "lean-loss"]
+    assert [change["with"]["patches"] for change in facts["changed_by_patches"]] == ["lean-loss"]
+    assert [change["with"]["patches"] for change in facts["differed_once"]] == ["all"]
 
 
 def test_without_a_comparison(checkout: Path) -> None:

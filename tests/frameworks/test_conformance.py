@@ -1,0 +1,84 @@
+"""A part of Megatron-LM's own unit tests on CPU ranks, without and with patches: ``MEGATRON_LM_DIR``."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_patches.testing import conformance, verdicts
+from tests.frameworks.checkouts import Checkouts
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Few minutes, of what the patches touch: DDP, its buckets, the optimizer, schedules and the model's head.
+SUBSET = tuple(
+    f"tests/unit_tests/{name}"
+    for name in (
+        "distributed/test_distributed_data_parallel.py",
+        "distributed/test_param_and_grad_buffer.py",
+        "models/test_gpt_model.py",
+        "pipeline_parallel/test_schedules.py",
+        "tensor_parallel",
+        "test_optimizer.py",
+    )
+)
+BUCKETS = SUBSET[1]
+
+# A patch of another package, which reduces gradients as soon as the first of a bucket is there.
+FAULT = """
+from megatron_rl_patches import Patch
+
+patch = Patch("early-reduce", "a fault", upstream=())
+
+
+@patch.wrap(
+    "megatron.core.distributed.param_and_grad_buffer",
+    "_ParamAndGradBucketGroup.register_grad_ready",
+    parameters=("param",),
+)
+def register(wrapped, instance, args, kwargs):
+    result = wrapped(*args, **kwargs)
+    if instance.grad_reduce_handle is None:
+        instance.start_grad_sync()
+    return result
+"""
+FILES = {
+    "fault.py": FAULT,
+    "fault-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: fault\nVersion: 1.0\n",
+    "fault-1.0.dist-info/entry_points.txt": "[megatron_rl_patches.patches]\nearly-reduce = fault:patch\n",
+}
+
+
+def run(checkout: str, select: tuple[str, ...], patches: str, results: Path) -> list[conformance.Change]:
+    """Run both ways, and return the verdicts that the patches change."""
+    deque(conformance.run_at_smallest(checkout, select, ranks=(1, 2), results=results), maxlen=0)
+    deque(conformance.run_with_patches(checkout, patches, results=results), maxlen=0)
+    return conformance.repeated_changes(checkout, conformance.changes(results, patches), patches)
+
+
+def test_patches_change_no_verdict(checkouts: Checkouts, tmp_path: Path) -> None:
+    (checkout,) = checkouts("megatron.training")
+    results = tmp_path / "results.jsonl"
+    select = tuple(name for name in SUBSET if Path(checkout, name).exists())
+    assert run(checkout, select, "all", results) == []
+    outcomes = Counter(result.outcome for result in verdicts.final_of(results))
+    assert outcomes[verdicts.PASSED] > 100
+    assert outcomes[verdicts.HANGS] == 0
+    assert len(verdicts.final_of(results, "all")) >= outcomes[verdicts.PASSED]
+
+
+def test_a_fault_of_a_patch_changes_verdicts(
+    checkouts: Checkouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkout,) = checkouts("megatron.training")
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    changed = run(checkout, (BUCKETS,), "early-reduce", tmp_path / "results.jsonl")
+    assert changed
+    assert {(one.without.outcome, one.patched.outcome) for one in changed} == {("passed", "failed")}
