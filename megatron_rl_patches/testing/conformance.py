@@ -190,6 +190,9 @@ def _may_pass_at(ranks: int, result: Result) -> bool:
 def _started(command: Sequence[str], checkout: Path, output: int) -> subprocess.Popen[bytes]:
     # The patches are those that the caller asks for, and no others.
     variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
+    # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
+    own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
+    variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
     return subprocess.Popen(
         command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
     )
