@@ -198,7 +198,7 @@ class _Conductor:
         return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
 
     def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
-        for folder in sorted(filter(None, sys.path), key=len, reverse=True):
+        for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2

@@ -167,6 +167,7 @@ def test_verdicts_at_one_rank(results: Path) -> None:
         "tests/unit_tests/test_needs_a_package.py": ("not_runnable", "other package"),
     }
     assert "the last rank" in at_one["test_fails"].message
+    assert "\nat tests/unit_tests/test_some.py:" in at_one["test_fails"].message
     assert "time.sleep" in at_one["test_hangs"].message or "in test_hangs" in at_one["test_hangs"].message
     assert "SIGKILL" in at_one["test_dies"].message
 
@@ -239,6 +240,11 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
         ("NameError: name 'FP8GlobalStateManager' is not defined", False, verdicts.TRANSFORMER_ENGINE),
         ("ModuleNotFoundError: No module named 'apex'", False, verdicts.CUDA_KERNEL),
         ("RuntimeError: 0 active drivers ([]). There should only be one.", False, verdicts.CUDA_KERNEL),
+        (
+            "KeyError: ...\nat /cpu_offloading/hybrid_optimizer.py:101: gpu_param = copies[param]",
+            False,
+            verdicts.CUDA_KERNEL,
+        ),
         ("ModuleNotFoundError: No module named 'six'", False, verdicts.OTHER_PACKAGE),
         ("ModuleNotFoundError: No module named 'megatron.core.nothing'", False, ""),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, verdicts.DATA),
