@@ -17,10 +17,10 @@ def reset_env_vars() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def experimental() -> None:
+def experimental(request: pytest.FixtureRequest) -> None:
     from megatron.core import config
 
-    config.ENABLE_EXPERIMENTAL = False
+    config.ENABLE_EXPERIMENTAL = request.config.option.experimental
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,8 @@ def _free_groups() -> None:
 def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) -> None:
     number, follower = test
     item = session.items[number]
+    # Megatron's CI runs tests with this mark with the option that its conftest declares.
+    session.config.option.experimental = item.get_closest_marker("experimental") is not None
     hook = session.config.hook
     sender = _Sender(session.config, send)
     session.config.pluginmanager.register(sender)

@@ -65,9 +65,10 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     namespace = ModuleType("megatron")
     namespace.__path__ = [str(checkout / "megatron")]
     sys.modules["megatron"] = namespace
-    # The conftest downloads data if this module can be imported.
+    # The conftest downloads data by a function of this module, which has another name in some releases.
     download = ModuleType(_DOWNLOAD)
-    download.download_and_extract_asset = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    for name in ("download_and_extract_asset", "get_oldest_release_and_assets"):
+        setattr(download, name, _megatron_ranks.do_nothing)
     sys.modules[_DOWNLOAD] = download
 
     import torch

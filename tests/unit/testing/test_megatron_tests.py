@@ -46,6 +46,9 @@ class Utils:
 """
 CONFTEST = """
 import pytest
+
+def pytest_addoption(parser):
+    parser.addoption("--experimental", action="store_true")
 from tests.test_utils.python_scripts.download_unit_tests_dataset import download_and_extract_asset
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,7 +66,8 @@ from tests.unit_tests.test_utilities import Utils
 
 rank = Utils.rank
 
-def test_passes(shared):
+def test_passes(shared, request):
+    assert not request.config.getoption("--experimental")
     assert torch.ones(2, device="cuda").sum() == 2
     (shared / str(rank)).touch()
     torch.distributed.barrier()
@@ -101,6 +105,10 @@ def test_skips_without_transformer_engine():
 @pytest.mark.skip(reason="of no use today")
 def test_skips():
     raise AssertionError
+
+@pytest.mark.experimental
+def test_is_experimental(request):
+    assert request.config.getoption("--experimental")
 
 @pytest.mark.parametrize("number", range(torch.cuda.device_count()))
 def test_comes_after_all_that(number):
@@ -163,6 +171,7 @@ def test_verdicts_at_one_rank(results: Path) -> None:
         "test_needs_data": ("not_runnable", "data"),
         "test_skips_without_transformer_engine": ("not_runnable", "TransformerEngine"),
         "test_skips": ("skipped", ""),
+        "test_is_experimental": ("passed", ""),
         "test_comes_after_all_that[0]": ("passed", ""),
         "tests/unit_tests/test_needs_a_package.py": ("not_runnable", "other package"),
     }
