@@ -276,4 +276,6 @@ def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, 
 
 
 def _last_lines(text: str) -> str:
-    return "\n".join(text.splitlines()[-4:])
+    """Return what was raised, which comes last in a traceback, and then the lines before it."""
+    *before, raised = text.splitlines()[-4:] or [""]
+    return "\n".join([raised.removeprefix("E").strip(), *before])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,7 +133,7 @@ def _failures(source: str, failed: Sequence[dict[str, Any]]) -> list[tuple[str, 
     groups: Counter[tuple[str, str]] = Counter()
     for result in failed:
         file = result["nodeid"].partition("::")[0].removeprefix("tests/unit_tests/")
-        message = (result["message"].splitlines() or [""])[0].partition(": ")[2]
+        message = re.sub(r"^rank \d+ of \d+:? ", "", (result["message"].splitlines() or [""])[0])
         shown = "it hangs" if result["outcome"] == HANGS else f"`{message[:_MESSAGE]}`"
         groups[file, shown] += 1
     return [(source, f"`{file}`", str(count), shown) for (file, shown), count in groups.items()]
