@@ -44,6 +44,7 @@ NOT_COMPARED = {
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "cd Megatron-LM"): CONFORMANCE,
+    ("docs/testing.md", "megatron-rl-patches conformance"): CONFORMANCE,
     ("docs/command-line.md", "megatron-rl-patches conformance"): CONFORMANCE,
 }
 
