@@ -93,10 +93,8 @@ _KERNELS = (
 # The first pattern that is found decides.
 _RAISED = [
     (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
-    (
-        MORE_RANKS,
-        r"over sized with world size|divisible by partial DistOpt shard factor|Valid ranks are 0 to",
-    ),
+    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
+    (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
     (TRANSFORMER_ENGINE, r"transformer.?engine|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >="),
     # Mocks take the place of its classes in Megatron where it is not installed.
     (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
