@@ -147,9 +147,9 @@ def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     columns = [*(outcome.replace("_", " ") for outcome in verdicts.OUTCOMES), "changed by patches"]
     rows = []
     for directory, counts in _by_directory(final).items():
-        changes = len({c.without.nodeid for c in changed if _directory(c.without) == directory})
-        numbers = (sum(counts.values()), *(counts[outcome] for outcome in verdicts.OUTCOMES), changes)
-        rows.append((directory, *map(str, numbers)))
+        changed_here = {one.without.nodeid for one in changed if _directory(one.without) == directory}
+        by_outcome = (counts[outcome] for outcome in verdicts.OUTCOMES)
+        rows.append((directory, *map(str, (sum(counts.values()), *by_outcome, len(changed_here)))))
     show_table(("directory", "tests", *columns), rows)
     typer.echo()
     show_table(("not runnable here", "tests"), [(reason, str(n)) for reason, n in _reasons(final).items()])

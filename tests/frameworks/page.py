@@ -60,11 +60,15 @@ cannot run there; one that is skipped is skipped by its authors anywhere.
 
 
 def page_of_records() -> str:
-    return page(verdicts.load(), runs_on_record()) + conformance_section(conformance_on_record())
+    table = verdicts.load()
+    return page(table, runs_on_record()) + conformance_section(conformance_on_record(table))
 
 
-def conformance_on_record() -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(CONFORMANCE.glob("*.json"))]
+def conformance_on_record(table: Sequence[Known]) -> dict[str, dict[str, Any]]:
+    """Return what the command wrote, by the name of the source."""
+    names = {one.commit: one.source for one in table}
+    records = [json.loads(file.read_text()) for file in sorted(CONFORMANCE.glob("*.json"))]
+    return {names[record["commit"]]: record for record in records}
 
 
 def runs_on_record() -> list[Run]:
@@ -82,37 +86,24 @@ def page(table: Sequence[Known], runs: Sequence[Run]) -> str:
     return f"{_INTRODUCTION}{summary}\n{sections([one.judged() for one in table])}"
 
 
-def conformance_section(records: Sequence[dict[str, Any]]) -> str:
-    by_commit = {one.commit: one.source for one in verdicts.load()}
-    sources = [by_commit[record["commit"]] for record in records]
+def conformance_section(records: dict[str, dict[str, Any]]) -> str:
+    columns = ("source", "ranks", "tests", "passed", "failed", "skipped", *REASONS)
     facts = markdown_table(
-        (
-            "source",
-            "ranks",
-            "tests",
-            "passed",
-            "failed",
-            "skipped",
-            *REASONS,
-            "patches",
-            "changed by patches",
-        ),
-        [_row(source, record) for source, record in zip(sources, records, strict=True)],
+        (*columns, "patches", "changed by patches"),
+        [_row(source, record) for source, record in records.items()],
     )
-    directories = sorted({name for record in records for name in record["directories"]})
+    directories = sorted({name for record in records.values() for name in record["directories"]})
     by_directory = markdown_table(
-        ("passed, of those that can run", *sources),
+        ("passed, of those that can run", *records),
         [
-            (name, *(_share(record["directories"].get(name, {})) for record in records))
+            (name, *(_share(record["directories"].get(name, {})) for record in records.values()))
             for name in directories
         ],
     )
-    failures = [
-        row
-        for source, record in zip(sources, records, strict=True)
-        for row in _failures(source, record["failed"])
-    ]
-    failed = markdown_table(("source", "file", "tests", "raised"), failures)
+    failed = markdown_table(
+        ("source", "file", "tests", "raised"),
+        [row for source, record in records.items() for row in _failures(source, record["failed"])],
+    )
     return f"\n{_CONFORMANCE}{facts}\n{by_directory}\n### Failed without patches\n\n{failed}"
 
 

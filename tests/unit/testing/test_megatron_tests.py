@@ -46,10 +46,10 @@ class Utils:
 """
 CONFTEST = """
 import pytest
+from tests.test_utils.python_scripts.download_unit_tests_dataset import download_and_extract_asset
 
 def pytest_addoption(parser):
     parser.addoption("--experimental", action="store_true")
-from tests.test_utils.python_scripts.download_unit_tests_dataset import download_and_extract_asset
 
 @pytest.fixture(scope="session", autouse=True)
 def ensure_test_data():
@@ -197,9 +197,9 @@ def test_what_may_need_more_ranks_is_tried_again(results: Path) -> None:
 def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path: Path) -> None:
     lines = [line for line in results.read_text().splitlines() if json.loads(line)["ranks"] == 1]
     file = tmp_path / "results.jsonl"
-    kept = [line for line in lines if "test_passes" not in line]
-    (cut_off,) = set(lines) - set(kept)
-    file.write_text("\n".join([*kept, cut_off[:40]]))
+    other_lines = [line for line in lines if "test_passes" not in line]
+    (last_line,) = set(lines) - set(other_lines)
+    file.write_text("\n".join([*other_lines, last_line[:40]]))
     (again,) = conformance.run(checkout, results=file)
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
     assert len(list(verdicts.read_results(file))) == len(lines)
