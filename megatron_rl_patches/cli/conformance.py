@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -123,11 +124,13 @@ def _numbers(ranks: str) -> list[int]:
 
 
 def _circumstances(checkout: Path) -> dict[str, str | None]:
-    """Return what the counts depend on, beside the tests; the commit is ``None`` outside of git."""
+    """Return what the counts depend on, beside the tests; the commit is ``None`` without git."""
     git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = None
+    with suppress(OSError, subprocess.CalledProcessError):
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
-        "commit": commit or None,
+        "commit": commit,
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": version("torch"),

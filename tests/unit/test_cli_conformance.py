@@ -95,11 +95,12 @@ def test_several_sets_of_patches(checkout: Path, tmp_path: Path, monkeypatch: py
         return changed if patches == "lean-loss" else []
 
     monkeypatch.setattr(conformance, "repeated_changes", repeated)
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no git
     sets = ("--patches", "all", "--patches", "lean-loss")
     code, _ = _invoke(checkout, *sets, "--json", tmp_path / "facts.json")
     assert code == 1
     facts = json.loads((tmp_path / "facts.json").read_text())
-    assert facts["patches"] == ["all", "lean-loss"]
+    assert (facts["commit"], facts["patches"]) == (None, ["all", "lean-loss"])
     assert [change["with"]["patches"] for change in facts["changed_by_patches"]] == ["lean-loss"]
     assert [change["with"]["patches"] for change in facts["differed_once"]] == ["all"]
 
