@@ -4,6 +4,7 @@ Everything works with torch alone and without any patch.
 """
 
 from .checkpointing import checkpointed
+from .logits.deferred import DeferredLogits, deferred_logits
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
 from .megatron import make_loss_func
@@ -30,6 +31,7 @@ from .sequences.layout import SequenceLayout
 from .sequences.responses import packed_log_probs_and_entropy
 
 __all__ = [
+    "DeferredLogits",
     "DistillationBatch",
     "DistillationOptions",
     "PolicyBatch",
@@ -38,6 +40,7 @@ __all__ = [
     "TopKDistribution",
     "average_metrics",
     "checkpointed",
+    "deferred_logits",
     "distillation_loss",
     "estimate_kl",
     "forward_kl",

@@ -142,10 +142,18 @@ def losses() -> Names:
         "loss_masks": loss_masks(),
         "log_probs": [torch.full((length,), -3.0) for length in RESPONSES],
     }
-    return {"tp_group": None, "_batch": batch}
+    head = {
+        "hidden": torch.randn(3, 2, 8, requires_grad=True),
+        "output_weight": torch.randn(50, 8),
+        "targets": torch.arange(6),
+    }
+    return {"tp_group": None, "_batch": batch, **head}
 
 
 def after_losses(names: Names) -> None:
+    assert names["logits"].is_deferred
+    names["log_probs"].sum().backward()
+    assert names["hidden"].grad.any()
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     loss, tokens, _ = loss_func(logits)
     loss.backward()

@@ -41,6 +41,7 @@ NOT_COMPARED = {
     ("docs/losses.md", "log_prob = log p[target]"): A_FORMULA,
     ("docs/distillation.md", "log_prob of id"): A_FORMULA,
     ("docs/how-it-works.md", "environment variable"): "a drawing",
+    ("docs/losses.md", "forward                         kept"): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "cd Megatron-LM"): CONFORMANCE,

@@ -61,12 +61,6 @@ def _attention_for_context_parallelism(policy: Any) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The teachers' folder; the first layout trains and saves them, and the others load them."""
-    return str(tmp_path_factory.mktemp("teachers"))
-
-
 def run(sizes: dict[str, int], target: str, folder: str) -> dict[str, Any]:
     ranks = spawn_ranks(_distill, 2, sizes, target, folder, timeout=580)
     assert ranks[0] == ranks[1]
@@ -80,8 +74,8 @@ def falls(values: list[float]) -> bool:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str, folder: str) -> None:
-    result = run(LAYOUTS[layout], "routed", folder)
+def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str, teachers_folder: str) -> None:
+    result = run(LAYOUTS[layout], "routed", teachers_folder)
     for order, teacher in result["teachers"].items():
         assert teacher > 0.95
         assert result["score"][order][0] < 0.25
@@ -90,8 +84,8 @@ def test_a_student_becomes_as_good_as_each_teacher_at_its_task(layout: str, fold
         assert result["reverse KL"][order][-1] < 0.25 * result["reverse KL"][order][0]
 
 
-def test_a_mixture_of_teachers_is_learned_with_data_parallelism(folder: str) -> None:
-    result = run({}, "mixture", folder)
+def test_a_mixture_of_teachers_is_learned_with_data_parallelism(teachers_folder: str) -> None:
+    result = run({}, "mixture", teachers_folder)
     for order in result["teachers"]:
         assert falls(result["reverse KL"][order])
         assert result["reverse KL"][order][-1] < 0.3 * result["reverse KL"][order][0]

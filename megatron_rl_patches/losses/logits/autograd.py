@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from .source import Inputs, LogitSource
 
 
 class DifferentiableOnce(torch.autograd.Function):
@@ -33,22 +36,35 @@ class DifferentiableOnce(torch.autograd.Function):
         )
 
 
-def logits_gradient(ctx: Any, compute: Callable[..., Tensor], *gradients: Tensor | None) -> Tensor | None:
-    """Return the gradient of the logits, which cannot be differentiated; ``None`` without any gradient.
+def save_source(ctx: Any, source: LogitSource, *others: Tensor | None) -> None:
+    """Save for backward what :func:`gradients_of_inputs` hands on."""
+    tensors, ctx.restore = source.saved()
+    ctx.num_source_tensors = len(tensors)
+    ctx.save_for_backward(*tensors, *others)
+
+
+def gradients_of_inputs(ctx: Any, compute: Callable[..., Inputs], *gradients: Tensor | None) -> Inputs:
+    """Return the gradients of a source's inputs, which cannot be differentiated; each may be ``None``.
 
     Args:
-        ctx: the first tensor that it saved is the logits.
-        compute: called as ``compute(ctx, logits, other_saved_tensors, *gradients)``, without grad mode.
+        ctx: of :func:`save_source`.
+        compute: called as ``compute(ctx, source, other_saved_tensors, *gradients)``, without grad mode.
         gradients: of the results; ``None`` for a result that nobody differentiates.
     """
+    saved = saved_tensors(ctx)
+    of_source, others = saved[: ctx.num_source_tensors], saved[ctx.num_source_tensors :]
+    source = ctx.restore(*of_source)
     if all(gradient is None for gradient in gradients):
-        return None
-    logits, *saved = saved_tensors(ctx)
+        return (None,) * len(source.inputs)
     with torch.no_grad():
-        result = compute(ctx, logits, saved, *gradients)
+        results: Inputs = compute(ctx, source, list(others), *gradients)
     if torch.is_grad_enabled():  # create_graph=True
-        return DifferentiableOnce.apply(result, logits, *gradients)  # type: ignore[no-untyped-call]
-    return result
+        sources = *source.inputs, *gradients
+        return tuple(
+            None if result is None else DifferentiableOnce.apply(result, *sources)  # type: ignore[no-untyped-call]
+            for result in results
+        )
+    return results
 
 
 def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -2,64 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .deferred import DeferredLogits, dense
+from .inplace import check_not_overwritten
 from .options import VocabParallelOptions
 from .rows import SelectedRows
+from .source import DenseLogits, LogitSource
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def selected_rows(
+def checked_source(
     logits: Tensor, rows: Tensor | slice | None, keep_mask: Tensor | None, options: VocabParallelOptions
-) -> SelectedRows:
-    """Return the rows of the logits that a loss reads; reject logits, rows and mask that do not fit."""
+) -> tuple[LogitSource, VocabParallelOptions]:
+    """Return the rows of the logits that a loss reads, and the options with which it reads them.
+
+    Logits, rows and a mask that do not fit are rejected. What deferred logits are divided by becomes part of
+    the temperature.
+    """
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
             f"logits are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
         )
     if logits.dtype not in _FLOATS:
         raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
-    selected = SelectedRows(logits.detach(), _valid_rows(rows, logits), options.block_bytes)
+    index = _valid_rows(rows, logits)
+    source: LogitSource
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        source = logits.source(index, options.block_bytes)
+        options = replace(options, temperature=options.temperature * logits.divisor)
+    else:
+        logits = dense(logits)
+        check_not_overwritten(logits)
+        source = DenseLogits(SelectedRows(logits, index, options.block_bytes), options.inplace_backward)
     if keep_mask is not None:
-        _check_device("keep_mask", keep_mask, logits)
-        if keep_mask.dtype != torch.bool or keep_mask.shape != (selected.n, logits.shape[1]):
+        _check_device("keep_mask", keep_mask, logits.device)
+        if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
             raise InvalidInputError(
                 f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
-                f"{[selected.n, logits.shape[1]]}: a line per selected row, a column per column of logits"
+                f"{[source.n, source.width]}: a line per selected row, a column per column of logits"
             )
-    return selected
+    return source, options
 
 
-def valid_targets(targets: Tensor, rows: SelectedRows, options: VocabParallelOptions) -> Tensor:
+def valid_targets(targets: Tensor, source: LogitSource, options: VocabParallelOptions) -> Tensor:
     """Return the targets as int64; reject those that do not fit the rows or lie outside the vocabulary."""
-    if targets.shape != (rows.n,) or targets.dtype not in _INTEGERS:
+    if targets.shape != (source.n,) or targets.dtype not in _INTEGERS:
         raise InvalidInputError(
-            f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[rows.n]}: "
+            f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[source.n]}: "
             "one token id for each selected row"
         )
-    return _valid_ids("targets", targets, rows, options, "to ignore a row")
+    return _valid_ids("targets", targets, source, options, "to ignore a row")
 
 
-def valid_indices(indices: Tensor, rows: SelectedRows, options: VocabParallelOptions) -> Tensor:
+def valid_indices(indices: Tensor, source: LogitSource, options: VocabParallelOptions) -> Tensor:
     """Return the indices as int64; reject those that do not fit the rows or lie outside the vocabulary."""
-    fits = indices.dim() == 2 and len(indices) == rows.n and indices.shape[1] > 0
+    fits = indices.dim() == 2 and len(indices) == source.n and indices.shape[1] > 0
     if not fits or indices.dtype not in _INTEGERS:
         raise InvalidInputError(
-            f"indices are {indices.dtype} {list(indices.shape)}, expected torch.int64 [{rows.n}, K]: "
+            f"indices are {indices.dtype} {list(indices.shape)}, expected torch.int64 [{source.n}, K]: "
             "K token ids for each selected row, K at least 1"
         )
-    return _valid_ids("indices", indices, rows, options, "for no entry")
+    return _valid_ids("indices", indices, source, options, "for no entry")
 
 
 def _valid_ids(
-    name: str, ids: Tensor, rows: SelectedRows, options: VocabParallelOptions, meaning: str
+    name: str, ids: Tensor, source: LogitSource, options: VocabParallelOptions, meaning: str
 ) -> Tensor:
-    _check_device(name, ids, rows.logits)
-    vocab_size, ignore_index = rows.logits.shape[1] * options.tp_size, options.ignore_index
+    _check_device(name, ids, source.device)
+    vocab_size, ignore_index = source.width * options.tp_size, options.ignore_index
     in_vocabulary = ((ids >= 0) & (ids < vocab_size)) | (ids == ignore_index)
     _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
     return ids.long()
@@ -81,7 +98,7 @@ def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:
             f"rows are {rows.dtype} {list(rows.shape)}, expected a slice or row numbers, torch.int64 [n]"
             + ("; rows of a mask are mask.nonzero().squeeze(1)" if rows.dtype == torch.bool else "")
         )
-    _check_device("rows", rows, logits)
+    _check_device("rows", rows, logits.device)
     _require((rows >= 0) & (rows < size), f"rows: numbers from 0 to {size - 1}", rows)
     once = torch.ones_like(rows)
     uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
@@ -103,9 +120,9 @@ def _as_slice(rows: Tensor) -> slice | Tensor:
     return slice(first, first + len(rows)) if consecutive else rows
 
 
-def _check_device(name: str, tensor: Tensor, logits: Tensor) -> None:
-    if tensor.device != logits.device:
-        raise InvalidInputError(f"{name} on {tensor.device}, logits on {logits.device}: expected one device")
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise InvalidInputError(f"{name} on {tensor.device}, logits on {device}: expected one device")
 
 
 def _require(ok: Tensor, expected: str, values: Tensor) -> None:

@@ -67,7 +67,7 @@ class BlockFunction:
 
 
 def _is_worthwhile(rows: SelectedRows) -> bool:
-    large = rows.n * rows.logits.shape[1] >= WORTHWHILE_ELEMENTS
+    large = (rows.num_logits or rows.n * rows.logits.shape[1]) >= WORTHWHILE_ELEMENTS
     return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
 
 

@@ -16,6 +16,7 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import softmax
-from .autograd import logits_gradient
-from .checks import selected_rows, valid_targets
-from .inplace import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
+from .autograd import gradients_of_inputs, save_source
+from .checks import checked_source, valid_targets
+from .frozen_head import Derivatives, WholeSoftmax
+from .head import HeadLogits
+from .inplace import StorageClaim
 from .options import VocabParallelOptions
-from .rows import SelectedRows
 from .softmax import SoftmaxGradient, TargetGradient, exp_floor
+from .source import Inputs, LogitSource, Tile
 
 
 def vocab_parallel_log_probs(
@@ -143,16 +146,14 @@ def _log_probs_and_entropy(
     keep_mask: Tensor | None,
     options: VocabParallelOptions,
 ) -> tuple[Tensor, Tensor | None]:
-    selected = selected_rows(logits, rows, keep_mask, options)
-    targets = valid_targets(targets, selected, options)
-    check_not_overwritten(logits)
+    source, options = checked_source(logits, rows, keep_mask, options)
+    targets = valid_targets(targets, source, options)
     valid = targets != options.ignore_index
-    start, width = options.tp_rank * logits.shape[1], logits.shape[1]
-    is_local = valid & (targets >= start) & (targets < start + width)
+    start = options.tp_rank * source.width
+    is_local = valid & (targets >= start) & (targets < start + source.width)
     local_target = torch.where(is_local, targets - start, -1)
-    claim = claim_storage(logits, options.inplace_backward)
     return LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, selected, local_target, valid, keep_mask, options, claim
+        source, local_target, valid, keep_mask, options, source.claim(), *source.inputs
     )
 
 
@@ -180,67 +181,130 @@ class _Softmax(NamedTuple):
 
 
 class LogProbsAndEntropy(torch.autograd.Function):
-    """The autograd function of log-probabilities and entropies; it keeps the logits and numbers per row."""
+    """The autograd function of log-probabilities and entropies; it keeps the inputs and numbers per row."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        rows: SelectedRows,
+        source: LogitSource,
         local_target: Tensor,
         valid: Tensor,
         keep_mask: Tensor | None,
         options: VocabParallelOptions,
         claim: StorageClaim,
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """``local_target`` ``[n]`` is a column of this rank or -1, ``valid`` ``[n]`` is bool."""
         ctx.set_materialize_grads(False)
-        local = softmax.statistics(rows, local_target, keep_mask, options)
-        target_logit = logits[rows.row_indices, local_target.clamp(min=0)].double()
-        target_logit = torch.where(local_target < 0, float("-inf"), target_logit)
-
+        derivatives = Derivatives.of(source, keep_mask, options)
+        local, target_logit = _local_statistics(source, local_target, keep_mask, options, derivatives)
         sizes = [*map(len, local), 1]
-        sent = torch.cat([*local, target_logit[None]]).to(rows.dtype)
+        sent = torch.cat([*local, target_logit[None]]).to(source.dtype)
         gathered = claim.gather(sent, options.tp_group)
         *parts, target_logits = torch.split(gathered.double(), sizes, dim=1)
         merged = [softmax.merge(part, options.temperature) for part in parts]
         target_logit = target_logits.amax((0, 1))
 
         max_logit, sum_exp_minus_1, *_ = merged[0]
-        log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
-        log_prob = torch.where(valid, log_prob, 0.0).to(rows.dtype)
-        softmaxes = [_softmax(one, rows.dtype) for one in merged]
+        exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
+        log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
+        softmaxes = [_softmax(one, source.dtype) for one in merged]
         entropy = None
         if options.with_entropy:
             entropy = merged[-1][1].log1p() - merged[-1][2] / (1.0 + merged[-1][1])
-            entropy = torch.where(valid, entropy, 0.0).to(rows.dtype)
+            entropy = torch.where(valid, entropy, 0.0).to(source.dtype)
             if not options.entropy_grad:
                 ctx.mark_non_differentiable(entropy)
                 softmaxes = softmaxes[:1]
 
-        ctx.options, ctx.claim = options, claim
-        index, ctx.slice = (None, rows.index) if isinstance(rows.index, slice) else (rows.index, None)
+        ctx.options, ctx.claim, ctx.has_derivatives = options, claim, derivatives is not None
+        if derivatives is not None:
+            mean_z = merged[-1][2] / (1.0 + merged[-1][1]) if options.with_entropy else None
+            whole = WholeSoftmax(max_logit, 1.0 + sum_exp_minus_1, mean_z, exact_log_prob, target_logit)
+            save_source(ctx, source, valid, *derivatives.finish(local_target, whole))
+            return log_prob, entropy
         saved = [value for one in softmaxes for value in one]
-        target_logit = target_logit.to(rows.dtype)
+        target_logit = target_logit.to(source.dtype)
         # The caller may change what is returned, so a copy of it is saved.
-        ctx.save_for_backward(
-            logits, keep_mask, index, local_target, valid, target_logit, log_prob.clone(), *saved
-        )
+        save_source(ctx, source, keep_mask, local_target, valid, target_logit, log_prob.clone(), *saved)
         return log_prob, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        gradient = logits_gradient(ctx, _gradient, grad_log_prob, grad_entropy)
-        return gradient, None, None, None, None, None, None
+        compute = _from_derivatives if ctx.has_derivatives else _gradients
+        gradients = gradients_of_inputs(ctx, compute, grad_log_prob, grad_entropy)
+        return (None,) * 6 + gradients
 
 
-def _gradient(
-    ctx: Any, logits: Tensor, saved: list[Any], grad_log_prob: Tensor | None, grad_entropy: Tensor | None
-) -> Tensor:
-    keep_mask, index, local_target, valid, target_logit, log_prob, *values = saved
+def _local_statistics(
+    source: LogitSource,
+    local_target: Tensor,
+    keep_mask: Tensor | None,
+    options: VocabParallelOptions,
+    derivatives: Derivatives | None,
+) -> tuple[list[Tensor], Tensor]:
+    """Return :func:`.softmax.statistics` of all tiles together, and the targets' logits, float64 ``[n]``.
+
+    The logit of a target that another rank has is -inf.
+    """
+    found: dict[int, list[list[Tensor]]] = {}  # of the tiles with the same rows, by the first of these
+    target_logit = torch.full((source.n,), float("-inf"), dtype=torch.float64, device=source.device)
+    for tile in source.tiles():
+        column = _column_in_tile(local_target, tile)
+        mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
+        statistics = softmax.statistics(tile.logits, column, mask, options)
+        found.setdefault(tile.rows.start, []).append(statistics)
+        selected = tile.logits
+        logit = selected.logits[selected.row_indices, column.clamp(min=0)].double()
+        target_logit[tile.rows] = torch.where(column < 0, target_logit[tile.rows], logit)
+        if derivatives is not None:
+            derivatives.add(tile, statistics[-1][0], column)
+    of_rows = [
+        [_merged(parts, options.temperature) for parts in zip(*of_tiles, strict=True)]
+        for of_tiles in found.values()
+    ]
+    return [torch.cat(parts, dim=1) for parts in zip(*of_rows, strict=True)], target_logit
+
+
+def _merged(parts: tuple[Tensor, ...], temperature: float) -> Tensor:
+    return parts[0] if len(parts) == 1 else softmax.merge(torch.stack(parts), temperature)
+
+
+def _column_in_tile(local_target: Tensor, tile: Tile) -> Tensor:
+    """Return the targets of the tile's rows as columns of the tile; -1 where it does not have them."""
+    columns = local_target[tile.rows]
+    inside = (columns >= tile.columns.start) & (columns < tile.columns.stop)
+    return torch.where(inside, columns - tile.columns.start, -1)
+
+
+def _from_derivatives(
+    ctx: Any,
+    source: LogitSource,
+    saved: list[Any],
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Inputs:
+    valid, *derivatives = saved
+    assert isinstance(source, HeadLogits)
+    total = torch.zeros_like(derivatives[0])
+    for gradient, derivative in zip((grad_log_prob, grad_entropy), derivatives, strict=True):
+        if gradient is not None:
+            # A row without a gradient may hold NaN.
+            has_grad = (valid & (gradient != 0))[:, None]
+            total += torch.where(has_grad, gradient[:, None] * derivative, 0.0)
+    return source.spread(total), None, None
+
+
+def _gradients(
+    ctx: Any,
+    source: LogitSource,
+    saved: list[Any],
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Inputs:
+    keep_mask, local_target, valid, target_logit, log_prob, *values = saved
     options: VocabParallelOptions = ctx.options
     temperature = options.temperature
-    rows = SelectedRows(logits.detach(), ctx.slice if index is None else index, options.block_bytes)
     of_log_prob, of_entropy = _Softmax(*values[:3]), _Softmax(*values[-3:])
 
     masked = None
@@ -257,17 +321,27 @@ def _gradient(
     if grad_entropy is not None:
         assert of_entropy.mean_z is not None
         has_grad |= grad_entropy != 0
-        z = ((target_logit - of_entropy.max_logit) / temperature).clamp(min=exp_floor(rows.dtype))
+        z = ((target_logit - of_entropy.max_logit) / temperature).clamp(min=exp_floor(source.dtype))
         at_target -= grad_entropy * (z.exp() / of_entropy.sum_exp) * (z - of_entropy.mean_z)
 
     # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
     has_grad &= valid
     at_target = torch.where(has_grad, at_target / temperature, 0.0)
-    target = TargetGradient(local_target[:, None], at_target[:, None])
-    gradient = softmax.gradient(rows, unmasked, masked, target, keep_mask, has_grad[:, None], options)
-    if options.inplace_backward:
-        mark_overwritten(logits)
-    return gradient
+
+    def of_tile(tile: Tile, in_place: bool) -> Tensor:
+        target = TargetGradient(_column_in_tile(local_target, tile)[:, None], at_target[tile.rows, None])
+        mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
+        return softmax.gradient(
+            tile.logits,
+            None if unmasked is None else unmasked.of_rows(tile.rows),
+            None if masked is None else masked.of_rows(tile.rows),
+            target,
+            mask,
+            has_grad[tile.rows, None],
+            replace(options, inplace_backward=in_place),
+        )
+
+    return source.gradients(of_tile, ctx.needs_input_grad[6:])
 
 
 def _softmax(merged: Tensor, dtype: torch.dtype) -> _Softmax:

@@ -17,11 +17,13 @@ class SelectedRows:
     Attributes:
         index: a slice with step 1, or ``n`` distinct row numbers (int64).
         block_bytes: size of the scratch buffers for one block together; ``None``: the default.
+        num_logits: how many logits are read in all, where these are one tile of several.
     """
 
     logits: Tensor
     index: slice | Tensor
     block_bytes: int | None = None
+    num_logits: int | None = None
 
     @property
     def n(self) -> int:

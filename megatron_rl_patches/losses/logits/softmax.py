@@ -44,6 +44,10 @@ class SoftmaxGradient(NamedTuple):
     a: Tensor
     b: Tensor | None = None
 
+    def of_rows(self, rows: slice) -> SoftmaxGradient:
+        """Return the part of some rows."""
+        return SoftmaxGradient(*part_of_rows(self, rows))  # type: ignore[arg-type]
+
 
 #: A :class:`SoftmaxGradient` of some rows as a bare tuple, or three times ``None``: always three entries,
 #: since torch.compile guards on members that it has seen before, and fails if the argument becomes ``None``.

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..objectives.topk_distribution import NO_ENTRY, TopKDistribution
-from .checks import selected_rows, valid_indices
-from .inplace import check_not_overwritten, claim_storage
+from .checks import checked_source, valid_indices
 from .options import VocabParallelOptions
 from .topk_autograd import LogProbsAt, topk
 
@@ -57,12 +56,11 @@ def vocab_parallel_topk(
         InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
     """
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
-    selected = selected_rows(logits, rows, None, options)
-    vocab_size = logits.shape[1] * options.tp_size
+    source, options = checked_source(logits, rows, None, options)
+    vocab_size = source.width * options.tp_size
     if not 1 <= k <= vocab_size:
         raise InvalidInputError(f"k is {k}, expected from 1 to {vocab_size}, the size of the vocabulary")
-    check_not_overwritten(logits)
-    return TopKDistribution(*topk(selected, k, options))
+    return TopKDistribution(*topk(source, k, options))
 
 
 @overload
@@ -136,11 +134,9 @@ def vocab_parallel_log_probs_at(
         block_bytes=block_bytes,
         ignore_index=NO_ENTRY,
     )
-    selected = selected_rows(logits, rows, None, options)
-    indices = valid_indices(indices, selected, options)
-    check_not_overwritten(logits)
-    claim = claim_storage(logits, inplace_backward)
+    source, options = checked_source(logits, rows, None, options)
+    indices = valid_indices(indices, source, options)
     log_probs, tail_log_prob = LogProbsAt.apply(  # type: ignore[no-untyped-call]
-        logits, selected, indices, options, claim
+        source, indices, options, source.claim(), *source.inputs
     )
     return (log_probs, tail_log_prob) if with_tail else log_probs

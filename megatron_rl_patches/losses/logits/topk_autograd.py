@@ -10,28 +10,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import topk_blocks
-from .autograd import all_gather, logits_gradient
-from .inplace import StorageClaim, mark_overwritten
+from .autograd import all_gather, gradients_of_inputs, save_source
+from .inplace import StorageClaim
 from .options import VocabParallelOptions
 from .rows import SelectedRows
+from .softmax import merge
+from .source import Inputs, LogitSource, Tile
 from .topk_blocks import Gradients, Ids
 
 
-def topk(rows: SelectedRows, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
+def topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
-    width = rows.logits.shape[1]
-    logits, columns, tail = topk_blocks.largest(rows, min(k, width), options.temperature)
+    logits, columns, tail = _largest_of_rank(source, min(k, source.width), options.temperature)
     # Columns travel as the bits of floats, since one collective takes one dtype.
-    integers = torch.int64 if rows.dtype == torch.float64 else torch.int32
-    sent = torch.cat([logits, columns.to(integers).view(rows.dtype), tail.T], dim=1)
+    integers = torch.int64 if source.dtype == torch.float64 else torch.int32
+    sent = torch.cat([logits, columns.to(integers).view(source.dtype), tail.T], dim=1)
     gathered = all_gather(sent, options.tp_group)
     logits, columns, tail = torch.split(gathered, [*columns.shape[1:], *columns.shape[1:], 2], dim=-1)
 
-    indices = logits.new_empty((rows.n, k), dtype=torch.int64)
-    log_probs = logits.new_empty((rows.n, k))
-    log_tail = logits.new_empty(rows.n)
-    starts = torch.arange(len(logits), device=logits.device)[:, None, None] * width
-    for block in _blocks(rows, columns.shape[2] * len(columns)):
+    indices = logits.new_empty((source.n, k), dtype=torch.int64)
+    log_probs = logits.new_empty((source.n, k))
+    log_tail = logits.new_empty(source.n)
+    starts = torch.arange(len(logits), device=logits.device)[:, None, None] * source.width
+    for block in _blocks(log_probs, columns.shape[2] * len(columns), options):
         ids = columns[:, block].contiguous().view(integers) + starts
         # Ranks stand side by side in their order, so that of equal logits the lowest id stays first.
         candidates, order = _ranks_side_by_side(logits[:, block]).sort(dim=1, descending=True, stable=True)
@@ -42,6 +43,30 @@ def topk(rows: SelectedRows, k: int, options: VocabParallelOptions) -> tuple[Ten
         log_total, log_tail[block] = _total_and_tail(z[:, :k], torch.cat([z[:, k:], tails], 1))
         log_probs[block] = z[:, :k] - log_total
     return indices, log_probs, log_tail
+
+
+def _largest_of_rank(source: LogitSource, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return :func:`.topk_blocks.largest` of all tiles together.
+
+    A candidate that a later tile displaces moves to the tail.
+    """
+    found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the first row of the tile
+    for tile in source.tiles():
+        width = tile.columns.stop - tile.columns.start
+        logits, columns, tail = topk_blocks.largest(tile.logits, min(k, width), temperature)
+        columns += tile.columns.start
+        if earlier := found.get(tile.rows.start):
+            # Tiles come in the order of their columns, so of equal logits the lowest column stays first.
+            logits, order = torch.cat([earlier[0], logits], 1).sort(dim=1, descending=True, stable=True)
+            columns = torch.cat([earlier[1], columns], 1).gather(1, order)
+            displaced = logits[:, k:].T.double()
+            parts = [torch.stack([displaced, torch.zeros_like(displaced)], 1)]
+            parts += [part[None].double() for part in (earlier[2], tail)]
+            tail = merge(torch.cat(parts), temperature).to(tail.dtype)
+            tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
+        found[tile.rows.start] = logits[:, :k], columns[:, :k], tail
+    of_logits, of_columns, of_tail = zip(*found.values(), strict=True)
+    return torch.cat(of_logits), torch.cat(of_columns), torch.cat(of_tail, dim=1)
 
 
 def _ranks_side_by_side(values: Tensor) -> Tensor:
@@ -55,22 +80,21 @@ class LogProbsAt(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: Tensor,
-        rows: SelectedRows,
+        source: LogitSource,
         indices: Tensor,
         options: VocabParallelOptions,
         claim: StorageClaim,
+        *inputs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """``indices`` are ``[n, K]``, negative for none."""
         ctx.set_materialize_grads(False)
-        ids = Ids(indices, options.tp_rank * logits.shape[1])
         # What becomes log_probs holds the logits at the ids until the loop.
-        log_probs, local_tail = topk_blocks.statistics(rows, ids, options.temperature)
+        log_probs, local_tail = _statistics_of_rank(source, indices, options)
         tail = _sum_over_ranks(log_probs, local_tail, options, claim)
-        max_logit = tail.new_empty(rows.n)
-        log_sum_exp = tail.new_empty(rows.n, dtype=torch.float64)
+        max_logit = tail.new_empty(source.n)
+        log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
         log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
-        for block in _blocks(rows, indices.shape[1]):
+        for block in _blocks(log_probs, indices.shape[1], options):
             at_ids = log_probs[block].masked_fill(indices[block] < 0, float("-inf"))
             highest = torch.maximum(at_ids.amax(1), tail[:, 0, block].amax(0))[:, None].double()
             z = (at_ids.double() - highest) / options.temperature
@@ -81,45 +105,77 @@ class LogProbsAt(torch.autograd.Function):
             tail_max_weight[block] = _weight_in_tail(tail[:, :, block], options)
             log_probs[block] = (z - total).masked_fill(indices[block] < 0, float("-inf"))
 
-        index, ctx.slice = (None, rows.index) if isinstance(rows.index, slice) else (rows.index, None)
         ctx.options, ctx.claim = options, claim
-        statistics = local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail
-        ctx.save_for_backward(logits, indices, index, *statistics)
+        save_source(ctx, source, indices, local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail)
         # The caller may change what is returned, so it is no tensor that is saved.
-        return log_probs, log_tail.to(rows.dtype, copy=True)
+        return log_probs, log_tail.to(source.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_log_tail: Tensor | None) -> tuple[Any, ...]:
-        gradient = logits_gradient(ctx, _gradient, grad_log_probs, grad_log_tail)
-        return gradient, None, None, None, None
+        gradients = gradients_of_inputs(ctx, _gradients, grad_log_probs, grad_log_tail)
+        return (None,) * 4 + gradients
 
 
-def _gradient(
+def _statistics_of_rank(
+    source: LogitSource, indices: Tensor, options: VocabParallelOptions
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`.topk_blocks.statistics` of all tiles together."""
+    logits: Tensor | None = None
+    tails: dict[int, list[Tensor]] = {}  # of the tiles with the same rows, by the first of these
+    for tile in source.tiles():
+        at_ids, tail = topk_blocks.statistics(
+            tile.logits, _ids_in_tile(indices, tile, options, source), options.temperature
+        )
+        tails.setdefault(tile.rows.start, []).append(tail)
+        if len(at_ids) == source.n and logits is None:
+            logits = at_ids
+            continue
+        if logits is None:
+            logits = at_ids.new_zeros(indices.shape)
+        logits[tile.rows] += at_ids
+    assert logits is not None
+    return logits, torch.cat([_merged_tail(parts, options.temperature) for parts in tails.values()], dim=1)
+
+
+def _merged_tail(parts: list[Tensor], temperature: float) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    tail = merge(torch.stack(parts).double(), temperature).to(parts[0].dtype)
+    tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
+    return tail
+
+
+def _ids_in_tile(indices: Tensor, tile: Tile, options: VocabParallelOptions, source: LogitSource) -> Ids:
+    return Ids(indices[tile.rows], options.tp_rank * source.width + tile.columns.start)
+
+
+def _gradients(
     ctx: Any,
-    logits: Tensor,
+    source: LogitSource,
     saved: list[Any],
     grad_log_probs: Tensor | None,
     grad_log_tail: Tensor | None,
-) -> Tensor:
-    indices, index, tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail = saved
+) -> Inputs:
+    indices, tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail = saved
     options: VocabParallelOptions = ctx.options
-    rows = SelectedRows(logits.detach(), ctx.slice if index is None else index, options.block_bytes)
     zero = tail_max.new_zeros(())
     g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
     h = zero if grad_log_tail is None else grad_log_tail
     h = torch.where(log_tail == float("-inf"), zero, h)  # an empty tail is constant
     has_grad = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
     gradients = Gradients(tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail, g, h, has_grad)
-    ids = Ids(indices, options.tp_rank * logits.shape[1])
-    gradient = topk_blocks.gradient(rows, ids, gradients, options.temperature, options.inplace_backward)
-    if options.inplace_backward:
-        mark_overwritten(logits)
-    return gradient
+
+    def of_tile(tile: Tile, in_place: bool) -> Tensor:
+        ids = _ids_in_tile(indices, tile, options, source)
+        part = Gradients(*(value[tile.rows] for value in gradients))
+        return topk_blocks.gradient(tile.logits, ids, part, options.temperature, in_place)
+
+    return source.gradients(of_tile, ctx.needs_input_grad[4:])
 
 
-def _blocks(rows: SelectedRows, k: int) -> list[slice]:
-    """Cut the rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
-    return rows.blocks(buffers=16, width=k)
+def _blocks(values: Tensor, k: int, options: VocabParallelOptions) -> list[slice]:
+    """Cut ``n`` rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
+    return SelectedRows(values, slice(0, len(values)), options.block_bytes).blocks(buffers=16, width=k)
 
 
 def _log_masses(tails: Sequence[Tensor], max_logit: Tensor, temperature: float) -> Tensor:

@@ -1,0 +1,592 @@
+"""Logits that are computed when somebody looks at them, and that the losses of this package never look at."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ...errors import InvalidInputError
+from .head import HeadLogits, TileOptions, sum_of_logits
+from .sequence_parallel import gather_sequence, sum_gradient
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+_PACKAGE = str(Path(__file__).parents[2])
+_TORCH = str(Path(torch.__file__).parent)
+_log = logging.getLogger(__name__)
+_warned: set[tuple[str, str, int]] = set()
+
+
+def deferred_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    tile_bytes: int | None = None,
+    keep_bytes: int = 0,
+) -> DeferredLogits:
+    """Return the logits ``hidden @ weight.T + bias`` without computing them.
+
+    The functions of :mod:`megatron_rl_patches.losses` that take logits take these, and compute them in tiles
+    that they forget; see :class:`DeferredLogits` for what other code sees.
+
+    Args:
+        hidden: ``[..., h]``, what the output layer would get: with ``sequence_parallel`` this rank's part of
+            the first dimension.
+        weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
+            frozen, and it may be that of the embedding.
+        bias: ``[V / tp]``.
+        tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
+            them; the losses need the group as well.
+        sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
+            reduce-scattered.
+        tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU, 512 MiB on a GPU.
+        keep_bytes: how much memory forward may fill with logits that backward then need not compute again.
+
+    Returns:
+        Logits ``[..., V / tp]`` in the dtype of ``hidden``, of whole sequences. What is computed from them
+        has gradients for ``hidden``, ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated
+        in float32.
+
+    Raises:
+        InvalidInputError: arguments do not fit; before any communication, on every rank alike.
+    """
+    options = TileOptions(tile_bytes, keep_bytes)
+    _check(hidden, weight, bias, tp_group, sequence_parallel, options)
+    whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
+    return defer(whole, weight, bias, options, lambda: torch.nn.functional.linear(whole, weight, bias))
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    options: TileOptions,
+) -> None:
+    if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
+        raise InvalidInputError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
+            "[vocab / tp, h]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InvalidInputError(f"bias is {list(bias.shape)}, expected {list(weight.shape[:1])}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
+            raise InvalidInputError(
+                f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
+                "hidden is"
+            )
+    if tp_group is not None and dist.get_rank(tp_group) < 0:
+        raise InvalidInputError(
+            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
+        )
+    if sequence_parallel and tp_group is None:
+        raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
+    for name in ("tile_bytes", "keep_bytes"):
+        value = getattr(options, name)
+        if value is not None and (type(value) is not int or value < (name == "tile_bytes")):
+            raise InvalidInputError(f"{name} is {value!r}, expected a number of bytes")
+
+
+def defer(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: TileOptions, layer: Callable[[], Tensor]
+) -> DeferredLogits:
+    """Return :class:`DeferredLogits` of whole sequences.
+
+    Args:
+        hidden: ``[..., h]``, whose gradient need not be reduced any more.
+        layer: computes the logits ``[..., V / tp]`` with a graph, for code that looks at them.
+    """
+    head = _Head(hidden, weight, bias, options, layer)
+    return cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
+
+
+def dense(logits: Tensor) -> Tensor:
+    """Return ordinary logits: deferred ones are computed, without a warning, and others returned."""
+    if isinstance(logits, DeferredLogits):
+        return cast("Tensor", _ToDense.apply(logits))  # type: ignore[no-untyped-call]
+    return logits
+
+
+class DeferredLogits(Tensor):
+    """Logits that have a shape, a dtype and a device, and no values until somebody looks at them.
+
+    They stay deferred where rows are selected, reordered or concatenated, where they are converted to a more
+    precise dtype, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses`
+    compute what they need from hidden states and weight. Any other operation makes the logits: once, by the
+    output layer's own code, with a warning that names the operation and the line that called it. From then on
+    they are ordinary logits, in the same memory for all views of them.
+
+    Attributes:
+        divisor: what the logits have been divided by.
+    """
+
+    _contents: _Contents
+    _positions: Tensor  # int64, in the shape of this tensor without its last dimension
+    _made_with_grad: bool
+
+    @staticmethod
+    def __new__(cls, contents: _Contents, positions: Tensor) -> DeferredLogits:
+        head = contents.head
+        width = len(head.weight)
+        # It takes requires_grad from autograd, as the output of an operation.
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            (*positions.shape, width),
+            strides=(*(stride * width for stride in positions.stride()), 1),
+            storage_offset=positions.storage_offset() * width,
+            dtype=contents.dtype,
+            device=head.hidden.device,
+        )
+        self._contents, self._positions = contents, positions
+        self._made_with_grad = torch.is_grad_enabled()
+        return self
+
+    @property
+    def divisor(self) -> float:
+        return self._contents.divisor
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether nobody has looked at the values, and the gradient is that of the rows.
+
+        The output of an autograd function, which runs without grad mode, may have another gradient.
+        """
+        followed = self._made_with_grad or not (self.requires_grad and torch.is_grad_enabled())
+        return self._contents.values is None and followed and not self._contents.head.has_hooks
+
+    @property
+    def _rows(self) -> Tensor:
+        """Rows of the head's logits, int64 in the shape of this tensor without its last dimension."""
+        rows = self._contents.rows
+        return self._positions if rows is None else rows[self._positions]
+
+    def source(self, index: slice | Tensor, block_bytes: int | None = None) -> HeadLogits:
+        """Return rows of these logits ``[T, V / tp]`` for the functions that read tiles."""
+        head = self._contents.head
+        head.check_unchanged()
+        numbers = self._rows[index]
+        rows: slice | Tensor = numbers
+        if self._contents.rows is None and isinstance(index, slice) and numbers.stride() == (1,):
+            rows = slice(numbers.storage_offset(), numbers.storage_offset() + len(numbers))
+        keeps = torch.is_grad_enabled() and self.requires_grad
+        source = replace(head.all_rows(), index=rows, block_bytes=block_bytes, keeps=keeps)
+        return source if self.requires_grad else source.detached()
+
+    # --- operations
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.sum, torch.sum) and len(args) == 1 and not kwargs:
+            logits = args[0]
+            if isinstance(logits, DeferredLogits) and logits.is_deferred:
+                return _sum(logits)
+        # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if follow := _FOLLOWED.get(func):
+            operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            if all(isinstance(o, DeferredLogits) and o._contents.values is None for o in operands):
+                result = follow(func, *args, **kwargs)
+                if result is not None:
+                    return result
+        writes = func._schema.is_mutable
+        made: dict[int, DeferredLogits] = {}
+
+        def make(logits: DeferredLogits) -> Tensor:
+            if writes:
+                logits._contents.before_write()
+            values = logits._make(str(func))
+            made[id(values)] = logits
+            return values
+
+        args, kwargs = tree_map_only(DeferredLogits, make, (args, kwargs))
+        result = func(*args, **kwargs)
+        # An operation in place returns what it was given.
+        return tree_map_only(Tensor, lambda t: made.get(id(t), t), result) if writes else result
+
+    def _make(self, operation: str) -> Tensor:
+        """Return the values, as a view of those that all views of these logits have in common."""
+        contents = self._contents
+        if contents.values is None:
+            _warn(operation, self)
+        return self._values()
+
+    def _values(self) -> Tensor:
+        return self._as_of_now()()
+
+    def _as_of_now(self) -> Callable[[], Tensor]:
+        """Return a function that returns the values, as they are now, as a view of the contents."""
+        lazy, shape, width = self._contents.lazy, self.shape, self.shape[-1]
+        strides = [stride * width for stride in self._positions.stride()]
+        offset = self._positions.storage_offset() * width
+
+        def values() -> Tensor:
+            contents = lazy.get()
+            return contents.as_strided(shape, (*strides, 1), contents.storage_offset() + offset)
+
+        return values
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        state = "deferred" if self._contents.values is None else "made"
+        return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain("pickling").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._plain("copy.deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        self._contents.head.has_hooks = True
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def retain_grad(self) -> None:
+        self._contents.head.has_hooks = True
+        super().retain_grad()
+
+    # These read the storage, which only the values have.
+
+    def data_ptr(self) -> int:
+        return self._plain("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._plain("untyped_storage").untyped_storage()
+
+    def tolist(self) -> Any:
+        return self._plain("tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain("numpy").numpy(force=force)
+
+    def _plain(self, operation: str) -> Tensor:
+        self._make(operation)
+        return dense(self)
+
+
+@dataclass(eq=False)
+class _Head:
+    """What the logits are computed from, and the output layer's own way to do it.
+
+    Attributes:
+        has_hooks: somebody waits for the gradient of the logits themselves.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    options: TileOptions
+    layer: Callable[[], Tensor]
+    has_hooks: bool = False
+
+    def __post_init__(self) -> None:
+        self._versions = self._version()
+
+    def all_rows(self) -> HeadLogits:
+        hidden = self.hidden.flatten(0, -2)
+        return HeadLogits(hidden, self.weight, self.bias, slice(0, len(hidden)), self.options)
+
+    def check_unchanged(self) -> None:
+        if self._version() != self._versions:
+            raise InvalidInputError(
+                "the hidden states or the weight of deferred logits were overwritten before the logits were "
+                "used: compute what needs the logits first, for instance before the optimizer's step"
+            )
+
+    def _version(self) -> list[int]:
+        tensors = (self.hidden, self.weight, self.bias)
+        return [t._version for t in tensors if t is not None and not t.is_inference()]
+
+
+class _Lazy:
+    """Values ``[n, V / tp]`` that are computed once, when they are first needed."""
+
+    def __init__(self, head: _Head, compute: Callable[[], Tensor]) -> None:
+        self._head, self._compute = head, compute
+        self.values: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.values is None:
+            self._head.check_unchanged()
+            with torch.no_grad():
+                values = self._compute().detach()
+            self.values = values.reshape(-1, values.shape[-1])
+            del self._compute  # and what it refers to
+        return self.values
+
+
+class _Contents:
+    """Some rows of logits, which all views of them share.
+
+    Attributes:
+        rows: int64 ``[n]``, rows of the head's logits ``[T, V / tp]``; ``None``: all of them, in order.
+        divisor: what they have been divided by.
+        lazy: their values, which an operation in place replaces or overwrites.
+    """
+
+    def __init__(
+        self,
+        head: _Head,
+        rows: Tensor | None,
+        dtype: torch.dtype,
+        divisor: float,
+        compute: Callable[[], Tensor],
+    ) -> None:
+        self.head, self.rows, self.dtype, self.divisor = head, rows, dtype, divisor
+        self.lazy = _Lazy(head, compute)
+        self.copies: weakref.WeakSet[_Contents] = weakref.WeakSet()
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values, if somebody has looked at them."""
+        return self.lazy.values
+
+    def __len__(self) -> int:
+        return self.head.hidden.shape[:-1].numel() if self.rows is None else len(self.rows)
+
+    def divide_in_place(self, divide: Callable[[Tensor], Tensor], divisor: float) -> None:
+        """Note a division; copies that were taken before keep the values of before."""
+        before, has_copies = self.lazy, len(self.copies) > 0
+        self.lazy = _Lazy(self.head, lambda: divide(before.get().clone() if has_copies else before.get()))
+        self.divisor *= divisor
+
+    def before_write(self) -> None:
+        """Compute the copies that were taken of these values before they are overwritten."""
+        for contents in list(self.copies):
+            contents.lazy.get()
+
+
+class _Defer(torch.autograd.Function):
+    """Makes deferred logits a function of hidden states, weight and bias.
+
+    In backward only gradients of code that looked at the logits get here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        tensors, ctx.restore = head.all_rows().saved()
+        ctx.save_for_backward(*tensors)
+        shape = hidden.shape[:-1]
+        positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
+        with torch.enable_grad():
+            return DeferredLogits(_Contents(head, None, hidden.dtype, 1.0, head.layer), positions)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        head: HeadLogits = ctx.restore(*ctx.saved_tensors)
+        of_hidden, *others = head.gradients_of(gradient.flatten(0, -2), ctx.needs_input_grad[1:])
+        if of_hidden is not None:
+            of_hidden = of_hidden.view(*gradient.shape[:-1], of_hidden.shape[-1])
+        return None, of_hidden, *others
+
+
+class _ToDense(torch.autograd.Function):
+    """Returns the values as an ordinary tensor, in the same memory, whose gradient is that of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
+        return logits._values()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _sum(logits: DeferredLogits) -> Tensor:
+    """Return the sum of all logits, which some losses multiply by zero to reach every parameter."""
+    source = logits.flatten(0, -2).source(slice(None))  # type: ignore[attr-defined]
+    return (sum_of_logits(source) / logits.divisor).to(logits.dtype)
+
+
+def _warn(operation: str, logits: DeferredLogits) -> None:
+    """Say once for each line of code why logits were made."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = operation, frame.f_code.co_filename, frame.f_lineno
+    if place not in _warned:
+        _warned.add(place)
+        _log.warning("%s at %s:%d looks at deferred logits %s, which were made", *place, list(logits.shape))
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent
+
+
+# --- operations that are followed: the functions return None for arguments that they cannot follow
+
+
+def _derived(
+    parents: Sequence[DeferredLogits],
+    rows: Tensor,
+    compute: Callable[..., Tensor],
+    *,
+    divisor: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> DeferredLogits:
+    """Return logits with memory of their own, made of others.
+
+    Args:
+        parents: what they are made of.
+        rows: which rows of the head's logits, in the shape of the result.
+        compute: makes their values of those of the parents.
+    """
+    old = parents[0]._contents
+    values = [parent._as_of_now() for parent in parents]
+    contents = _Contents(
+        old.head,
+        None
+        if rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
+        else rows.flatten(),
+        dtype or old.dtype,
+        old.divisor if divisor is None else divisor,
+        lambda: compute(*(value() for value in values)),
+    )
+    for parent in parents:
+        parent._contents.copies.add(contents)
+    return DeferredLogits(contents, torch.arange(rows.numel(), device=rows.device).view(rows.shape))
+
+
+def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """Apply the operation to a matrix with the row's position in every column, which takes no memory."""
+    width = logits.shape[-1]
+    matrix = logits._positions.unsqueeze(-1).expand(*logits.shape)
+    try:
+        result = func(matrix, *args, **kwargs)
+    except RuntimeError:  # a view that would put columns among rows
+        return None
+    parts = list(result) if isinstance(result, (list, tuple)) else [result]
+    # The dimension of the columns is the one of stride 0. It is last, and whole.
+    if any(part.dim() == 0 or part.shape[-1] != width or part.stride(-1) != 0 for part in parts):
+        return None
+    views = [DeferredLogits(logits._contents, part[..., 0]) for part in parts]
+    return views if isinstance(result, (list, tuple)) else views[0]
+
+
+def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
+    return _derived([logits], logits._rows, torch.clone)
+
+
+def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
+    # A mask takes as many dimensions as it has, and anything else one. The last dimension must be left.
+    dimensions = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
+    if sum(dimensions) >= logits.dim():
+        return None
+    return _derived([logits], func(logits._rows, indices), lambda values: func(values, indices))
+
+
+def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
+    dim %= logits.dim()
+    if dim == logits.dim() - 1:
+        return None
+    return _derived([logits], func(logits._rows, dim, index), lambda values: func(values, dim, index))
+
+
+def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
+    first = parts[0]
+    same = (first._contents.head, first.divisor, first.dtype, first.dim())
+    alike = all((part._contents.head, part.divisor, part.dtype, part.dim()) == same for part in parts)
+    dim %= first.dim()
+    if not alike or dim == first.dim() - 1:
+        return None
+    return _derived(parts, func([part._rows for part in parts], dim), lambda *values: func(values, dim))
+
+
+def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
+    if not _is_divisor(divisor):
+        return None
+    whole = logits.divisor * float(divisor)
+    return _derived([logits], logits._rows, lambda values: func(values, divisor), divisor=whole)
+
+
+def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
+    if not _is_divisor(divisor) or logits._positions.numel() != len(logits._contents):
+        return None
+    logits._contents.divide_in_place(lambda values: func(values, divisor), float(divisor))
+    return logits
+
+
+def _is_divisor(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
+def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:
+    """Follow a conversion to the same or a more precise dtype."""
+    dtype = dtype or logits.dtype
+    elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
+    if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
+        return None
+    return _derived([logits], logits._rows, lambda values: values.to(dtype, copy=True), dtype=dtype)
+
+
+def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+    """Make a tensor for which only shape, dtype and device of the logits matter."""
+    stand_in = torch.empty((), dtype=logits.dtype, device=logits.device).expand(logits.shape)
+    return func(stand_in, *args, **kwargs)
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            aten.alias.default,
+            aten.detach.default,
+            aten.permute.default,
+            aten.select.int,
+            aten.slice.Tensor,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.transpose.int,
+            aten.unbind.int,
+            aten.unsqueeze.default,
+            aten.view.default,
+            aten._unsafe_view.default,
+        ),
+        _view,
+    ),
+    **dict.fromkeys(
+        (
+            aten.empty_like.default,
+            aten.full_like.default,
+            aten.new_empty.default,
+            aten.new_empty_strided.default,
+            aten.new_full.default,
+            aten.new_ones.default,
+            aten.new_zeros.default,
+            aten.ones_like.default,
+            aten.zeros_like.default,
+        ),
+        _like,
+    ),
+    aten._to_copy.default: _convert,
+    aten.cat.default: _cat,
+    aten.clone.default: _copy,
+    aten.div.Tensor: _divide,
+    aten.div_.Tensor: _divide_in_place,
+    aten.index.Tensor: _index,
+    aten.index_select.default: _index_select,
+}

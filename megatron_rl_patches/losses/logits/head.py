@@ -1,0 +1,303 @@
+"""The tiles of an output layer's logits, and the gradients of hidden states and weight from those of tiles.
+
+A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
+reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
+that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
+
+Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
+and the sum over tiles, which the gradient of the hidden states is, has few terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .inplace import StorageClaim
+from .rows import SelectedRows
+from .source import Inputs, Tile, TileGradient
+
+_MIB = 1 << 20
+_FEWEST_COLUMNS = 1024
+_ALIGNMENT = 256  # of a tile's columns, see softmax.stretches
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+_CONVERTED_COLUMNS = 512  # that are converted to float32 at a time, where there is no mixed product
+
+
+class MainGradient(Protocol):
+    """A buffer of its own for a weight's gradient, as Megatron's ``main_grad``."""
+
+    def buffer(self) -> Tensor | None:
+        """Return the tensor ``[V / tp, h]`` to add to, or ``None`` if the gradient goes to autograd."""
+
+    def added(self) -> Tensor:
+        """Return what autograd gets in place of the gradient, which has been added to the buffer."""
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How much memory the tiles of an output layer may take.
+
+    Attributes:
+        tile_bytes: size of a tile; ``None``: 64 MiB on a CPU and 512 MiB on a GPU.
+        keep_bytes: size of all tiles that forward keeps for backward, which need not be computed again.
+        main_gradient: where the weight's gradient goes; ``None``: to autograd.
+    """
+
+    tile_bytes: int | None = None
+    keep_bytes: int = 0
+    main_gradient: MainGradient | None = None
+
+    def elements(self, like: Tensor) -> int:
+        """Return how many logits of a dtype and a device one tile has."""
+        default = 64 * _MIB if like.device.type == "cpu" else 512 * _MIB
+        return max((self.tile_bytes or default) // like.element_size(), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLogits:
+    """Rows of ``hidden @ weight.T + bias``, which exist one tile at a time.
+
+    Attributes:
+        hidden: ``[T, h]``.
+        weight: ``[V / tp, h]``, this rank's part of the output layer.
+        bias: ``[V / tp]``.
+        index: the ``n`` selected rows; a row may occur more than once.
+        block_bytes: see :class:`.SelectedRows`.
+        inplace_backward: whether the caller asked for it; there is nothing to overwrite.
+        kept: tiles that were kept in forward, by their first row and column.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: slice | Tensor
+    options: TileOptions
+    block_bytes: int | None = None
+    inplace_backward: bool = False
+    keeps: bool = False
+    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the hidden states alone have a gradient."""
+        has_bias_gradient = self.bias is not None and self.bias.requires_grad
+        return (
+            self.keeps and self.hidden.requires_grad and not (self.weight.requires_grad or has_bias_gradient)
+        )
+
+    def claim(self) -> StorageClaim:
+        return StorageClaim(self.inplace_backward)
+
+    def saved(self) -> tuple[Inputs, Callable[..., HeadLogits]]:
+        fixed = self.index if isinstance(self.index, slice) else None
+        options, block_bytes, in_place, kept = (
+            self.options,
+            self.block_bytes,
+            self.inplace_backward,
+            self.kept,
+        )
+
+        def restore(hidden: Tensor, weight: Tensor, bias: Tensor | None, row_numbers: Any) -> HeadLogits:
+            index = row_numbers if fixed is None else fixed
+            return HeadLogits(hidden, weight, bias, index, options, block_bytes, in_place, kept=kept)
+
+        index = None if isinstance(self.index, slice) else self.index
+        return (*self.inputs, index), restore
+
+    def tiles(self) -> Iterator[Tile]:
+        hidden_nh, weight = self._selected_hidden(), self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        row_ranges, column_ranges = self._cut()
+        size = (row_ranges[0].stop if row_ranges else 0) * column_ranges[0].stop
+        buffer: Tensor | None = None
+        left = self.options.keep_bytes if self.keeps and not self.is_frozen else 0
+        for columns in column_ranges:
+            for rows in row_ranges:
+                shape = rows.stop - rows.start, columns.stop - columns.start
+                place = rows.start, columns.start
+                logits = self.kept.pop(place, None)
+                if logits is None:
+                    left -= shape[0] * shape[1] * hidden_nh.element_size()
+                    if left >= 0:
+                        logits = self.kept[place] = hidden_nh.new_empty(shape)
+                    else:
+                        buffer = hidden_nh.new_empty(size) if buffer is None else buffer
+                        logits = buffer[: shape[0] * shape[1]].view(shape)
+                    if bias is None:
+                        torch.mm(hidden_nh[rows], weight[columns].T, out=logits)
+                    else:
+                        torch.addmm(bias[columns], hidden_nh[rows], weight[columns].T, out=logits)
+                selected = SelectedRows(
+                    logits, slice(0, shape[0]), self.block_bytes, num_logits=self.n * self.width
+                )
+                yield Tile(selected, rows, columns)
+
+    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+        sums = _Gradients(self, self._selected_hidden(), needed)
+        for tile in self.tiles():
+            sums.add(tile.rows, tile.columns, compute(tile, True))
+        return sums.hidden(), sums.weight(), sums.bias()
+
+    def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
+        """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
+        sums = _Gradients(self, self._selected_hidden(), needed)
+        sums.add(slice(0, self.n), slice(0, self.width), gradient)
+        return sums.hidden(), sums.weight(), sums.bias()
+
+    def spread(self, of_selected: Tensor) -> Tensor:
+        """Return the gradient of all hidden states ``[T, h]`` from that of the selected rows."""
+        of_selected = of_selected.to(self.hidden.dtype)
+        if self.n == len(self.hidden) and isinstance(self.index, slice):
+            return of_selected
+        gradient = torch.zeros_like(self.hidden)
+        if isinstance(self.index, slice):
+            gradient[self.index] = of_selected
+            return gradient
+        return gradient.index_add_(0, self.index, of_selected)
+
+    def detached(self) -> HeadLogits:
+        """Return the same rows without gradients for anything."""
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    def _selected_hidden(self) -> Tensor:
+        hidden = self.hidden.detach()
+        return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
+
+    def _cut(self) -> tuple[list[slice], list[slice]]:
+        """Return the rows and the columns of the tiles."""
+        elements = self.options.elements(self.hidden)
+        n = max(self.n, 1)
+        most_columns = max(elements // n, min(elements, _FEWEST_COLUMNS))
+        count = -(-self.width // most_columns)
+        columns = -(-self.width // count)
+        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, self.width)
+        rows = max(min(elements // columns, n), 1)
+        return _ranges(self.n, rows) or [slice(0, 0)], _ranges(self.width, columns)
+
+
+class _Gradients:
+    """Sums the gradients of hidden states, weight and bias over tiles."""
+
+    def __init__(self, head: HeadLogits, hidden_nh: Tensor, needed: Sequence[bool]) -> None:
+        self._head, self._hidden_nh, self._weight = head, hidden_nh, head.weight.detach()
+        self._needs_hidden, self._needs_weight, self._needs_bias = needed
+        self._of_hidden = hidden_nh.new_zeros(hidden_nh.shape, dtype=head.dtype) if needed[0] else None
+        main = head.options.main_gradient
+        self._main = main.buffer() if main is not None and self._needs_weight else None
+        self._of_weight = torch.empty_like(self._weight) if needed[1] and self._main is None else None
+        self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
+        self._of_bias = hidden_nh.new_zeros(head.width, dtype=head.dtype) if needed[2] else None
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add what the gradient ``[rows, columns]`` of a tile contributes."""
+        if self._of_hidden is not None:
+            add_product(self._of_hidden[rows], gradient, self._weight[columns])
+        if self._needs_weight:
+            self._add_to_weight(gradient.T, self._hidden_nh[rows], rows, columns)
+        if self._of_bias is not None:
+            self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
+
+    def _add_to_weight(self, gradient: Tensor, hidden: Tensor, rows: slice, columns: slice) -> None:
+        if self._main is not None:
+            add_product(self._main[columns], gradient, hidden)
+            return
+        assert self._of_weight is not None
+        if len(hidden) == len(self._hidden_nh):
+            torch.mm(gradient, hidden, out=self._of_weight[columns])
+            return
+        # Sums of several products are rounded once, at the end.
+        if rows.start == 0:
+            self._of_columns = hidden.new_zeros((len(gradient), hidden.shape[1]), dtype=self._head.dtype)
+        assert self._of_columns is not None
+        add_product(self._of_columns, gradient, hidden)
+        if rows.stop == len(self._hidden_nh):
+            self._of_weight[columns] = self._of_columns
+
+    def hidden(self) -> Tensor | None:
+        return None if self._of_hidden is None else self._head.spread(self._of_hidden)
+
+    def weight(self) -> Tensor | None:
+        main = self._head.options.main_gradient
+        return self._of_weight if self._main is None or main is None else main.added()
+
+    def bias(self) -> Tensor | None:
+        bias = self._head.bias
+        return None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype)
+
+
+def sum_of_logits(head: HeadLogits) -> Tensor:
+    """Return the sum of all logits of the selected rows, without computing any, in ``head.dtype``."""
+    return _SumOfLogits.apply(head, *head.inputs)  # type: ignore[no-untyped-call]
+
+
+class _SumOfLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, head: HeadLogits, *inputs: Tensor | None) -> Tensor:
+        hidden_h = head._selected_hidden().sum(0, dtype=head.dtype)
+        weight_h = head.weight.detach().sum(0, dtype=head.dtype)
+        tensors, ctx.restore = head.saved()
+        ctx.save_for_backward(*tensors, hidden_h, weight_h)
+        total = hidden_h @ weight_h
+        return total if head.bias is None else total + head.n * head.bias.detach().sum(dtype=head.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        *tensors, hidden_h, weight_h = ctx.saved_tensors
+        head: HeadLogits = ctx.restore(*tensors)
+        of_hidden = of_weight = of_bias = None
+        _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        if needs_hidden:
+            of_hidden = head.spread((gradient * weight_h).expand(head.n, -1))
+        if needs_weight:
+            main = head.options.main_gradient
+            of_weight = (gradient * hidden_h).to(head.weight.dtype).expand_as(head.weight)
+            if main is not None and (buffer := main.buffer()) is not None:
+                buffer += of_weight
+                of_weight = main.added()
+        if needs_bias and head.bias is not None:
+            of_bias = (gradient * head.n).to(head.bias.dtype).expand_as(head.bias)
+        return None, of_hidden, of_weight, of_bias
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, whose dtype may be more precise than that of both; in its precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        for part in _ranges(len(b), _CONVERTED_COLUMNS):
+            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
+
+
+_HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+def _ranges(size: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]

@@ -1,0 +1,89 @@
+"""Deferred logits of an output layer that is split over ranks, with the sequence split too or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.testing import spawn_ranks
+
+S, B, H, V = 6, 2, 8, 1200
+T = S * B
+TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(V, (T, 4), generator=torch.Generator().manual_seed(2))
+
+
+def _whole() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(S, B, H, generator=generator, dtype=torch.float64)
+    return hidden, torch.randn(V, H, generator=generator, dtype=torch.float64)
+
+
+def _losses(logits_tv: Tensor, group: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return a scalar, and everything that all ranks must have alike."""
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(logits_tv, TOKENS, tp_group=group)
+    at, tail = vocab_parallel_log_probs_at(logits_tv, IDS, tp_group=group, with_tail=True)
+    topk = vocab_parallel_topk(logits_tv, 7, tp_group=group)
+    weights = torch.linspace(-1, 2, T, dtype=torch.float64)
+    loss = ((log_probs + 0.3 * entropies + at.sum(1) - tail) * weights).sum()
+    return loss, [v.detach() for v in (log_probs, entropies, at, tail, topk.log_probs, topk.indices.double())]
+
+
+def _run(sequence_parallel: bool, frozen: bool, tile_bytes: int | None) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(size)))
+    hidden, weight = _whole()
+    mine = hidden.chunk(size)[rank].clone() if sequence_parallel else hidden.clone()
+    mine.requires_grad_()
+    shard = weight.chunk(size)[rank].clone().requires_grad_(not frozen)
+    logits = deferred_logits(
+        mine, shard, tp_group=group, sequence_parallel=sequence_parallel, tile_bytes=tile_bytes
+    )
+    loss, values = _losses(logits.view(T, -1), group)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {"values": values, "hidden": mine.grad, "weight": shard.grad}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_equals_one_rank(sequence_parallel: bool, frozen: bool) -> None:
+    hidden, weight = (tensor.requires_grad_() for tensor in _whole())
+    loss, expected = _losses((hidden @ weight.T).view(T, V), None)
+    loss.backward()  # type: ignore[no-untyped-call]
+    ranks = spawn_ranks(_run, 2, sequence_parallel, frozen, 4096)
+    for rank in ranks:
+        for a, b in zip(expected, rank["values"], strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    for a, b in zip(ranks[0]["values"], ranks[1]["values"], strict=True):
+        assert a.numpy().tobytes() == b.numpy().tobytes()
+    of_hidden = torch.cat([rank["hidden"] for rank in ranks]) if sequence_parallel else ranks[1]["hidden"]
+    assert torch.allclose(of_hidden, hidden.grad, rtol=1e-9, atol=1e-12)
+    if frozen:
+        assert [rank["weight"] for rank in ranks] == [None, None]
+    else:
+        of_weight = torch.cat([rank["weight"] for rank in ranks])
+        assert torch.allclose(of_weight, weight.grad, rtol=1e-9, atol=1e-12)
+
+
+def _refused() -> str:
+    """Both ranks refuse, or the one that calls would wait for the other."""
+    group = dist.new_group([0, 1])
+    with pytest.raises(InvalidInputError) as refused:
+        deferred_logits(torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True)
+    return str(refused.value)
+
+
+def test_arguments_are_refused_before_the_gather() -> None:
+    first, second = spawn_ranks(_refused, 2)
+    assert first == second

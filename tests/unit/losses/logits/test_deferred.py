@@ -1,0 +1,589 @@
+"""Logits that are never made: the same values and gradients, no tensor of their size, and no surprise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import (
+    DeferredLogits,
+    SequenceLayout,
+    deferred_logits,
+    packed_log_probs_and_entropy,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.losses.logits import deferred
+from megatron_rl_patches.losses.logits.head import HeadLogits, TileOptions
+
+from .dense import IGNORE
+from .pairwise import pairwise
+
+B, S, H, V = 2, 7, 12, 1003
+T = B * S
+TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
+KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
+BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
+NAMES = ("hidden", "weight", "bias")
+Inputs = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_been_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "_warned", set())
+
+
+def inputs(dtype: torch.dtype = torch.float32, trained: Sequence[str] = NAMES) -> Inputs:
+    """Rows from next to uniform to next to one-hot."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "hidden": torch.randn(B, S, H, generator=generator) * torch.logspace(-2, 0.7, S)[:, None],
+        "weight": torch.randn(V, H, generator=generator),
+        "bias": torch.randn(V, generator=generator),
+    }
+    return {name: t.to(dtype).requires_grad_(name in trained) for name, t in tensors.items()}
+
+
+def logits_of(tensors: Inputs, **options: Any) -> DeferredLogits:
+    return deferred_logits(tensors["hidden"], tensors["weight"], bias=tensors["bias"], **options)
+
+
+def dense_of(tensors: Inputs) -> Tensor:
+    return linear(tensors["hidden"], tensors["weight"], tensors["bias"])
+
+
+def run(
+    function: Callable[[Tensor], Tensor | Sequence[Tensor]], logits: Tensor, tensors: Inputs
+) -> list[Tensor]:
+    """Return the function's values, and the gradients of their weighted sum for all that is trained."""
+    values = function(logits)
+    values = [values] if isinstance(values, Tensor) else list(values)
+    weights = [torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view(v.shape) for v in values]
+    used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if v.requires_grad]
+    trained = [t for t in tensors.values() if t.requires_grad]
+    return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]  # type: ignore[arg-type]
+
+
+def assert_same(
+    function: Callable[[Tensor], Tensor | Sequence[Tensor]], tensors: Inputs, bound: float, **options: Any
+) -> None:
+    expected = run(
+        lambda x: function(x.double()), dense_of({n: t.double() for n, t in tensors.items()}), tensors
+    )
+    logits = logits_of(tensors, **options)
+    found = run(function, logits, tensors)
+    assert logits._contents.values is None, "the logits were made"
+    for a, b in zip(expected, found, strict=True):
+        error = (a.double() - b.double()).abs().max() if a.numel() else 0.0
+        assert error <= bound * max(a.abs().max().item(), 1.0) if a.numel() else True
+
+
+SELECTIONS: dict[str, Any] = {
+    "all": None,
+    "range": slice(3, 11),
+    "scattered": torch.tensor([7, 3, 12, 0]),
+    "none": slice(5, 5),
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "log_probs": lambda x, rows, tokens, kept, t: vocab_parallel_log_probs(
+        x, tokens, rows=rows, keep_mask=kept, temperature=t
+    ),
+    "entropy": lambda x, rows, tokens, kept, t: vocab_parallel_log_probs_and_entropy(
+        x, tokens, rows=rows, keep_mask=kept, temperature=t
+    ),
+    "entropy metric": lambda x, rows, tokens, kept, t: vocab_parallel_log_probs_and_entropy(
+        x, tokens, rows=rows, keep_mask=kept, temperature=t, entropy_grad=False, inplace_backward=True
+    ),
+    "at": lambda x, rows, tokens, kept, t: vocab_parallel_log_probs_at(
+        x, (tokens[:, None] + torch.arange(5) * 211) % V, rows=rows, temperature=t, with_tail=True
+    ),
+}
+CASES: dict[str, Sequence[Any]] = {
+    "function": list(FUNCTIONS),
+    "rows": list(SELECTIONS),
+    "dtype": list(BOUND),
+    "temperature": [1.0, 0.7],
+    "divisor": [1.0, 1.3],
+    "kept": [False, True],
+    "trained": [NAMES, ("hidden",), ("weight", "bias"), ("hidden", "weight")],
+    "tile_bytes": [None, 16 * 1024, 1024],
+    "keep_bytes": [0, 40_000, 1 << 20],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['function']}, {case['rows']}")
+def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
+    rows = SELECTIONS[case["rows"]]
+    tokens = TOKENS[slice(None) if rows is None else rows].clone()
+    tokens[len(tokens) // 2 : len(tokens) // 2 + 1] = IGNORE if case["function"] != "at" else 0
+    kept = KEEP[: len(tokens)] if case["kept"] else None
+
+    def function(logits: Tensor) -> Any:
+        rows_of_logits = logits.transpose(0, 1).contiguous().view(T, V) / case["divisor"]
+        return FUNCTIONS[case["function"]](rows_of_logits, rows, tokens, kept, case["temperature"])
+
+    assert_same(
+        function,
+        inputs(case["dtype"], case["trained"]),
+        BOUND[case["dtype"]],
+        tile_bytes=case["tile_bytes"],
+        keep_bytes=case["keep_bytes"],
+    )
+
+
+@pytest.mark.parametrize("trained", [NAMES, ("hidden",)])
+def test_bfloat16_gives_the_log_probs_of_the_models_own_logits(trained: Sequence[str]) -> None:
+    tensors = inputs(torch.bfloat16, trained)
+
+    def function(logits: Tensor) -> Any:
+        return vocab_parallel_log_probs_and_entropy(logits.float().view(T, V), TOKENS, temperature=0.9)
+
+    expected = run(function, dense_of(tensors), tensors)
+    found = run(function, logits_of(tensors, tile_bytes=8192), tensors)
+    for a, b in zip(expected[:2], found[:2], strict=True):
+        assert torch.allclose(a, b, rtol=2e-6, atol=2e-6)
+    for a, b in zip(expected[2:], found[2:], strict=True):
+        assert b.dtype == torch.bfloat16
+        assert (a.double() - b.double()).abs().max() <= 0.01 * a.abs().max()
+
+
+@pytest.mark.parametrize("tile_bytes", [None, 4096])
+def test_topk(tile_bytes: int | None) -> None:
+    tensors = inputs(torch.float64)
+    expected = vocab_parallel_topk(dense_of(tensors).view(T, V), 20)
+    found = vocab_parallel_topk(logits_of(tensors, tile_bytes=tile_bytes).view(T, V), 20)
+    assert torch.equal(found.indices, expected.indices)
+    assert torch.allclose(found.log_probs, expected.log_probs, rtol=1e-10)
+    assert torch.allclose(found.tail_log_prob, expected.tail_log_prob, rtol=1e-10)
+
+
+def test_topk_takes_the_lowest_of_equal_ids_across_tiles() -> None:
+    hidden, weight = torch.ones(3, 4, dtype=torch.float64), torch.ones(3000, 4, dtype=torch.float64)
+    found = vocab_parallel_topk(deferred_logits(hidden, weight, tile_bytes=4096), 5)
+    assert found.indices.tolist() == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_packed_samples() -> None:
+    layout = SequenceLayout.build([4, 3, 7], [2, 1, 5])
+    tokens = list(TOKENS.split([4, 3, 7]))
+
+    def function(logits: Tensor) -> list[Tensor]:
+        log_probs, entropies = packed_log_probs_and_entropy(logits.view(1, T, V), tokens, layout)
+        assert entropies is not None
+        return [*log_probs, *entropies]
+
+    assert_same(function, inputs(torch.float64), 1e-10)
+
+
+def test_a_weight_that_is_used_elsewhere_too() -> None:
+    """As that of an embedding; the gradients add up."""
+    tensors = inputs(torch.float64)
+    ids = TOKENS.view(B, S)
+
+    def loss(make: Callable[..., Tensor]) -> Tensor:
+        hidden = tensors["hidden"] + tensors["weight"][ids]
+        return vocab_parallel_log_probs(make(hidden, tensors["weight"]).view(T, V), TOKENS).sum()
+
+    (expected,) = torch.autograd.grad(loss(linear), tensors["weight"])
+    (found,) = torch.autograd.grad(loss(deferred_logits), tensors["weight"])
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
+    tensors = inputs(torch.bfloat16)
+    main = torch.ones(V, H)
+
+    class Buffer:
+        def buffer(self) -> Tensor:
+            return main
+
+        def added(self) -> Tensor:
+            return torch.zeros_like(tensors["weight"])
+
+    options = TileOptions(tile_bytes=4096, main_gradient=Buffer())
+    logits = deferred.defer(*tensors.values(), options, lambda: dense_of(tensors))  # type: ignore[arg-type]
+    vocab_parallel_log_probs(logits.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+    x = dense_of(tensors).detach().double() + (dense_of(exact) - dense_of(exact).detach())
+    vocab_parallel_log_probs(x.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    expected = exact["weight"].grad
+    assert tensors["weight"].grad is not None and expected is not None
+    assert not tensors["weight"].grad.any()
+    assert (main - 1 - expected).abs().max() < 0.005 * expected.abs().max()
+
+
+# --- what is in memory
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that any operation returns, in elements, and the number of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            # What only looks large, as an expanded number, takes no memory.
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DeferredLogits):
+                used = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+                self.largest = max(self.largest, torch.Size(used).numel())
+        self.products += "mm" in str(func)
+        return result
+
+
+@pytest.mark.parametrize("trained", [NAMES, ("hidden",), ()])
+def test_no_tensor_of_rows_and_vocabulary(trained: Sequence[str]) -> None:
+    tensors = inputs(torch.float32, trained)
+    with Sizes() as sizes:
+        logits = logits_of(tensors, tile_bytes=4 * 1024).transpose(0, 1).contiguous().div_(0.8)
+        values = vocab_parallel_log_probs_and_entropy(logits.view(T, V), TOKENS)
+        loss = torch.cat(values).sum() + 0 * logits.sum()
+        vocab_parallel_topk(logits[:3].view(-1, V), 7)
+        vocab_parallel_log_probs_at(logits[2], TOKENS[:B, None])
+        if trained:
+            loss.backward()  # type: ignore[no-untyped-call]
+    assert sizes.largest <= max(V * H, 2048)
+
+
+def test_rows_that_nobody_asked_for_are_not_computed() -> None:
+    """They hold NaN, which any use would show."""
+    tensors = inputs(torch.float64)
+    with torch.no_grad():
+        tensors["hidden"][:, 3] = float("nan")
+    rows = torch.arange(T).view(B, S)[:, :3].flatten()
+    loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS[rows], rows=rows).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, tensor in tensors.items():
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all(), name
+
+
+def test_a_row_with_nan_spoils_its_own_values_only() -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        tensors["hidden"][0, 3] = float("nan")
+        tensors["hidden"][1, 2] = float("inf")
+    values = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS)
+    assert values.isnan().nonzero().flatten().tolist() == [3, 9]
+    mask = torch.ones(T).index_fill_(0, torch.tensor([3, 9]), 0.0)
+    (hidden,) = torch.autograd.grad((values.nan_to_num() * mask).sum(), tensors["hidden"])
+    assert hidden.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("trained", "keep_bytes", "products"),
+    [
+        # Forward, and forward again with two for the gradients in backward.
+        (NAMES, 0, 4),
+        (NAMES, 1 << 30, 3),
+        (("hidden",), 0, 2),
+        (("weight", "bias"), 0, 3),
+        ((), 0, 1),
+    ],
+)
+def test_matrix_products(trained: Sequence[str], keep_bytes: int, products: int) -> None:
+    tensors = inputs(torch.float32, trained)
+    with Sizes() as sizes:
+        logits = logits_of(tensors, keep_bytes=keep_bytes).view(T, V)
+        values = vocab_parallel_log_probs_and_entropy(logits, TOKENS, entropy_grad=False)[0]
+        if trained:
+            values.sum().backward()  # type: ignore[no-untyped-call]
+    assert sizes.products == products
+
+
+def test_tiles_have_a_bounded_size_whatever_the_rows_and_the_vocabulary() -> None:
+    for n, width, tile_bytes in ((1, 300_000, 4096), (5000, 700, 64), (100_000, 3000, 1 << 20), (0, 10, 8)):
+        head = HeadLogits(
+            torch.empty(n, 1, device="meta"),
+            torch.empty(width, 1, device="meta"),
+            None,
+            slice(0, n),
+            TileOptions(tile_bytes),
+        )
+        rows, columns = head._cut()
+        assert [r for part in rows for r in range(part.start, part.stop)] == list(range(n))
+        assert [c for part in columns for c in range(part.start, part.stop)] == list(range(width))
+        assert max(r.stop - r.start for r in rows) * max(c.stop - c.start for c in columns) * 4 <= tile_bytes
+
+
+# --- what other code sees
+
+FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
+    "squeeze, unsqueeze": lambda x: x[:1].squeeze(0).unsqueeze(1),
+    "view": lambda x: x.view(T, V),
+    "reshape": lambda x: x.transpose(0, 1).reshape(-1, V),
+    "flatten": lambda x: x.flatten(0, 1),
+    "transpose": lambda x: x.transpose(0, 1).contiguous(),
+    "permute": lambda x: x.permute(1, 0, 2),
+    "slices": lambda x: x[1, 2:5],
+    "steps": lambda x: x[:, ::2][:, -3:-1],
+    "split": lambda x: x.view(T, V).split([4, 3, 7])[1],
+    "chunk": lambda x: x.chunk(2, dim=1)[0],
+    "unbind": lambda x: list(x)[1],
+    "numbers": lambda x: x.view(T, V)[torch.tensor([3, 1, 3, 0])],
+    "mask": lambda x: x[torch.arange(T).view(B, S) % 3 == 1],
+    "index_select": lambda x: x.index_select(1, torch.tensor([4, 2])),
+    "cat": lambda x: torch.cat([x[0, 3:], x[1, :2], x[0, :1]]),
+    "cat of copies": lambda x: torch.cat([x.view(T, V)[torch.tensor([3, 1])][1:], x[0, :1]]),
+    "clone, detach": lambda x: x.clone().detach(),
+    "float": lambda x: x.float(),
+    "to": lambda x: x.to(torch.float32),
+    "div": lambda x: x / 0.7,
+    "div of a copy": lambda x: x[0].clone() / 3,
+    "div in place": lambda x: x.squeeze(0).div_(1.3)[0],
+    "divided twice": lambda x: (x / 3).div_(0.7),
+    "data": lambda x: x.data,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_stays_deferred(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """The values are those of the same rows of the layer's logits, bit for bit, once somebody asks."""
+    tensors = inputs(dtype)
+    logits = FOLLOWED[name](logits_of(tensors))
+    expected = FOLLOWED[name](dense_of(tensors))
+    assert isinstance(logits, DeferredLogits) and logits.is_deferred
+    assert (logits.shape, logits.dtype, logits.device) == (expected.shape, expected.dtype, expected.device)
+    assert logits.requires_grad == expected.requires_grad
+    assert caplog.records == []
+
+    tokens = TOKENS[: expected.shape[:-1].numel()]
+    values = vocab_parallel_log_probs(logits.reshape(-1, V), tokens)
+    rounded_again = dtype == torch.bfloat16 and "div" in name
+    assert torch.allclose(
+        values,
+        vocab_parallel_log_probs(expected.reshape(-1, V), tokens),
+        rtol=2e-2 if rounded_again else 2e-6,
+        atol=2e-2 if rounded_again else 1e-6,
+    )
+    assert torch.equal(logits + 0, expected + 0)
+
+
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda x: x.exp(),
+    "columns": lambda x: x[..., 5:9],
+    "product": lambda x: x * 2,
+    "comparison": lambda x: (x > 0).float() * x,
+    "logsumexp": lambda x: x[0].logsumexp(-1),
+    "rounded": lambda x: x.half().float(),
+    "written": lambda x: x.view(T, V).index_fill(0, torch.tensor([3]), 1.0),
+    "stacked": lambda x: torch.stack([x[0], x[1]]),
+    "as it was before a write": lambda x: [x.clone(), x.div_(2), x.mul_(3.0)][0],
+    "after a write": lambda x: [x[0].mul_(3.0), x[:, 1:4]][1],
+    "columns written": lambda x: [x.clone()[..., 3:5].zero_(), x][1],
+    "a loss after a write": lambda x: vocab_parallel_log_probs(x.clone().mul_(2.0).view(T, V), TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_see_the_layers_own_logits(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Values and gradients, once, and a warning that says who asked."""
+    tensors = inputs()
+    expected = run(OTHERS[name], dense_of(tensors), tensors)
+    layers = []
+
+    def layer() -> Tensor:
+        layers.append(1)
+        return dense_of(tensors)
+
+    logits = deferred.defer(*tensors.values(), TileOptions(), layer)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        found = run(OTHERS[name], logits, tensors)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+    assert len(layers) == 1
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert f" at {__file__}:" in caplog.text
+
+
+def test_the_warning_names_operation_and_line_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            logits_of(inputs()).exp()
+    line = test_the_warning_names_operation_and_line_once.__code__.co_firstlineno + 3
+    assert [record.getMessage() for record in caplog.records] == [
+        f"aten.exp.default at {__file__}:{line} looks at deferred logits [{B}, {S}, {V}], which were made"
+    ]
+
+
+def test_what_only_needs_the_shape_makes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    logits = logits_of(inputs())
+    others = (
+        torch.zeros_like(logits),
+        torch.empty_like(logits),
+        logits.new_zeros(3),
+        logits.new_empty(logits.shape),
+    )
+    assert [list(t.shape) for t in others] == [[B, S, V], [B, S, V], [3], [B, S, V]]
+    assert all(type(t) is Tensor for t in others)
+    assert (
+        repr(logits) == str(logits) == f"DeferredLogits([{B}, {S}, {V}], torch.float32, device=cpu, deferred)"
+    )
+    assert (logits.numel(), logits.element_size(), logits.is_contiguous()) == (T * V, 4, True)
+    assert not logits.transpose(0, 1).is_contiguous()
+    assert logits.is_deferred
+    assert caplog.records == []
+
+
+def test_a_sum_reaches_every_parameter() -> None:
+    """``0 * logits.sum()`` keeps ranks without a sample in step."""
+    tensors = inputs(torch.float64)
+    assert_same(lambda x: (x[0] / 1.5).sum() * 0.3, tensors, 1e-10)
+    assert_same(lambda x: x.view(T, V)[torch.tensor([3, 3, 1])].sum(), tensors, 1e-10)
+
+
+class ExpOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp().sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient[..., None] * x.exp()
+
+
+class ThreeTimes(torch.autograd.Function):
+    """Selects rows, and says that their gradient is three times what it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x[1:4]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.cat([gradient.new_zeros(1, V), 3 * gradient, gradient.new_zeros(S - 4, V)])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: ExpOfRows.apply(x[0, 1:5]),
+        lambda x: vocab_parallel_log_probs(ThreeTimes.apply(x[1]), TOKENS[1:4]),
+    ],
+    ids=["values", "rows"],
+)
+def test_an_autograd_function_has_its_own_gradient(function: Callable[[Tensor], Tensor]) -> None:
+    tensors = inputs()
+    expected = run(function, dense_of(tensors), tensors)
+    for a, b in zip(expected, run(function, logits_of(tensors), tensors), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("retains", [False, True])
+def test_a_hook_sees_the_gradient(retains: bool) -> None:
+    tensors, seen = inputs(), []
+    logits = logits_of(tensors)
+    if retains:
+        logits.retain_grad()
+    else:
+        logits.register_hook(lambda gradient: seen.append(gradient))
+    vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    gradient = logits.grad if retains else seen[0]
+    assert gradient is not None
+    assert gradient.shape == (B, S, V)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("write", ["hidden", "weight"])
+def test_an_overwritten_input_is_an_error_not_another_value(write: str) -> None:
+    tensors = inputs()
+    logits = logits_of(tensors)
+    with torch.no_grad():
+        tensors[write].mul_(2)
+    for use in (lambda: vocab_parallel_log_probs(logits.view(T, V), TOKENS), lambda: logits.exp()):
+        with pytest.raises(InvalidInputError, match="overwritten before the logits were used"):
+            use()
+
+
+def test_an_input_overwritten_before_backward_is_an_error() -> None:
+    tensors = inputs()
+    loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS).sum()
+    with torch.no_grad():
+        tensors["weight"].mul_(2)
+    with pytest.raises(InvalidInputError, match="overwritten after forward"):
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_backward_twice() -> None:
+    tensors = inputs(torch.float64)
+    loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
+    first = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(loss, list(tensors.values())), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        lambda x: pickle.loads(pickle.dumps(x)),
+        lambda x: copy.deepcopy(x),
+        lambda x: [torch.save(x, file := io.BytesIO()), file.seek(0), torch.load(file)][2],
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: torch.stack([torch.tensor([v.item() for v in row]) for row in x.view(T, V)]).view(B, S, V),
+    ],
+    ids=["pickle", "deepcopy", "torch.save", "tolist", "numpy", "item"],
+)
+def test_what_stores_the_values_makes_them_and_says_so(
+    store: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = inputs()
+    with torch.no_grad():
+        stored = store(logits_of(tensors))
+    assert type(stored) is Tensor
+    assert torch.equal(stored, dense_of(tensors))
+    assert "which were made" in caplog.text
+
+
+def test_under_inference_mode() -> None:
+    tensors = inputs()
+    with torch.inference_mode():
+        logits = logits_of(tensors)
+        values = vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS)
+        assert logits.is_deferred
+        assert torch.allclose(
+            values, vocab_parallel_log_probs(dense_of(tensors).view(T, V) / 2, TOKENS), rtol=2e-6
+        )
+
+
+H8 = torch.zeros(5, 8)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "sizes": ({"hidden": H8, "weight": torch.zeros(9, 7)}, r"hidden is \[5, 8\] and weight \[9, 7\]"),
+    "no rows": ({"hidden": torch.zeros(8), "weight": torch.zeros(9, 8)}, r"hidden is \[8\]"),
+    "bias": (
+        {"hidden": H8, "weight": torch.zeros(9, 8), "bias": torch.zeros(8)},
+        r"bias is \[8\], expected \[9\]",
+    ),
+    "dtype": (
+        {"hidden": H8, "weight": torch.zeros(9, 8).half()},
+        "weight is torch.float16 .* expected torch.float32",
+    ),
+    "tile": ({"hidden": H8, "weight": torch.zeros(9, 8), "tile_bytes": 0}, "tile_bytes is 0"),
+    "keep": ({"hidden": H8, "weight": torch.zeros(9, 8), "keep_bytes": -1}, "keep_bytes is -1"),
+    "no group": ({"hidden": H8, "weight": torch.zeros(9, 8), "sequence_parallel": True}, "without tp_group"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_fit(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(InvalidInputError, match=message):
+        deferred_logits(**arguments)
