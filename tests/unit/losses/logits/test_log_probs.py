@@ -82,7 +82,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 def test_compiled_equals_the_dense_formulas() -> None:
-    """In one test, since a process reuses compiled functions. Blocks and float16 are as without a compiler."""
+    """In one test, since a process reuses compiled functions."""
     options = {**OPTIONS, "dtype": [torch.float32, torch.bfloat16, torch.float64], "block_bytes": [None]}
     options["rows"] = [SELECTIONS[name] for name in ("all", "range", "scattered", "none")]
     for case in pairwise(options):
