@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PatchError
 from .announce import Announcer, without_logging_errors
 from .imports import ImportHooks
-from .judge import SiteStatus, all_or_nothing, judge_site, status_of
+from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .records import Claim, OptionsInForce, Record, waiting
 from .sources import Environment
 from .spec import Adapter, Patch, Site
@@ -130,7 +130,7 @@ class Installer:
         if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
             return status
         if environment.has_package(site.framework):
-            return status_of(site, "missing", f"no source of module {site.module} is found")
+            return without_source(site)
         return status_of(site, "waiting", f"{site.framework} is not installed")
 
     # --- called by hooks

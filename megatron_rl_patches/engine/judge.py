@@ -53,10 +53,16 @@ def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> S
     return SiteStatus(site.patch, site.framework, site.target, state, reason, fingerprint)
 
 
+def without_source(site: Site) -> SiteStatus:
+    """Return the status of a site in a framework that does not have its module."""
+    state: State = "not needed" if site.optional_module else "missing"
+    return status_of(site, state, f"no source of module {site.module} is found")
+
+
 def judge(site: Site, target: TargetSource | None) -> SiteStatus:
     """Judge a site by its target; ``None`` when there is no source of the module."""
     if target is None:
-        return status_of(site, "missing", f"no source of module {site.module} is found")
+        return without_source(site)
     try:
         state, reason = _judge(site, target)
     except Exception as error:

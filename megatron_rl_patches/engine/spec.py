@@ -33,6 +33,7 @@ class Site:
             anything.
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
+        optional_module: some releases do not have the module, and then have nothing to patch there.
         reexported_by: root packages of *other* frameworks that copy the name (``from module import name``).
         pass_options: the adapter is also given ``options=``, an instance of the dataclass that the patch
             declares, as the patch was last applied with it.
@@ -46,6 +47,7 @@ class Site:
     requires_names: tuple[str, ...] = ()
     skip_if: SkipIf | None = None
     introduced_with: str = ""
+    optional_module: bool = False
     reexported_by: tuple[str, ...] = ()
     pass_options: bool = False
     patch: str = ""

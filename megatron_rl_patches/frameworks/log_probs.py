@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..losses.logits.deferred import DeferredLogits
 from ..losses.logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 
 _IGNORED = -100
@@ -74,7 +75,7 @@ def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
     any_token = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     _, entropies = log_probs_and_entropy(logits, any_token, tp_group, with_entropy=True)
     assert entropies is not None
-    if entropies.requires_grad:
+    if entropies.requires_grad and not isinstance(logits, DeferredLogits):
         setattr(logits.untyped_storage(), _HAS_ENTROPY, True)
     return entropies
 
@@ -85,6 +86,8 @@ def _may_be_overwritten(logits: Tensor) -> bool:
     They must be an intermediate result with a storage of its own, in the dtype that Megatron overwrites, and
     no entropy of them may be waiting for its backward.
     """
+    if isinstance(logits, DeferredLogits):
+        return False
     base = logits if logits._base is None else logits._base
     storage = logits.untyped_storage()
     is_whole = storage.nbytes() == logits.numel() * logits.element_size()

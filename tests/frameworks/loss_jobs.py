@@ -76,9 +76,11 @@ class LossJob:
         totals: tuple[int, ...] = TOTALS,
         responses: tuple[int, ...] = RESPONSES,
         vocabulary: int = VOCAB,
+        deferred: bool = False,
         **options: Any,
     ) -> None:
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
+        self.deferred = deferred
         self.framework = PACKAGES.get(framework, framework)
         if framework == "miles":
             _miles_parallel_state()
@@ -120,7 +122,7 @@ class LossJob:
         padded = torch.cat([self.whole, torch.zeros(1, self.vocabulary)])
         columns = slice(None) if whole_vocabulary else self.columns
         self.leaf = padded[self.rows][:, columns].clone().requires_grad_()
-        return self.leaf[None] * 1.0
+        return deferred(self.leaf[None]) if self.deferred else self.leaf[None] * 1.0
 
     def local(self, values: Any) -> list[Tensor]:
         """This context-parallel rank's part of what is given for each response token."""
@@ -156,6 +158,7 @@ class LossJob:
         if backward:
             (loss + 0 * logits.sum()).backward()
         return {
+            "made": self.deferred and not logits.is_deferred,
             "returned": describe(returned),
             "requires_grad": [value.requires_grad for value in (log_probs, entropy)],
             "log_probs": log_probs.detach(),
@@ -221,11 +224,19 @@ class LossJob:
             returned[0].backward()
         assert self.leaf.grad is not None
         return {
+            "made": self.deferred and not logits.is_deferred,
             "returned": describe(returned),
             "loss": returned[0].detach(),
             "metrics": dict(zip(returned[2]["keys"], returned[2]["values"][1:].tolist(), strict=True)),
             "gradient": self.leaf.grad[:, self.columns] if dense else self.leaf.grad,
         }
+
+
+def deferred(logits: Tensor) -> Any:
+    """Return deferred logits with these values, which are hidden states for an identity as the weight."""
+    from megatron_rl_patches.losses import deferred_logits
+
+    return deferred_logits(logits, torch.eye(logits.shape[-1]), tile_bytes=256)
 
 
 def _dense_scores(framework: str) -> Any:
@@ -277,7 +288,8 @@ def _rows_of_rank(totals: tuple[int, ...], allgather_cp: bool) -> Tensor:
 class VerlJob:
     """``_lm_head_logits_processor`` of verl's engine, and the functions under it."""
 
-    def __init__(self, rows: int = 10, vocabulary: int = VOCAB) -> None:
+    def __init__(self, rows: int = 10, vocabulary: int = VOCAB, deferred: bool = False) -> None:
+        self.deferred = deferred
         width = vocabulary // parallel_state.get_tensor_model_parallel_world_size()
         first = parallel_state.get_tensor_model_parallel_rank() * width
         self.columns = slice(first, first + width)
@@ -289,7 +301,7 @@ class VerlJob:
 
     def logits(self) -> Tensor:
         self.leaf = self.whole[..., self.columns].clone().requires_grad_()
-        return self.leaf * 1.0
+        return deferred(self.leaf) if self.deferred else self.leaf * 1.0
 
     def processed(
         self, entropy: bool, chunks: bool = False, distillation: bool = False, squares: bool = True
@@ -321,6 +333,7 @@ class VerlJob:
             loss = loss + returned["distillation"].mean()
         loss.backward()
         return {
+            "made": self.deferred and not logits.is_deferred,
             "returned": describe(dict(sorted(returned.items()))),
             **{name: value.detach() for name, value in returned.items()},
             "gradient": self.leaf.grad,

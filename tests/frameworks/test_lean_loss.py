@@ -60,12 +60,18 @@ def _scores(framework: str, order: str, tp: int) -> dict[str, Any]:
             for home in (SCORES, LOSSES):
                 importlib.import_module(home[package])
             revert_first = _names(package)
-        seen: dict[str, Any] = {"returned": [], "unpatched": 0.0, "patched": 0.0, "temperature": []}
+        seen: dict[str, Any] = {"returned": [], "temperature": []}
+        seen.update(dict.fromkeys(("unpatched", "patched", "deferred"), 0.0))
         for entropy_coef in (0.0, 0.1):
             for temperature in (1.0, 0.7):
                 job = LossJob(framework, entropy_coef=entropy_coef, rollout_temperature=temperature)
                 apply(PATCH)
-                runs = {"patched": job.result()}
+                options = {"entropy_coef": entropy_coef, "rollout_temperature": temperature}
+                runs = {
+                    "patched": job.result(),
+                    "deferred": LossJob(framework, deferred=True, **options).result(),
+                }
+                seen.setdefault("made", []).append(runs["deferred"]["made"])
                 seen.setdefault("entropy requires grad", []).append(runs["patched"]["requires_grad"][1])
                 seen["temperature"].append(job.args.rollout_temperature)
                 seen["states"] = {s.state for s in status() if s.framework == package}
@@ -87,7 +93,8 @@ def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
     for seen in spawn_ranks(_eager, tp, _scores, framework, order, tp):
         assert seen["states"] <= {"applied", "not needed", "waiting"}
         assert all(seen["returned"])
-        assert seen["patched"] < 1e-6
+        assert max(seen["patched"], seen["deferred"]) < 1e-6
+        assert not any(seen["made"])
         assert 1e-4 < seen["unpatched"] < BFLOAT16
         assert seen["entropy requires grad"] == [False, False, True, True]
         assert seen["temperature"] == [1.0, 0.7, 1.0, 0.7]
@@ -267,11 +274,16 @@ def _verl(order: str, tp: int) -> dict[str, Any]:
             apply(PATCH)
         importlib.import_module(VERL_ENGINE)
         job = VerlJob()
-        seen: dict[str, Any] = {"returned": [], "unpatched": 0.0, "patched": 0.0, "distillation": []}
+        seen: dict[str, Any] = {"returned": [], "distillation": []}
+        seen.update(dict.fromkeys(("unpatched", "patched", "deferred"), 0.0))
         for entropy, chunks in ((False, False), (True, False), (True, True)):
             dense = job.dense(entropy)
             apply(PATCH)
-            runs = {"patched": job.processed(entropy, chunks)}
+            runs = {
+                "patched": job.processed(entropy, chunks),
+                "deferred": VerlJob(deferred=True).processed(entropy, chunks, squares=False),
+            }
+            seen["made"] = seen.get("made", False) or runs["deferred"]["made"]
             with_distillation = [job.processed(entropy, chunks, distillation=True)]
             seen["states"] = {s.state for s in status() if s.framework == "verl"}
             revert(PATCH)
@@ -301,7 +313,8 @@ def test_verl(order: str, tp: int) -> None:
         assert seen["states"] == {"applied"}
         assert all(seen["returned"])
         assert all(seen["distillation"])
-        assert seen["patched"] < 1e-6
+        assert max(seen["patched"], seen["deferred"]) < 1e-6
+        assert not seen["made"]
         assert seen["unpatched"] < 1e-5
         assert seen["foreign"]
 

@@ -47,12 +47,14 @@ def _scores(framework: str, paths: list[str], tp: int = 1, cp: int = 1, **option
                 unpatched = job.result()
                 apply(PATCH)
                 patched = job.result()
+                deferred = LossJob(framework, deferred=True, **given).result()
                 seen["states"] = {s.target: s.state for s in status() if s.framework == framework}
                 revert(PATCH)
                 assert job.args.rollout_temperature == temperature
-                for name, result in (("unpatched", unpatched), ("patched", patched)):
+                for name, result in (("unpatched", unpatched), ("patched", patched), ("patched", deferred)):
                     worst = max(distance(result[key], dense[key]) for key in dense)
                     seen[name] = max(seen[name], worst)
+                seen.setdefault("made", []).append(deferred["made"])
                 for key in ("log_probs", "entropy"):
                     seen["values"] = max(seen["values"], distance(patched[key], unpatched[key], 1.0))
                 seen["returned"].append(unpatched["returned"] == patched["returned"])
@@ -73,6 +75,7 @@ def test_log_probs_and_entropy(
         assert seen["unpatched"] < BFLOAT16
         assert seen["patched"] < 1e-6
         assert seen["values"] < 1e-5
+        assert not any(seen["made"])
         assert all(seen["returned"])
         assert seen["entropy requires grad at 0.1"]
         assert not seen["entropy requires grad at 0.0"]
@@ -103,8 +106,11 @@ def _losses(framework: str, paths: list[str], tp: int = 1, cp: int = 1, **option
             apply(PATCH)
             runs["patched"] = LossJob(framework, **options).loss()
             runs["patched, recomputed"] = LossJob(framework, **recomputing).loss()
+            runs["deferred"] = LossJob(framework, deferred=True, **options).loss()
+            runs["deferred, recomputed"] = LossJob(framework, deferred=True, **recomputing).loss()
             revert(PATCH)
             for name, run in runs.items():
+                assert not run["made"], name
                 worst = seen.setdefault(name, {"loss": 0.0, "gradient": 0.0, "metrics": 0.0})
                 for key in ("loss", "gradient"):
                     worst[key] = max(worst[key], distance(run[key], dense[key]))
@@ -123,5 +129,5 @@ def test_policy_loss(framework: str, ranks: int, layout: dict[str, Any], checkou
         assert all(seen["returned"])
         assert seen["unpatched"]["loss"] < 1e-5
         assert seen["unpatched"]["gradient"] < BFLOAT16
-        for name in ("patched", "patched, recomputed"):
+        for name in ("patched", "patched, recomputed", "deferred", "deferred, recomputed"):
             assert max(seen[name].values()) < 1e-5

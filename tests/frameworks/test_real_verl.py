@@ -76,9 +76,12 @@ def _losses(paths: list[str], tp: int) -> dict[str, Any]:
             unpatched = None if chunks else job.processed(entropy)
             apply("lean-loss")
             patched = job.processed(entropy, chunks)
+            deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
             seen["states"] = {s.target: s.state for s in status() if s.framework == "verl"}
             revert("lean-loss")
-            seen["patched"] = max(seen["patched"], *(distance(patched[key], dense[key]) for key in dense))
+            for run in (patched, deferred):
+                seen["patched"] = max(seen["patched"], *(distance(run[key], dense[key]) for key in dense))
+            seen.setdefault("made", []).append(deferred["made"])
             if unpatched:
                 seen["unpatched"] = max(
                     seen["unpatched"], *(distance(unpatched[key], dense[key]) for key in dense)
@@ -97,5 +100,6 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         assert all(seen["returned"])
         assert seen["unpatched"] < 1e-5
         assert seen["patched"] < 1e-6
+        assert not any(seen["made"])
         # Its chunks overwrite what each other's backward needs.
         assert "modified by an inplace operation" in seen["chunks, unpatched"]

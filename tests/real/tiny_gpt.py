@@ -63,6 +63,9 @@ class Options:
     use_distributed_optimizer: bool = True
     bf16: bool = False
     calculate_per_token_loss: bool = False
+    tied: bool = False  # input embedding and output layer
+    experts: int | None = None
+    frozen_head: bool = False
     lr: float = 5e-3
     seed: int = 1234
 
@@ -135,7 +138,10 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
         bucket_size=BUCKET,
     )
     stages = [None] if sizes.vpp is None else list(range(sizes.vpp))
-    chunks = [_chunk(config, sizes, stage) for stage in stages]
+    chunks = [_chunk(config, sizes, stage, options.tied) for stage in stages]
+    for chunk in chunks:
+        if options.frozen_head and chunk.post_process:
+            chunk.output_layer.requires_grad_(False)
     if options.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
@@ -187,11 +193,13 @@ def _transformer_config(options: Options) -> TransformerConfig:
         # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        num_moe_experts=options.experts,
+        add_bias_linear=options.experts is None,
     )
 
 
-def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> GPTModel:
-    layer = get_gpt_layer_local_spec()
+def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None, tied: bool = False) -> GPTModel:
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if sizes.cp > 1:
         layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -210,6 +218,7 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None) -> 
         max_sequence_length=SEQUENCE,
         pre_process=pp_rank == 0 and stage in (None, 0),
         post_process=pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
+        share_embeddings_and_output_weights=tied,
         **numbered,
     )
 

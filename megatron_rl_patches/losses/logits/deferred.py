@@ -515,21 +515,31 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
 
 
 def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
-    if not _is_divisor(divisor):
+    if (number := _number(divisor, logits)) is None:
         return None
-    whole = logits.divisor * float(divisor)
+    whole = logits.divisor * number
     return _derived([logits], logits._rows, lambda values: func(values, divisor), divisor=whole)
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
-    if not _is_divisor(divisor) or logits._positions.numel() != len(logits._contents):
+    number = _number(divisor, logits)
+    if number is None or logits._positions.numel() != len(logits._contents):
         return None
-    logits._contents.divide_in_place(lambda values: func(values, divisor), float(divisor))
+    logits._contents.divide_in_place(lambda values: func(values.view(logits.shape), divisor), number)
     return logits
 
 
-def _is_divisor(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < float("inf")
+def _number(divisor: Any, logits: DeferredLogits) -> float | None:
+    """Return what all logits are divided by, also if it is given for each row; ``None``: no such number."""
+    if isinstance(divisor, Tensor):
+        per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
+        if not per_row or divisor.requires_grad or isinstance(divisor, DeferredLogits) or not divisor.numel():
+            return None
+        lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
+        divisor = lowest if lowest == highest else None
+    if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf"):
+        return None
+    return float(divisor)
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:

@@ -1,0 +1,309 @@
+"""Memory, time and error of an output layer with its loss: logits that are made, and deferred ones.
+
+    python -m benchmarks.bench_head [--quick] [--seconds S]
+
+Each way takes turns with the others in one run; time is given in that of the logits made with ``lean-loss``.
+Memory is the peak of what is allocated during forward and backward, without the gradients of hidden states
+and weight, in float32 logits. Writes docs/benchmarks/head.md and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    vocab_parallel_log_probs,
+)
+from megatron_rl_patches.testing import spawn_ranks
+from tests.unit.losses.live_bytes import live_bytes
+
+from ._machine import stamp, told
+from .bench_loss import WARM_HEAP
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, PLOT = DOCS / "benchmarks" / "head.md", DOCS / "images" / "head_memory_and_time.png"
+
+
+@dataclass(frozen=True)
+class Setup:
+    rows: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the loss reads, and what is trained."""
+
+    name: str
+    used_rows: float = 1.0
+    trains_hidden: bool = True
+    trains_weight: bool = True
+
+    @property
+    def trains(self) -> bool:
+        return self.trains_hidden or self.trains_weight
+
+
+SETUPS = [
+    Setup(2048, 1024, 32768, torch.float32),
+    Setup(1024, 1024, 151936, torch.float32),
+    Setup(1024, 1024, 151936, torch.bfloat16),
+]
+# Memory alone, at the sizes of real runs.
+LARGE = [Setup(8192, 512, 65536, torch.float32), Setup(4096, 512, 151936, torch.bfloat16)]
+QUICK = [Setup(256, 64, 8192, torch.float32)]
+MODES = [
+    Mode("all rows"),
+    Mode("half of the rows", used_rows=0.5),
+    Mode("frozen head", trains_weight=False),
+    Mode("scoring", trains_hidden=False, trains_weight=False),
+]
+TEMPERATURE = 0.8
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    rows: slice | Tensor | None
+    advantages: Tensor
+
+
+def naive(x: Inputs) -> Tensor:
+    """``log_softmax`` of float32 logits, as frameworks without such functions write it."""
+    logits = linear(x.hidden, x.weight).float()
+    logits = (logits if x.rows is None else logits[x.rows]) / TEMPERATURE
+    return logits.log_softmax(-1).gather(1, x.targets[:, None]).squeeze(1)
+
+
+def made(x: Inputs) -> Tensor:
+    """Logits in float32, as Megatron's ``Float16Module`` returns them, and this package's loss."""
+    logits = linear(x.hidden, x.weight).float()
+    return vocab_parallel_log_probs(logits, x.targets, rows=x.rows, temperature=TEMPERATURE)
+
+
+def _deferred(x: Inputs, keep_bytes: int = 0) -> Tensor:
+    logits = deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes)
+    return vocab_parallel_log_probs(logits, x.targets, rows=x.rows, temperature=TEMPERATURE)
+
+
+def _half_kept(x: Inputs) -> Tensor:
+    rows = len(x.targets)
+    return _deferred(x, keep_bytes=rows * len(x.weight) * x.hidden.element_size() // 2)
+
+
+WAYS: dict[str, Callable[[Inputs], Tensor]] = {
+    "naive autograd": naive,
+    "logits made, `lean-loss`": made,
+    "deferred": _deferred,
+    "deferred, half of the tiles kept": _half_kept,
+}
+BASE = "logits made, `lean-loss`"
+
+
+@dataclass
+class Result:
+    setup: Setup
+    #: Mode -> way -> seconds.
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: Mode -> way -> bytes beyond gradients.
+    peak: dict[str, dict[str, int]] = field(default_factory=dict)
+    #: Way -> largest error of values and of gradients, against float64, relative to the largest value.
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def logits_bytes(self) -> int:
+        return 4 * self.setup.rows * self.setup.vocabulary
+
+
+def inputs_of(setup: Setup, mode: Mode) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(setup.rows, setup.hidden, generator=generator).to(setup.dtype)
+    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, generator=generator) / setup.hidden**0.5).to(
+        setup.dtype
+    )
+    n = int(setup.rows * mode.used_rows)
+    # Responses stand between prompts: pieces, not one range.
+    rows = None if mode.used_rows == 1 else torch.arange(setup.rows).view(-1, 16)[::2].flatten()[:n]
+    targets = torch.randint(setup.vocabulary, (n,), generator=generator)
+    advantages = torch.randn(n, generator=generator)
+    return Inputs(
+        hidden.requires_grad_(mode.trains_hidden),
+        weight.requires_grad_(mode.trains_weight),
+        targets,
+        rows,
+        advantages,
+    )
+
+
+def step(way: Callable[[Inputs], Tensor], x: Inputs, mode: Mode) -> list[Tensor]:
+    """Forward and backward; return log-probabilities and gradients."""
+    with torch.set_grad_enabled(mode.trains):
+        log_probs = way(x)
+    trained = [t for t in (x.hidden, x.weight) if t.requires_grad]
+    gradients = torch.autograd.grad((log_probs * x.advantages).sum(), trained) if trained else ()
+    return [log_probs.detach(), *gradients]
+
+
+def measure(setups: Sequence[Setup], seconds: float, with_time: bool) -> list[Result]:
+    torch.set_num_threads(1 if with_time else torch.get_num_threads())
+    return [_measure(setup, seconds, with_time) for setup in setups]
+
+
+def _measure(setup: Setup, seconds: float, with_time: bool) -> Result:
+    result = Result(setup)
+    for mode in MODES if with_time else MODES[:1]:
+        x = inputs_of(setup, mode)
+        gradients = sum(t.nbytes for t in (x.hidden, x.weight) if t.requires_grad)
+        peaks, times = result.peak.setdefault(mode.name, {}), result.seconds.setdefault(mode.name, {})
+        ways = WAYS if mode.trains else {name: WAYS[name] for name in list(WAYS)[:3]}
+        for name, way in ways.items():
+            step(way, x, mode)  # compiles
+            peaks[name] = live_bytes(lambda: step(way, x, mode)).peak - gradients  # noqa: B023
+        if not with_time:
+            continue
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        end = time.perf_counter() + seconds * len(ways)
+        while time.perf_counter() < end or len(taken[BASE]) < 3:
+            for name, way in ways.items():
+                start = time.perf_counter()
+                step(way, x, mode)
+                taken[name].append(time.perf_counter() - start)
+        times.update({name: median(values) for name, values in taken.items()})
+    if with_time:
+        result.errors = _errors(setup)
+    return result
+
+
+def _errors(setup: Setup) -> dict[str, tuple[float, float]]:
+    small = Setup(64, setup.hidden, setup.vocabulary, setup.dtype)
+    x = inputs_of(small, MODES[0])
+    exact = Inputs(
+        x.hidden.detach().double().requires_grad_(),
+        x.weight.detach().double().requires_grad_(),
+        x.targets,
+        x.rows,
+        x.advantages.double(),
+    )
+
+    def reference(x: Inputs) -> Tensor:
+        # In 16 bits the model's logits are what they are rounded to; gradients flow as if they were not.
+        logits = linear(x.hidden, x.weight)
+        if setup.dtype != torch.float32:
+            rounded = linear(x.hidden.to(setup.dtype), x.weight.to(setup.dtype)).double()
+            logits = logits + (rounded - logits).detach()
+        return (logits / TEMPERATURE).log_softmax(-1).gather(1, x.targets[:, None]).squeeze(1)
+
+    expected = step(reference, exact, MODES[0])
+    errors = {}
+    for name, way in WAYS.items():
+        found = step(way, x, MODES[0])
+        relative = [
+            ((a.double() - b).abs().max() / b.abs().max()).item()
+            for a, b in zip(found, expected, strict=True)
+        ]
+        errors[name] = relative[0], max(relative[1:])
+    return errors
+
+
+def render(results: Sequence[Result], large: Sequence[Result]) -> str:
+    lines = [
+        "# The output layer and its loss",
+        "",
+        "Log-probabilities at a temperature, forward and backward, by `python -m benchmarks.bench_head`: the",
+        "logits made in float32, as Megatron returns them, with plain autograd or with",
+        "[`lean-loss`](../patches/lean-loss.md), and [deferred](../losses.md#logits-that-never-exist).",
+        "",
+        f"{told()}.",
+        "",
+        "![Memory and time](../images/head_memory_and_time.png)",
+        "",
+        "## Memory",
+        "",
+        "Peak beyond the gradients of hidden states and weight, in float32 logits; all rows.",
+        "",
+        f"| setup | {' | '.join(WAYS)} |",
+        f"| --- |{' --- |' * len(WAYS)}",
+    ]
+    for result in [*large, *results]:
+        cells = [f"{result.peak['all rows'][way] / result.logits_bytes:.3f}" for way in WAYS]
+        lines.append(f"| {result.setup} | {' | '.join(cells)} |")
+    lines += ["", "## Time", "", "In that of the logits made with `lean-loss`, on one thread.", ""]
+    lines += [f"| setup | rows | {' | '.join(WAYS)} |", f"| --- | --- |{' --- |' * len(WAYS)}"]
+    for result in results:
+        for mode, seconds in result.seconds.items():
+            cells = [f"{seconds[way] / seconds[BASE]:.2f}" if way in seconds else "–" for way in WAYS]
+            lines.append(f"| {result.setup} | {mode} | {' | '.join(cells)} |")
+    lines += ["", "## Errors", ""]
+    lines += ["Largest of log-probabilities, and of gradients, relative to the largest value; 64 rows.", ""]
+    lines += [f"| setup | {' | '.join(WAYS)} |", f"| --- |{' --- |' * len(WAYS)}"]
+    for result in results:
+        cells = ["{:.1e}, {:.1e}".format(*result.errors[way]) for way in WAYS]
+        lines.append(f"| {result.setup} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Sequence[Result], large: Sequence[Result], file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, (memory, duration) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    width = 0.8 / len(WAYS)
+    everything: list[Any] = [*large, *results]
+    for number, way in enumerate(WAYS):
+        label = way.replace("`", "")
+        at = [i + number * width for i in range(len(everything))]
+        memory.bar(at, [r.peak["all rows"][way] / r.logits_bytes for r in everything], width, label=label)
+        bars = [(i, s) for i, s in enumerate(results[0].seconds.items()) if way in s[1]]
+        duration.bar(
+            [i + number * width for i, _ in bars],
+            [s[way] / s[BASE] for _, (_, s) in bars],
+            width,
+            label=label,
+        )
+    memory.set_xticks(
+        range(len(everything)), [str(r.setup).replace(", ", "\n", 1) for r in everything], fontsize=6
+    )
+    memory.set_ylabel("peak beyond gradients, in float32 logits")
+    duration.set_xticks(range(len(MODES)), [mode.name for mode in MODES])
+    duration.set_ylabel("time, logits made with lean-loss = 1")
+    duration.set_title(str(results[0].setup), fontsize=9)
+    memory.legend(fontsize=7)
+    stamp(figure)
+    figure.savefig(file, dpi=120)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a small shape; writes nothing")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each way and mode")
+    options = parser.parse_args(arguments)
+    setups, large = (QUICK, QUICK) if options.quick else (SETUPS, LARGE)
+    [results] = spawn_ranks(measure, 1, setups, options.seconds, True, timeout=3600, env=WARM_HEAP)
+    [of_large] = spawn_ranks(measure, 1, large, 0.0, False, timeout=3600, env=WARM_HEAP)
+    page = render(results, of_large)
+    print(page)
+    if not options.quick:
+        PAGE.write_text(page)
+        plot(results, of_large, PLOT)
+
+
+if __name__ == "__main__":
+    main()

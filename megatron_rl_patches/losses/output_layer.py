@@ -1,0 +1,212 @@
+"""Deferred logits from Megatron's language models: what the output layer returns in place of its logits.
+
+A model is told to defer by :func:`deferring`, or for each of its calls by :func:`language_model_forward`. Its
+output layer is then still called, so that hooks of the layer run and its parameters are gathered;
+:func:`column_parallel_forward` takes the place of the layer's own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._scoped import Scope, replaced
+from .logits.deferred import DeferredLogits, defer, dense
+from .logits.head import TileOptions
+from .logits.sequence_parallel import gather_sequence, sum_gradient
+
+_log = logging.getLogger(__name__)
+#: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.
+_MORE_THAN_A_PRODUCT = (
+    "defer_embedding_wgrad_compute",
+    "disable_grad_reduce",
+    "explicit_expert_comm",
+    "output_dtype",
+    "use_mup",
+)
+_SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+
+
+@dataclass(frozen=True)
+class _Deferral:
+    layer: Any
+    tile_bytes: int | None
+    keep_bytes: int
+
+
+#: No layer is this one.
+_NO_LAYER = _Deferral(object(), None, 0)
+_deferral: Scope[_Deferral] = Scope("deferred_output")
+
+
+@contextmanager
+def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0) -> Iterator[None]:
+    """Let a language model return deferred logits for the length of the block, where it can.
+
+    Args:
+        model: a model chunk without wrappers. It must not run in another thread meanwhile.
+        tile_bytes: see :func:`.deferred_logits`; so is ``keep_bytes``.
+    """
+    layer = getattr(model, "output_layer", None)
+    if layer is None or not is_output_layer(layer):
+        yield
+        return
+    own = functools.partial(type(layer).forward, layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return column_parallel_forward(own, layer, args, kwargs)
+
+    with replaced(layer, forward=forward), _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
+        yield
+
+
+def language_model_forward(
+    wrapped: Callable[..., Any],
+    model: Any,
+    arguments: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    tile_bytes: int | None = None,
+    keep_bytes: int = 0,
+) -> Any:
+    """Call a model's forward, whose output layer defers its logits where the call returns them.
+
+    Args:
+        arguments: the arguments of the call by name.
+    """
+    if _returns_no_logits(arguments) or _is_recorded():
+        with _deferral.enter(_NO_LAYER):
+            return wrapped(*args, **kwargs)
+    layer = getattr(model, "output_layer", None)
+    with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
+        return wrapped(*args, **kwargs)
+
+
+def column_parallel_forward(
+    wrapped: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return deferred logits if the layer is to defer and can, and otherwise what it returns itself."""
+    deferral = _deferral.get()
+    if deferral is None or layer is not deferral.layer:
+        return wrapped(*args, **kwargs)
+    return _deferred_output(deferral, layer, *args, **kwargs) or wrapped(*args, **kwargs)
+
+
+def loss_of_labels(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model's own cross entropy with ordinary logits, as for multi-token prediction."""
+    args = tuple(dense(value) if isinstance(value, DeferredLogits) else value for value in args)
+    kwargs = {n: dense(value) if isinstance(value, DeferredLogits) else value for n, value in kwargs.items()}
+    with _deferral.enter(_NO_LAYER):
+        return wrapped(*args, **kwargs)
+
+
+def is_output_layer(layer: Any) -> bool:
+    """Return whether a layer is Megatron's own linear layer, split over the vocabulary."""
+    return any(base.__name__ == "ColumnParallelLinear" for base in type(layer).__mro__)
+
+
+def _deferred_output(
+    deferral: _Deferral,
+    layer: Any,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    **others: Any,
+) -> tuple[DeferredLogits, Tensor | None] | None:
+    weight = layer.weight if weight is None else weight
+    gathers = layer.gather_output if runtime_gather_output is None else runtime_gather_output
+    group = _tensor_parallel_group(layer)
+    size = 1 if group is None else dist.get_world_size(group)
+    reason = _reason_against(layer, input_, weight)
+    if reason or others or (gathers and size > 1):
+        if reason and reason not in _said:
+            _said.add(reason)
+            _log.warning("the logits are made by the output layer: %s", reason)
+        return None
+    assert weight is not None
+    whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)
+    bias = None if layer.skip_bias_add else layer.bias
+
+    def own_product() -> Tensor:
+        logits = torch.matmul(whole, weight.t())
+        return logits if bias is None else logits + bias
+
+    main = _MainGradient(weight) if getattr(layer, "gradient_accumulation_fusion", False) else None
+    options = TileOptions(deferral.tile_bytes, deferral.keep_bytes, main)
+    return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
+
+
+_said: set[str] = set()
+
+
+def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
+    """Say why a layer's logits cannot be computed in tiles; an empty string: they can."""
+    for owner in (layer, layer.config):
+        for name in _MORE_THAN_A_PRODUCT:
+            if getattr(owner, name, None) not in (None, False, hidden.dtype):
+                return f"{name} is set"
+    if getattr(layer, "gtp_remat_size", 1) not in (None, 1):
+        return "gtp_remat_size is set"
+    function = getattr(layer, "_forward_impl", None)
+    if getattr(function, "__module__", None) != "megatron.core.tensor_parallel.layers":
+        return f"the layer multiplies with {function!r}"
+    if (
+        weight is None
+        or type(weight) not in (torch.nn.Parameter, Tensor)
+        or hasattr(weight, "__fsdp_param__")
+    ):
+        return f"its weight is a {type(weight).__name__} that may be gone when the loss needs it"
+    if any(base.__name__ in _SHARDED for base in type(layer).__mro__):
+        return "its weight is sharded after the layer has run"
+    if (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
+        return f"its weight is {weight.dtype} on {weight.device}, its input {hidden.dtype} on {hidden.device}"
+    return ""
+
+
+def _returns_no_logits(arguments: Mapping[str, Any]) -> bool:
+    """Whether the call is given labels, generates text, or hands the hidden states to other code."""
+    names = ("labels", "inference_context", "inference_params", "output_processor")
+    return any(arguments.get(name) is not None for name in names)
+
+
+def _is_recorded() -> bool:
+    """Whether the operations are compiled, captured in a CUDA graph, or converted by autocast."""
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
+    return captured or autocast or torch.compiler.is_compiling()
+
+
+def _tensor_parallel_group(layer: Any) -> dist.ProcessGroup | None:
+    group: dist.ProcessGroup | None = getattr(layer, "tp_group", None)
+    if group is None and dist.is_initialized():
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group
+
+
+class _MainGradient:
+    """Where Megatron's layers put a weight's gradient with ``gradient_accumulation_fusion``."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight = weight
+
+    def buffer(self) -> Tensor | None:
+        main: Tensor | None = getattr(self._weight, "main_grad", None)
+        return main
+
+    def added(self) -> Tensor:
+        # Hooks of DDP expect a gradient, and ignore its values where this attribute says so. A weight that
+        # an embedding has as well gets that gradient added to this one.
+        self._weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(self._weight.detach())

@@ -1,0 +1,116 @@
+"""Logits that are never made: the output layer's product is computed inside the loss, in tiles.
+
+=============  ===============================  ==============================  ===========================
+framework      function                         in its place                    left alone when
+=============  ===============================  ==============================  ===========================
+megatron-core  ``GPTModel.forward``             its output layer defers         the call has labels, or
+                                                                                generates text
+megatron-core  ``MambaModel.forward``           the same                        the same; or the release
+                                                                                has no such model
+megatron-core  ``HybridModel.forward``          the same                        the same
+megatron-core  ``ColumnParallelLinear.forward`` deferred logits, for a model's  it gathers its output, or
+                                                output layer                    does more than to multiply
+megatron-core  ``compute_language_model_loss``  ordinary logits, for MTP
+=============  ===============================  ==============================  ===========================
+
+What takes the place of these functions is in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches
+take deferred logits as they are; any other code that looks at them gets the logits that the layer would have
+made.
+
+Not patched: value and reward heads, which are no language model's output layer, T5, BERT, and Megatron's
+schedule that overlaps the communication of experts, which does not call ``forward``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..engine.spec import Patch
+from ..errors import PatchError
+from ..frameworks.arguments import bind
+
+
+@dataclass(frozen=True)
+class LeanHeadOptions:
+    """Options of the patch.
+
+    Attributes:
+        lean_head_tile_bytes: how much memory the logits of one tile take; 0: 64 MiB on a CPU, 512 MiB on a
+            GPU.
+        lean_head_keep_bytes: how much memory forward may fill with logits of each microbatch that backward
+            then need not compute again.
+
+    Raises:
+        PatchError: a number is negative.
+    """
+
+    lean_head_tile_bytes: int = 0
+    lean_head_keep_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("lean_head_tile_bytes", "lean_head_keep_bytes"):
+            if (value := getattr(self, name)) < 0:
+                raise PatchError(f"{name} is {value}: expected a number of bytes, 0 or more")
+
+
+patch = Patch(
+    name="lean-head",
+    summary="the logits are never made: the loss computes the output layer's product in tiles",
+    upstream=("THUDM/slime#2253", "THUDM/slime#2383", "radixark/miles#1068", "radixark/miles#1136"),
+    options=LeanHeadOptions,
+)
+
+
+def _model(
+    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: LeanHeadOptions
+) -> Any:
+    from ..losses.output_layer import language_model_forward
+
+    return language_model_forward(
+        wrapped,
+        instance,
+        bind(wrapped, args, kwargs).arguments,
+        args,
+        kwargs,
+        tile_bytes=options.lean_head_tile_bytes or None,
+        keep_bytes=options.lean_head_keep_bytes,
+    )
+
+
+for _module, _model_class in (
+    ("gpt.gpt_model", "GPTModel"),
+    ("mamba.mamba_model", "MambaModel"),
+    ("hybrid.hybrid_model", "HybridModel"),
+):
+    patch.wrap(
+        f"megatron.core.models.{_module}",
+        f"{_model_class}.forward",
+        parameters=("labels",),
+        pass_options=True,
+        optional_module=_model_class != "GPTModel",
+        introduced_with="output_layer",  # where MambaModel is HybridModel by an older name, there is none
+    )(_model)
+
+
+@patch.wrap(
+    "megatron.core.tensor_parallel.layers",
+    "ColumnParallelLinear.forward",
+    parameters=("input_", "weight", "runtime_gather_output"),
+    requires_names=("_forward_impl", "sequence_parallel"),
+)
+def _layer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from ..losses.output_layer import column_parallel_forward
+
+    return column_parallel_forward(wrapped, instance, args, kwargs)
+
+
+@patch.wrap(
+    "megatron.core.models.common.language_module.language_module",
+    "LanguageModule.compute_language_model_loss",
+    parameters=("labels", "logits"),
+)
+def _loss(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from ..losses.output_layer import loss_of_labels
+
+    return loss_of_labels(wrapped, args, kwargs)

@@ -1,0 +1,123 @@
+"""``lean-head`` on a real Megatron GPT, on any layout: no logits, and the gradients of a run without it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rl_patches import Settings, applied
+from megatron_rl_patches.losses import PolicyOptions
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.test_loss_func import Case, train_step
+
+pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``sizes`` are fields of ``tiny_gpt.Parallelism``, ``flags`` those of ``tiny_gpt.Options``."""
+
+    ranks: int = 2
+    sizes: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "1 rank": Layout(1),
+    "1 rank, tied": Layout(1, flags={"tied": True}),
+    "1 rank, frozen": Layout(1, flags={"frozen_head": True}),
+    "1 rank, bf16": Layout(1, flags={"bf16": True}),
+    "DP 2": Layout(),
+    "TP 2": Layout(sizes={"tp": 2}),
+    "TP 2, frozen": Layout(sizes={"tp": 2}, flags={"frozen_head": True}),
+    "TP 2, sequence parallel": Layout(sizes={"tp": 2, "sequence_parallel": True}),
+    "TP 2, sequence parallel, tied, bf16": Layout(
+        sizes={"tp": 2, "sequence_parallel": True}, flags={"tied": True, "bf16": True}
+    ),
+    "PP 2": Layout(sizes={"pp": 2}),
+    "PP 2, tied": Layout(sizes={"pp": 2}, flags={"tied": True}),
+    "PP 2, VPP 2": Layout(sizes={"pp": 2, "vpp": 2}),
+    "CP 2": Layout(sizes={"cp": 2}),
+    "1 rank, MoE": Layout(1, flags={"experts": 2}),
+}
+FAST = {"1 rank", "1 rank, tied", "TP 2", "TP 2, sequence parallel"}
+CASES = {
+    "PPO": Case(PolicyOptions(), True),
+    "entropy bonus": Case(PolicyOptions(entropy_coef=0.1), True, recompute=True, inplace_backward=True),
+}
+
+
+@dataclass
+class Outcome:
+    """Of one rank: losses of two steps, and the gradients of the first."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    deferred: int  # calls of the output layer
+    made: int  # calls whose logits were made after all
+    gathers: int  # of parameters, by hooks of the forward pass
+
+
+def _train(layout: Layout, case: Case, lean: bool) -> Outcome:
+    from megatron_rl_patches.losses import output_layer
+    from megatron_rl_patches.losses.logits import deferred
+    from tests.real.tiny_gpt import Options, Parallelism, build, counting_overlap
+
+    settings = Settings(lean_head_tile_bytes=256)
+    with (
+        applied("lean-head", settings=settings) if lean else nullcontext(),
+        mock.patch.object(output_layer, "defer", wraps=output_layer.defer) as deferrals,
+        mock.patch.object(deferred, "_warn") as made,
+        counting_overlap() as overlap,
+    ):
+        model, optimizer = build(
+            Options(
+                parallelism=Parallelism(**layout.sizes),
+                calculate_per_token_loss=case.calculate_per_token_loss,
+                **layout.flags,
+            )
+        )
+        reports, _ = train_step(case, model)
+        gradients = {
+            f"{number}.{name}": parameter.main_grad.clone()
+            for number, chunk in enumerate(model)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        }
+        optimizer.step()
+        reports += train_step(case, model)[0]
+        losses = [float(report["loss"][0]) for report in reports]
+        return Outcome(losses, gradients, deferrals.call_count, made.call_count, overlap.param_gathers)
+
+
+def _compare(layout: Layout) -> dict[str, tuple[Outcome, Outcome]]:
+    with cpu_backend():
+        return {
+            name: (_train(layout, case, False), _train(layout, case, True)) for name, case in CASES.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
+)
+def test_trains_as_without(name: str) -> None:
+    layout = LAYOUTS[name]
+    bound = 0.03 if layout.flags.get("bf16") else 1e-5
+    deferred = 0
+    for outcomes in spawn_ranks(_compare, layout.ranks, layout, timeout=240):
+        for case, (without, lean) in outcomes.items():
+            assert lean.losses == pytest.approx(without.losses, rel=10 * bound), case
+            assert lean.gathers == without.gathers, case
+            assert (without.deferred, lean.made) == (0, 0), case
+            deferred += lean.deferred
+            for parameter, expected in without.gradients.items():
+                error = (lean.gradients[parameter] - expected).norm()
+                assert error <= bound * expected.norm() + 1e-9, (case, parameter)
+    assert deferred > 0
+    if name == "DP 2":
+        assert lean.gathers > 0
