@@ -62,12 +62,12 @@ class Mode:
 
 
 SETUPS = [
-    Setup(2048, 1024, 32768, torch.float32),
-    Setup(1024, 1024, 151936, torch.float32),
-    Setup(1024, 1024, 151936, torch.bfloat16),
+    Setup(1024, 1024, 32768, torch.float32),
+    Setup(512, 512, 151936, torch.float32),
+    Setup(512, 512, 151936, torch.bfloat16),
 ]
 # Memory alone, at the sizes of real runs.
-LARGE = [Setup(8192, 512, 65536, torch.float32), Setup(4096, 512, 151936, torch.bfloat16)]
+LARGE = [Setup(8192, 256, 65536, torch.float32), Setup(4096, 256, 151936, torch.bfloat16)]
 QUICK = [Setup(256, 64, 8192, torch.float32)]
 MODES = [
     Mode("all rows"),

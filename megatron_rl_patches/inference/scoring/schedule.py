@@ -14,9 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
-from ..._chunks import SYNC_FUNCTIONS, as_chunks
+from ..._chunks import SYNC_FUNCTIONS, as_chunks, unwrap
 from ..._scoped import replaced
 from ...errors import InvalidInputError
+from ...losses.logits.deferred import hide_columns
+from ...losses.output_layer import deferring
 from ..build.meta_device import rng_tracker_that_does_not_fork
 from ..build.rng import cuda_rng_tracker
 from .microbatches import Microbatch, parse_microbatches
@@ -96,7 +98,8 @@ def forward_only(
             batches: Iterator[Microbatch], chunk: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[..., Any] | None]:
             batch = next(batches)
-            output = (forward or context_parallel.forward)(chunk, batch.fields)
+            with deferring(unwrap(chunk)):
+                output = (forward or context_parallel.forward)(chunk, batch.fields)
             if chunk is chunks[-1]:
                 bar.update()
             if not _attribute(chunk, "post_process", True):
@@ -224,7 +227,7 @@ def _scored(
         group = None
     if vocab_size is not None:
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
-        logits_bsv[..., max(0, vocab_size - first_id) :] = float("-inf")
+        logits_bsv = hide_columns(logits_bsv, max(0, vocab_size - first_id))
     return score(batch, logits_bsv.flatten(0, 1), group)
 
 

@@ -123,6 +123,25 @@ def dense(logits: Tensor) -> Tensor:
     return logits
 
 
+def hide_columns(logits: Tensor, start: int) -> Tensor:
+    """Set the columns from ``start`` on to -inf, so that their tokens have probability zero; without a graph.
+
+    Ordinary logits are overwritten. Deferred ones stay deferred.
+    """
+    if not isinstance(logits, DeferredLogits) or not logits.is_deferred:
+        logits[..., start:] = float("-inf")
+        return logits
+    old = logits._contents
+    bias = logits.new_zeros(logits.shape[-1]) if old.head.bias is None else old.head.bias.detach().clone()
+    bias[start:] = float("-inf")
+    head, lazy = replace(old.head, bias=bias), old.lazy
+    hidden = torch.arange(start, logits.shape[-1], device=logits.device)
+    contents = _Contents(
+        head, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, hidden, float("-inf"))
+    )
+    return DeferredLogits(contents, logits._positions)
+
+
 class DeferredLogits(Tensor):
     """Logits that have a shape, a dtype and a device, and no values until somebody looks at them.
 

@@ -553,6 +553,19 @@ def test_what_stores_the_values_makes_them_and_says_so(
     assert "which were made" in caplog.text
 
 
+def test_hidden_columns() -> None:
+    """As padding of the vocabulary; they hold -inf, and the logits stay deferred."""
+    tensors = inputs(torch.float32, ())
+    expected = dense_of(tensors) / 2
+    expected[..., V - 30 :] = -float("inf")
+    logits = deferred.hide_columns(logits_of(tensors) / 2, V - 30)
+    assert isinstance(logits, DeferredLogits) and logits.is_deferred
+    values = vocab_parallel_log_probs(logits.view(T, V), TOKENS % (V - 30))
+    assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % (V - 30)), rtol=2e-6)
+    assert torch.equal(logits + 0, expected)
+    assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, V - 30), expected)
+
+
 def test_under_inference_mode() -> None:
     tensors = inputs()
     with torch.inference_mode():
