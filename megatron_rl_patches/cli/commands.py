@@ -234,6 +234,9 @@ def demo(
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")
     ] = False,
+    without_lean_head: Annotated[
+        bool, typer.Option("--without-lean-head", help="Make the logits, with all other patches.")
+    ] = False,
 ) -> None:
     """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.
 
@@ -252,6 +255,7 @@ def demo(
             json_file=json_file,
             plot_file=plot_file,
             without_patches=without_patches,
+            without_lean_head=without_lean_head,
         )
     )
 

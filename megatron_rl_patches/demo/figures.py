@@ -82,12 +82,16 @@ class LearningFigures(Figures):
         solved_per_rollout: fraction of answers with all digits right (exact match).
         divergence_per_rollout: reverse KL divergence from the teachers per token, in nats.
         memory: estimated bytes per rank, by use and place, and by what they hold.
+        logits: bytes of a microbatch's logits in float32, on a rank of the last pipeline stage.
+        makes_logits: whether they exist; with the patch ``lean-head`` they do not.
     """
 
     reward_per_rollout: list[float] = field(default_factory=list)
     solved_per_rollout: list[float] = field(default_factory=list)
     divergence_per_rollout: list[float] = field(default_factory=list)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    logits: int = 0
+    makes_logits: bool = True
 
     def set_memory(self, estimate: MemoryEstimate) -> None:
         for use, footprint in estimate.worst.scenarios.items():
@@ -116,6 +120,8 @@ class LearningFigures(Figures):
         for use, parts in self.memory.items():
             listed = ", ".join(f"{name} {size / 1000:.0f}" for name, size in parts.items())
             rows[f"kB per rank, {use}"] = f"{sum(parts.values()) / 1000:.0f} ({listed})"
+        made = "" if self.makes_logits else " (never made: lean-head)"
+        rows["kB per rank, logits of a microbatch"] = f"{self.logits / 1000:.0f}{made}"
         return rows
 
     def draw(self, left: Any, right: Any) -> None:

@@ -41,6 +41,7 @@ def run_demo(
     json_file: Path | None,
     plot_file: Path | None,
     without_patches: bool,
+    without_lean_head: bool = False,
 ) -> int:
     """Run the demo on this machine, with progress and results on stdout and the ranks' errors on stderr.
 
@@ -63,7 +64,7 @@ def run_demo(
         **os.environ,
         # The patches know the train() of frameworks. The program's own must be named.
         variable_of("train_functions"): _TRAIN_FUNCTION,
-        VARIABLE: "0" if without_patches else "1",
+        VARIABLE: "0" if without_patches else "all,-lean-head" if without_lean_head else "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }

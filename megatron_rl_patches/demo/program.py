@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from . import digits
 from .objectives import policy_loss
-from .policy import answer, build, make_generator, mean_over_ranks
+from .policy import answer, build, make_generator, mean_over_ranks, tensor_parallel_size
 from .teachers import Teachers
 from .training import shuffled, train
 
@@ -30,6 +30,11 @@ class Rollout(NamedTuple):
     exact_match: float
     reverse_kl: float
     steps: int
+
+
+def logits_bytes() -> int:
+    """Return the size of a microbatch's logits in float32 on one rank of the last pipeline stage."""
+    return 4 * _MICROBATCH * digits.LENGTH * digits.VOCABULARY // tensor_parallel_size()
 
 
 def rollouts(count: int, seed: int, teachers: Teachers) -> Iterator[Rollout]:

@@ -95,6 +95,8 @@ def _learn(figures: LearningFigures, count: int, teachers: Teachers) -> None:
     from . import program
 
     figures.set_memory(teachers.memory())
+    figures.logits = program.logits_bytes()
+    figures.makes_logits = not any(s.patch == "lean-head" and s.state == "applied" for s in status())
     with _progress(count) as bar:
         for rollout in program.rollouts(count, figures.seed, teachers):
             figures.add(rollout)

@@ -47,6 +47,7 @@ def run(
     rollouts: int = ROLLOUTS,
     ranks: int = 2,
     without_patches: bool = False,
+    without_lean_head: bool = False,
     **parallel_sizes: int,
 ) -> Run:
     file = folder / "figures.json"
@@ -57,6 +58,7 @@ def run(
         json_file=file,
         plot_file=folder / "reward.png",
         without_patches=without_patches,
+        without_lean_head=without_lean_head,
         **parallel_sizes,
     )
     return Run(code, LearningFigures.read(file) if file.exists() else None, *capture.readouterr())
@@ -105,7 +107,11 @@ def test_the_reward_rises_over_repeated_calls_of_train(
 
     assert figures.patched
     assert figures.error is None
-    assert "megatron.core: 2 applied" in figures.patches
+    assert "reentrant-train (megatron.core: 2 applied" in figures.patches
+    assert "lean-head (megatron.core:" in figures.patches
+    assert not figures.makes_logits
+    assert figures.logits == 4 * 32 * 12 * 12  # answers of a microbatch, tokens, ids
+    assert "(never made: lean-head)" in out.replace("│\n│", "")
     assert (figures.ranks, figures.backend, figures.seed) == (2, "gloo", 0)
     assert figures.steps >= 2 * ROLLOUTS
     assert figures.seconds > 0
@@ -199,6 +205,19 @@ def test_without_patches_a_run_that_does_not_fail_is_a_failure(
     assert "did not appear" in err
     assert figures is not None
     assert figures.error is None
+
+
+@pytest.mark.slow
+def test_without_lean_head_the_rewards_are_the_same(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, figures, _, err = run(capfd, tmp_path, rollouts=4, ranks=1)
+    assert code == 0, err
+    code, others, _, err = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
+    assert code == 0, err
+    assert figures is not None and others is not None
+    assert (figures.makes_logits, others.makes_logits) == (False, True)
+    assert figures.reward_per_rollout == pytest.approx(others.reward_per_rollout, abs=0.01)
 
 
 @pytest.mark.slow

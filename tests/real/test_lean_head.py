@@ -20,11 +20,16 @@ pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
 @dataclass(frozen=True)
 class Layout:
-    """``sizes`` are fields of ``tiny_gpt.Parallelism``, ``flags`` those of ``tiny_gpt.Options``."""
+    """``sizes`` are fields of ``tiny_gpt.Parallelism``, ``flags`` those of ``tiny_gpt.Options``.
+
+    ``fused``: the weight's gradient goes into ``main_grad``, as with ``gradient_accumulation_fusion``. The
+    layer's own way needs a CUDA kernel for that, so in the run without the patch it goes into ``grad``.
+    """
 
     ranks: int = 2
     sizes: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
+    fused: bool = False
 
 
 LAYOUTS = {
@@ -32,6 +37,8 @@ LAYOUTS = {
     "1 rank, tied": Layout(1, flags={"tied": True}),
     "1 rank, frozen": Layout(1, flags={"frozen_head": True}),
     "1 rank, bf16": Layout(1, flags={"bf16": True}),
+    "1 rank, fused": Layout(1, fused=True),
+    "1 rank, tied, fused, bf16": Layout(1, flags={"tied": True, "bf16": True}, fused=True),
     "DP 2": Layout(),
     "TP 2": Layout(sizes={"tp": 2}),
     "TP 2, frozen": Layout(sizes={"tp": 2}, flags={"frozen_head": True}),
@@ -64,6 +71,8 @@ class Outcome:
 
 
 def _train(layout: Layout, case: Case, lean: bool) -> Outcome:
+    from megatron.core.utils import get_attr_wrapped_model
+
     from megatron_rl_patches.losses import output_layer
     from megatron_rl_patches.losses.logits import deferred
     from tests.real.tiny_gpt import Options, Parallelism, build, counting_overlap
@@ -82,6 +91,8 @@ def _train(layout: Layout, case: Case, lean: bool) -> Outcome:
                 **layout.flags,
             )
         )
+        if layout.fused and lean:
+            get_attr_wrapped_model(model[0], "output_layer").gradient_accumulation_fusion = True
         reports, _ = train_step(case, model)
         gradients = {
             f"{number}.{name}": parameter.main_grad.clone()
