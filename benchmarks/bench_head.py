@@ -110,13 +110,13 @@ def _half_kept(x: Inputs) -> Tensor:
     return _deferred(x, keep_bytes=rows * len(x.weight) * x.hidden.element_size() // 2)
 
 
+NAIVE, BASE, HALF_KEPT = "naive autograd", "logits made, `lean-loss`", "deferred, half of the tiles kept"
 WAYS: dict[str, Callable[[Inputs], Tensor]] = {
-    "naive autograd": naive,
-    "logits made, `lean-loss`": made,
+    NAIVE: naive,
+    BASE: made,
     "deferred": _deferred,
-    "deferred, half of the tiles kept": _half_kept,
+    HALF_KEPT: _half_kept,
 }
-BASE = "logits made, `lean-loss`"
 
 
 @dataclass
@@ -174,7 +174,8 @@ def _measure(setup: Setup, seconds: float, with_time: bool) -> Result:
         x = inputs_of(setup, mode)
         gradients = sum(t.nbytes for t in (x.hidden, x.weight) if t.requires_grad)
         peaks, times = result.peak.setdefault(mode.name, {}), result.seconds.setdefault(mode.name, {})
-        ways = WAYS if mode.trains else {name: WAYS[name] for name in list(WAYS)[:3]}
+        left_out = {HALF_KEPT} if not mode.trains else set() if with_time else {NAIVE}
+        ways = {name: way for name, way in WAYS.items() if name not in left_out}
         for name, way in ways.items():
             step(way, x, mode)  # compiles
             peaks[name] = live_bytes(lambda: step(way, x, mode)).peak - gradients  # noqa: B023
@@ -244,7 +245,8 @@ def render(results: Sequence[Result], large: Sequence[Result]) -> str:
         f"| --- |{' --- |' * len(WAYS)}",
     ]
     for result in [*large, *results]:
-        cells = [f"{result.peak['all rows'][way] / result.logits_bytes:.3f}" for way in WAYS]
+        peak = result.peak["all rows"]
+        cells = [f"{peak[way] / result.logits_bytes:.3f}" if way in peak else "–" for way in WAYS]
         lines.append(f"| {result.setup} | {' | '.join(cells)} |")
     lines += ["", "## Time", "", "In that of the logits made with `lean-loss`, on one thread.", ""]
     lines += [f"| setup | rows | {' | '.join(WAYS)} |", f"| --- | --- |{' --- |' * len(WAYS)}"]
@@ -270,7 +272,8 @@ def plot(results: Sequence[Result], large: Sequence[Result], file: Path) -> None
     for number, way in enumerate(WAYS):
         label = way.replace("`", "")
         at = [i + number * width for i in range(len(everything))]
-        memory.bar(at, [r.peak["all rows"][way] / r.logits_bytes for r in everything], width, label=label)
+        peaks = [r.peak["all rows"].get(way, 0) / r.logits_bytes for r in everything]
+        memory.bar(at, peaks, width, label=label)
         bars = [(i, s) for i, s in enumerate(results[0].seconds.items()) if way in s[1]]
         duration.bar(
             [i + number * width for i, _ in bars],
@@ -293,11 +296,11 @@ def plot(results: Sequence[Result], large: Sequence[Result], file: Path) -> None
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small shape; writes nothing")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each way and mode")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each way and mode, at least 3 turns")
     options = parser.parse_args(arguments)
     setups, large = (QUICK, QUICK) if options.quick else (SETUPS, LARGE)
     [results] = spawn_ranks(measure, 1, setups, options.seconds, True, timeout=3600, env=WARM_HEAP)
-    [of_large] = spawn_ranks(measure, 1, large, 0.0, False, timeout=3600, env=WARM_HEAP)
+    [of_large] = spawn_ranks(measure, 1, large, 0.0, False, timeout=3600)
     page = render(results, of_large)
     print(page)
     if not options.quick:
