@@ -263,6 +263,10 @@ def render(results: Sequence[Result], large: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _dtype(result: Result) -> str:
+    return str(result.setup.dtype).removeprefix("torch.")
+
+
 def plot(results: Sequence[Result], large: Sequence[Result], file: Path) -> None:
     import matplotlib.pyplot as plt
 
@@ -281,9 +285,10 @@ def plot(results: Sequence[Result], large: Sequence[Result], file: Path) -> None
             width,
             label=label,
         )
-    memory.set_xticks(
-        range(len(everything)), [str(r.setup).replace(", ", "\n", 1) for r in everything], fontsize=6
-    )
+    labels = [
+        str(r.setup).replace(" × ", "\n× ").replace(f", {_dtype(r)}", f"\n{_dtype(r)}") for r in everything
+    ]
+    memory.set_xticks(range(len(everything)), labels, fontsize=6)
     memory.set_ylabel("peak beyond gradients, in float32 logits")
     duration.set_xticks(range(len(MODES)), [mode.name for mode in MODES])
     duration.set_ylabel("time, logits made with lean-loss = 1")
