@@ -274,6 +274,7 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "json_file": Path("figures.json"),
         "plot_file": None,
         "without_patches": True,
+        "without_lean_head": False,
     }
 
 
