@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +13,13 @@ from ._cuda_redirect import Replacements
 
 
 class _State(dict[str, Any]):
-    """State of a parameter, which has a count of steps as soon as it has moments.
+    """State of a parameter to which Megatron gives moments before the first step, but no count of steps."""
 
-    Megatron gives moments to optimizers before the first step, and saves and loads what is in their states.
-    """
-
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        for key, value in (values or {}).items():
-            self[key] = value
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        if "step" not in self:
-            super().__setitem__("step", torch.tensor(0.0))
+    def __missing__(self, key: str) -> Any:
+        if key != "step":
+            raise KeyError(key)
+        self["step"] = torch.tensor(0.0)
+        return self["step"]
 
 
 def _as_fused(init: Callable[..., None]) -> Callable[..., None]:

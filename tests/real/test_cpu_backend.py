@@ -288,8 +288,6 @@ def test_adam_stands_in_for_fused_ones(name: str) -> None:
         if rate_later:
             moments = optimizer.state[parameter]
             moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros(3), torch.zeros(3)
-            # What Megatron saves; it loads what the other optimizer has, the count of steps included.
-            assert {*optimizer.state_dict()["state"][0]} == {"exp_avg", "exp_avg_sq", "step"}
             optimizer.load_state_dict(optimizer.state_dict())
             assert optimizer.state_dict()["state"][0]["step"].item() == 0
             optimizer.param_groups[0]["lr"] = 0.1
