@@ -83,7 +83,7 @@ def language_model_forward(
     Args:
         arguments: the arguments of the call by name.
     """
-    if _returns_no_logits(arguments) or _is_recorded():
+    if _returns_no_logits(arguments):
         with _deferral.enter(_NO_LAYER):
             return wrapped(*args, **kwargs)
     layer = getattr(model, "output_layer", None)
@@ -96,7 +96,7 @@ def column_parallel_forward(
 ) -> Any:
     """Return deferred logits if the layer is to defer and can, and otherwise what it returns itself."""
     deferral = _deferral.get()
-    if deferral is None or layer is not deferral.layer:
+    if deferral is None or layer is not deferral.layer or _is_recorded():
         return wrapped(*args, **kwargs)
     return _deferred_output(deferral, layer, *args, **kwargs) or wrapped(*args, **kwargs)
 
@@ -204,7 +204,9 @@ class _MainGradient:
         main: Tensor | None = getattr(self._weight, "main_grad", None)
         return main
 
-    def added(self) -> Tensor:
+    def added(self) -> Tensor | None:
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
         # Hooks of DDP expect a gradient, and ignore its values where this attribute says so. A weight that
         # an embedding has as well gets that gradient added to this one.
         self._weight.grad_added_to_main_grad = True

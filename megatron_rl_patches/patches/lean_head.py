@@ -38,8 +38,8 @@ class LeanHeadOptions:
     Attributes:
         lean_head_tile_bytes: how much memory the logits of one tile take; 0: 64 MiB on a CPU, 512 MiB on a
             GPU.
-        lean_head_keep_bytes: how much memory forward may fill with logits of each microbatch that backward
-            then need not compute again.
+        lean_head_keep_bytes: how much memory forward may fill with logits in each call of a loss, which
+            backward then need not compute again.
 
     Raises:
         PatchError: a number is negative.

@@ -35,7 +35,7 @@ def checked_source(
     index = _valid_rows(rows, logits)
     source: LogitSource
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
-        source = logits.source(index, options.block_bytes)
+        source = logits.source(index, options.block_bytes, options.inplace_backward)
         options = replace(options, temperature=options.temperature * logits.divisor)
     else:
         logits = dense(logits)

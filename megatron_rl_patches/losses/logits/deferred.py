@@ -119,6 +119,7 @@ def defer(
 def dense(logits: Tensor) -> Tensor:
     """Return ordinary logits: deferred ones are computed, without a warning, and others returned."""
     if isinstance(logits, DeferredLogits):
+        logits._contents.before_write()  # by whoever gets them
         return cast("Tensor", _ToDense.apply(logits))  # type: ignore[no-untyped-call]
     return logits
 
@@ -157,7 +158,6 @@ class DeferredLogits(Tensor):
 
     _contents: _Contents
     _positions: Tensor  # int64, in the shape of this tensor without its last dimension
-    _made_with_grad: bool
 
     @staticmethod
     def __new__(cls, contents: _Contents, positions: Tensor) -> DeferredLogits:
@@ -173,7 +173,6 @@ class DeferredLogits(Tensor):
             device=head.hidden.device,
         )
         self._contents, self._positions = contents, positions
-        self._made_with_grad = torch.is_grad_enabled()
         return self
 
     @property
@@ -182,12 +181,16 @@ class DeferredLogits(Tensor):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether nobody has looked at the values, and the gradient is that of the rows.
+        """Whether a loss may compute values and gradients in tiles, past these logits and their graph.
 
-        The output of an autograd function, which runs without grad mode, may have another gradient.
+        Nobody has looked at the values or waits for the gradient, and between the output layer and here there
+        are only operations whose gradient is known: no autograd function, for instance, that has its own.
         """
-        followed = self._made_with_grad or not (self.requires_grad and torch.is_grad_enabled())
-        return self._contents.values is None and followed and not self._contents.head.has_hooks
+        contents = self._contents
+        if contents.values is not None or contents.head.has_hooks:
+            return False
+        has_gradient = self.requires_grad and torch.is_grad_enabled()
+        return not has_gradient or _comes_from(self.grad_fn, contents.head)
 
     @property
     def _rows(self) -> Tensor:
@@ -195,7 +198,9 @@ class DeferredLogits(Tensor):
         rows = self._contents.rows
         return self._positions if rows is None else rows[self._positions]
 
-    def source(self, index: slice | Tensor, block_bytes: int | None = None) -> HeadLogits:
+    def source(
+        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> HeadLogits:
         """Return rows of these logits ``[T, V / tp]`` for the functions that read tiles."""
         head = self._contents.head
         head.check_unchanged()
@@ -204,7 +209,13 @@ class DeferredLogits(Tensor):
         if self._contents.rows is None and isinstance(index, slice) and numbers.stride() == (1,):
             rows = slice(numbers.storage_offset(), numbers.storage_offset() + len(numbers))
         keeps = torch.is_grad_enabled() and self.requires_grad
-        source = replace(head.all_rows(), index=rows, block_bytes=block_bytes, keeps=keeps)
+        source = replace(
+            head.all_rows(),
+            index=rows,
+            block_bytes=block_bytes,
+            inplace_backward=inplace_backward,
+            keeps=keeps,
+        )
         return source if self.requires_grad else source.detached()
 
     # --- operations
@@ -234,10 +245,12 @@ class DeferredLogits(Tensor):
         writes = func._schema.is_mutable
         made: dict[int, DeferredLogits] = {}
 
+        aliases = writes or any(result.alias_info for result in func._schema.returns)
+
         def make(logits: DeferredLogits) -> Tensor:
-            if writes:
-                logits._contents.before_write()
             values = logits._make(str(func))
+            if aliases:
+                logits._contents.before_write()
             made[id(values)] = logits
             return values
 
@@ -321,6 +334,7 @@ class _Head:
     has_hooks: bool = False
 
     def __post_init__(self) -> None:
+        self.token = object()  # by which a graph is known to begin here
         self._versions = self._version()
 
     def all_rows(self) -> HeadLogits:
@@ -334,9 +348,9 @@ class _Head:
                 "used: compute what needs the logits first, for instance before the optimizer's step"
             )
 
-    def _version(self) -> list[int]:
+    def _version(self) -> list[tuple[int, int]]:
         tensors = (self.hidden, self.weight, self.bias)
-        return [t._version for t in tensors if t is not None and not t.is_inference()]
+        return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
 
 
 class _Lazy:
@@ -345,11 +359,19 @@ class _Lazy:
     def __init__(self, head: _Head, compute: Callable[[], Tensor]) -> None:
         self._head, self._compute = head, compute
         self.values: Tensor | None = None
+        #: Values that are computed from these, which must not have been overwritten by then.
+        self.copies: weakref.WeakSet[_Lazy] = weakref.WeakSet()
 
     def get(self) -> Tensor:
         if self.values is None:
+            hidden = self._head.hidden
             self._head.check_unchanged()
-            with torch.no_grad():
+            # Whoever looks first must not decide what others see.
+            with (
+                torch.inference_mode(hidden.is_inference()),
+                torch.no_grad(),
+                torch.autocast(hidden.device.type, enabled=False),
+            ):
                 values = self._compute().detach()
             self.values = values.reshape(-1, values.shape[-1])
             del self._compute  # and what it refers to
@@ -363,6 +385,7 @@ class _Contents:
         rows: int64 ``[n]``, rows of the head's logits ``[T, V / tp]``; ``None``: all of them, in order.
         divisor: what they have been divided by.
         lazy: their values, which an operation in place replaces or overwrites.
+        has_graph: whether gradients flow through them.
     """
 
     def __init__(
@@ -375,7 +398,7 @@ class _Contents:
     ) -> None:
         self.head, self.rows, self.dtype, self.divisor = head, rows, dtype, divisor
         self.lazy = _Lazy(head, compute)
-        self.copies: weakref.WeakSet[_Contents] = weakref.WeakSet()
+        self.has_graph = False
 
     @property
     def values(self) -> Tensor | None:
@@ -387,14 +410,14 @@ class _Contents:
 
     def divide_in_place(self, divide: Callable[[Tensor], Tensor], divisor: float) -> None:
         """Note a division; copies that were taken before keep the values of before."""
-        before, has_copies = self.lazy, len(self.copies) > 0
+        before, has_copies = self.lazy, len(self.lazy.copies) > 0
         self.lazy = _Lazy(self.head, lambda: divide(before.get().clone() if has_copies else before.get()))
         self.divisor *= divisor
 
     def before_write(self) -> None:
         """Compute the copies that were taken of these values before they are overwritten."""
-        for contents in list(self.copies):
-            contents.lazy.get()
+        for lazy in list(self.lazy.copies):
+            lazy.get()
 
 
 class _Defer(torch.autograd.Function):
@@ -405,12 +428,14 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+        ctx.token = head.token
         tensors, ctx.restore = head.all_rows().saved()
         ctx.save_for_backward(*tensors)
         shape = hidden.shape[:-1]
         positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
-        with torch.enable_grad():
-            return DeferredLogits(_Contents(head, None, hidden.dtype, 1.0, head.layer), positions)
+        contents = _Contents(head, None, hidden.dtype, 1.0, head.layer)
+        contents.has_graph = any(ctx.needs_input_grad)
+        return DeferredLogits(contents, positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -435,7 +460,7 @@ class _ToDense(torch.autograd.Function):
 
 def _sum(logits: DeferredLogits) -> Tensor:
     """Return the sum of all logits, which some losses multiply by zero to reach every parameter."""
-    source = logits.flatten(0, -2).source(slice(None))  # type: ignore[attr-defined]
+    source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
     return (sum_of_logits(source) / logits.divisor).to(logits.dtype)
 
 
@@ -448,6 +473,30 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
     if place not in _warned:
         _warned.add(place)
         _log.warning("%s at %s:%d looks at deferred logits %s, which were made", *place, list(logits.shape))
+
+
+#: Nodes of a graph that select rows, convert or divide.
+_KNOWN_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Alias", "AsStrided", "Cat", "Clone", "Div", "Index", "IndexSelect", "Permute", "Select", "Slice"),
+        *("Split", "SplitWithSizes", "Squeeze", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
+        "View",
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
+
+
+def _comes_from(node: Any, head: _Head) -> bool:
+    """Whether a graph leads from the output layer here by nothing but operations that are followed."""
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if getattr(node, "token", None) is head.token:
+            continue
+        if node is None or node.name() not in _KNOWN_NODES:
+            return False
+        nodes += [source for source, _ in node.next_functions if source is not None]
+    return True
 
 
 def _is_library(file: str) -> bool:
@@ -484,7 +533,8 @@ def _derived(
         lambda: compute(*(value() for value in values)),
     )
     for parent in parents:
-        parent._contents.copies.add(contents)
+        parent._contents.lazy.copies.add(contents.lazy)
+        contents.has_graph |= parent.requires_grad and torch.is_grad_enabled()
     return DeferredLogits(contents, torch.arange(rows.numel(), device=rows.device).view(rows.shape))
 
 
@@ -541,10 +591,14 @@ def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits |
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
-    number = _number(divisor, logits)
-    if number is None or logits._positions.numel() != len(logits._contents):
+    contents, shape = logits._contents, logits.shape
+    # Without grad mode the values change, and their gradient does not.
+    past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.requires_grad)
+    if past_the_graph or logits._positions.numel() != len(contents):
         return None
-    logits._contents.divide_in_place(lambda values: func(values.view(logits.shape), divisor), number)
+    if (number := _number(divisor, logits)) is None:
+        return None
+    contents.divide_in_place(lambda values: func(values.view(shape), divisor), number)
     return logits
 
 
@@ -552,6 +606,7 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     """Return what all logits are divided by, also if it is given for each row; ``None``: no such number."""
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
+        per_row = per_row and _broadcasts(divisor, logits)
         if not per_row or divisor.requires_grad or isinstance(divisor, DeferredLogits) or not divisor.numel():
             return None
         lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
@@ -559,6 +614,12 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf"):
         return None
     return float(divisor)
+
+
+def _broadcasts(divisor: Tensor, logits: Tensor) -> bool:
+    """Whether the quotient has the shape of the logits."""
+    leading = logits.shape[-divisor.dim() :] if divisor.dim() <= logits.dim() else ()
+    return all(a in (1, b) for a, b in zip(divisor.shape, leading, strict=bool(divisor.dim())))
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:

@@ -34,7 +34,7 @@ class MainGradient(Protocol):
     def buffer(self) -> Tensor | None:
         """Return the tensor ``[V / tp, h]`` to add to, or ``None`` if the gradient goes to autograd."""
 
-    def added(self) -> Tensor:
+    def added(self) -> Tensor | None:
         """Return what autograd gets in place of the gradient, which has been added to the buffer."""
 
 

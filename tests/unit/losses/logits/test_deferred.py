@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
@@ -27,7 +30,9 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits import deferred
+from megatron_rl_patches.losses.logits.checks import checked_source
 from megatron_rl_patches.losses.logits.head import HeadLogits, TileOptions
+from megatron_rl_patches.losses.logits.options import VocabParallelOptions
 
 from .dense import IGNORE
 from .pairwise import pairwise
@@ -382,6 +387,12 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "comparison": lambda x: (x > 0).float() * x,
     "logsumexp": lambda x: x[0].logsumexp(-1),
     "rounded": lambda x: x.half().float(),
+    "whole, in place, past the graph": lambda x: [x.detach().div_(2), x + 0][1],
+    "a larger quotient": lambda x: x[:1] / torch.full((3, 1, 1), 2.0),
+    "copies of copies": lambda x: [x.clone().clone(), x.mul_(0)][0],
+    "copies of a division": lambda x: [(x / 2)[0], x.zero_()][0],
+    "copies before a division in place": lambda x: [x.clone().clone(), x.div_(2), x + 0][0],
+    "a copy before an alias is written": lambda x: [x.clone(), x.max(), x.view(-1).mul_(0)][0],
     "written": lambda x: x.view(T, V).index_fill(0, torch.tensor([3]), 1.0),
     "stacked": lambda x: torch.stack([x[0], x[1]]),
     "as it was before a write": lambda x: [x.clone(), x.div_(2), x.mul_(3.0)][0],
@@ -445,6 +456,7 @@ def test_a_sum_reaches_every_parameter() -> None:
     """``0 * logits.sum()`` keeps ranks without a sample in step."""
     tensors = inputs(torch.float64)
     assert_same(lambda x: (x[0] / 1.5).sum() * 0.3, tensors, 1e-10)
+    assert_same(lambda x: x[0, 1].sum(), tensors, 1e-10)
     assert_same(lambda x: x.view(T, V)[torch.tensor([3, 3, 1])].sum(), tensors, 1e-10)
 
 
@@ -477,14 +489,76 @@ class ThreeTimes(torch.autograd.Function):
     [
         lambda x: ExpOfRows.apply(x[0, 1:5]),
         lambda x: vocab_parallel_log_probs(ThreeTimes.apply(x[1]), TOKENS[1:4]),
+        lambda x: vocab_parallel_log_probs(ThreeTimes.apply(x[1])[:2].view(2, V) / 2, TOKENS[1:3]),
     ],
-    ids=["values", "rows"],
+    ids=["values", "rows", "rows of its rows"],
 )
 def test_an_autograd_function_has_its_own_gradient(function: Callable[[Tensor], Tensor]) -> None:
     tensors = inputs()
     expected = run(function, dense_of(tensors), tensors)
     for a, b in zip(expected, run(function, logits_of(tensors), tensors), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
+    tensors = inputs()
+    leaf = logits_of(tensors).detach().requires_grad_()
+    vocab_parallel_log_probs(leaf.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0
+    assert all(tensor.grad is None for tensor in tensors.values())
+
+
+def test_made_inside_reentrant_checkpointing() -> None:
+    tensors = inputs(torch.float64)
+
+    def loss(make: Callable[..., Tensor]) -> list[Tensor]:
+        def layer(hidden: Tensor) -> Tensor:
+            return make(hidden.sin(), tensors["weight"]).view(T, V)
+
+        logits = checkpoint(layer, tensors["hidden"], use_reentrant=True)
+        for tensor in tensors.values():
+            tensor.grad = None
+        vocab_parallel_log_probs(logits, TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+        return [tensors[name].grad.clone() for name in ("hidden", "weight")]  # type: ignore[union-attr]
+
+    for a, b in zip(loss(linear), loss(deferred_logits), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.view(T, V),
+        lambda x: x.view(T, V) / 2,
+        lambda x: x.div_(2).view(T, V),
+        lambda x: x.float()[0],
+        lambda x: x.view(T, V)[torch.tensor([1, 3])],
+    ],
+)
+def test_nothing_outlives_its_users(use: Callable[[Tensor], Tensor]) -> None:
+    """Without the garbage collector, which Megatron can run by hand."""
+    tensors = inputs()
+    hidden = tensors["hidden"] * 1
+    logits = deferred_logits(hidden, tensors["weight"])
+    alive = [weakref.ref(hidden), weakref.ref(logits)]
+    gc.disable()
+    try:
+        rows = use(logits)
+        loss = vocab_parallel_log_probs(rows, TOKENS[: len(rows)]).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        del hidden, logits, rows, loss
+        assert [reference() for reference in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_size_of_the_collective_does_not_tell_who_has_looked() -> None:
+    for look in (False, True):
+        logits = logits_of(inputs())
+        if look:
+            logits.max()
+        source, _ = checked_source(logits.view(T, V), None, None, VocabParallelOptions(inplace_backward=True))
+        assert source.claim().asked_for
 
 
 @pytest.mark.parametrize("retains", [False, True])
