@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..losses.logits.row_selection import selects_rows, viewed_rows
+
 aten = torch.ops.aten
-_MASKS = (torch.bool, torch.uint8)
 R = TypeVar("R")
 
 
@@ -151,25 +152,16 @@ def call_with_rows(function: Callable[[Tensor], R], logits: Tensor, on_logits: C
 
 
 def _select(func: Any, tensor: LogitRows, *args: Any, **kwargs: Any) -> Any:
-    """Apply the operator to a matrix with the row's number in every column, which takes no memory."""
-    width = tensor.shape[-1]
-    row_numbers = tensor.rows.unsqueeze(-1).expand(*tensor.shape)
-    try:
-        result = func(row_numbers, *args, **kwargs)
-    except RuntimeError:  # a view that would put columns among rows
-        return None
-    parts = list(result) if isinstance(result, (list, tuple)) else [result]
-    # The dimension of the columns is the one of stride 0. It is last, and whole.
-    if any(part.dim() == 0 or part.shape[-1] != width or part.stride(-1) != 0 for part in parts):
-        return None
-    selected = [LogitRows(tensor.source, part[..., 0], tensor.divisor) for part in parts]
-    return selected if isinstance(result, (list, tuple)) else selected[0]
+    rows = viewed_rows(func, tensor.rows, tensor.shape[-1], *args, **kwargs)
+    if isinstance(rows, list):
+        return [LogitRows(tensor.source, part, tensor.divisor) for part in rows]
+    return None if rows is None else LogitRows(tensor.source, rows, tensor.divisor)
 
 
 def _index(func: Any, tensor: LogitRows, indices: Sequence[Tensor | None]) -> LogitRows | None:
-    # A mask takes as many dimensions as it has, and anything else one. The last dimension must be left.
-    dimensions = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
-    if sum(dimensions) >= tensor.dim() or any(index is not None and index.is_cuda for index in indices):
+    if not selects_rows(indices, tensor.dim()) or any(
+        index is not None and index.is_cuda for index in indices
+    ):
         return None
     return LogitRows(tensor.source, func(tensor.rows, indices), tensor.divisor)
 

@@ -56,7 +56,7 @@ def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0)
         tile_bytes: see :func:`.deferred_logits`; so is ``keep_bytes``.
     """
     layer = getattr(model, "output_layer", None)
-    if layer is None or not is_output_layer(layer):
+    if layer is None or not _is_column_parallel(layer):
         yield
         return
     own = functools.partial(type(layer).forward, layer)
@@ -109,8 +109,8 @@ def loss_of_labels(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: d
         return wrapped(*args, **kwargs)
 
 
-def is_output_layer(layer: Any) -> bool:
-    """Return whether a layer is Megatron's own linear layer, split over the vocabulary."""
+def _is_column_parallel(layer: Any) -> bool:
+    """Whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
     return any(base.__name__ == "ColumnParallelLinear" for base in type(layer).__mro__)
 
 

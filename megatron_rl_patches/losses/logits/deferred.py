@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
 from .head import HeadLogits, TileOptions, sum_of_logits
+from .row_selection import selects_rows, viewed_rows
 from .sequence_parallel import gather_sequence, sum_gradient
 
 aten = torch.ops.aten
-_MASKS = (torch.bool, torch.uint8)
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class DeferredLogits(Tensor):
             index=rows,
             block_bytes=block_bytes,
             inplace_backward=inplace_backward,
-            keeps=keeps,
+            keeps_tiles=keeps,
         )
         return source if self.requires_grad else source.detached()
 
@@ -243,9 +243,8 @@ class DeferredLogits(Tensor):
                 if result is not None:
                     return result
         writes = func._schema.is_mutable
-        made: dict[int, DeferredLogits] = {}
-
         aliases = writes or any(result.alias_info for result in func._schema.returns)
+        made: dict[int, DeferredLogits] = {}
 
         def make(logits: DeferredLogits) -> Tensor:
             values = logits._make(str(func))
@@ -523,11 +522,10 @@ def _derived(
     """
     old = parents[0]._contents
     values = [parent._as_of_now() for parent in parents]
+    is_all = rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
     contents = _Contents(
         old.head,
-        None
-        if rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
-        else rows.flatten(),
+        None if is_all else rows.flatten(),
         dtype or old.dtype,
         old.divisor if divisor is None else divisor,
         lambda: compute(*(value() for value in values)),
@@ -539,19 +537,10 @@ def _derived(
 
 
 def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Apply the operation to a matrix with the row's position in every column, which takes no memory."""
-    width = logits.shape[-1]
-    matrix = logits._positions.unsqueeze(-1).expand(*logits.shape)
-    try:
-        result = func(matrix, *args, **kwargs)
-    except RuntimeError:  # a view that would put columns among rows
-        return None
-    parts = list(result) if isinstance(result, (list, tuple)) else [result]
-    # The dimension of the columns is the one of stride 0. It is last, and whole.
-    if any(part.dim() == 0 or part.shape[-1] != width or part.stride(-1) != 0 for part in parts):
-        return None
-    views = [DeferredLogits(logits._contents, part[..., 0]) for part in parts]
-    return views if isinstance(result, (list, tuple)) else views[0]
+    positions = viewed_rows(func, logits._positions, logits.shape[-1], *args, **kwargs)
+    if isinstance(positions, list):
+        return [DeferredLogits(logits._contents, part) for part in positions]
+    return None if positions is None else DeferredLogits(logits._contents, positions)
 
 
 def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
@@ -559,9 +548,7 @@ def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Defer
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
-    # A mask takes as many dimensions as it has, and anything else one. The last dimension must be left.
-    dimensions = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
-    if sum(dimensions) >= logits.dim():
+    if not selects_rows(indices, logits.dim()):
         return None
     return _derived([logits], func(logits._rows, indices), lambda values: func(values, indices))
 

@@ -24,7 +24,6 @@ from .source import Inputs, Tile, TileGradient
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
 _ALIGNMENT = 256  # of a tile's columns, see softmax.stretches
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 _CONVERTED_COLUMNS = 512  # that are converted to float32 at a time, where there is no mixed product
 
 
@@ -69,7 +68,8 @@ class HeadLogits:
         index: the ``n`` selected rows; a row may occur more than once.
         block_bytes: see :class:`.SelectedRows`.
         inplace_backward: whether the caller asked for it; there is nothing to overwrite.
-        kept: tiles that were kept in forward, by their first row and column.
+        keeps_tiles: whether a backward will come, for which tiles may be kept.
+        kept_tiles: those that were, by their first row and column.
     """
 
     hidden: Tensor
@@ -79,8 +79,8 @@ class HeadLogits:
     options: TileOptions
     block_bytes: int | None = None
     inplace_backward: bool = False
-    keeps: bool = False
-    kept: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    keeps_tiles: bool = False
+    kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -107,7 +107,9 @@ class HeadLogits:
         """Whether the hidden states alone have a gradient."""
         has_bias_gradient = self.bias is not None and self.bias.requires_grad
         return (
-            self.keeps and self.hidden.requires_grad and not (self.weight.requires_grad or has_bias_gradient)
+            self.keeps_tiles
+            and self.hidden.requires_grad
+            and not (self.weight.requires_grad or has_bias_gradient)
         )
 
     def claim(self) -> StorageClaim:
@@ -119,12 +121,12 @@ class HeadLogits:
             self.options,
             self.block_bytes,
             self.inplace_backward,
-            self.kept,
+            self.kept_tiles,
         )
 
         def restore(hidden: Tensor, weight: Tensor, bias: Tensor | None, row_numbers: Any) -> HeadLogits:
             index = row_numbers if fixed is None else fixed
-            return HeadLogits(hidden, weight, bias, index, options, block_bytes, in_place, kept=kept)
+            return HeadLogits(hidden, weight, bias, index, options, block_bytes, in_place, kept_tiles=kept)
 
         index = None if isinstance(self.index, slice) else self.index
         return (*self.inputs, index), restore
@@ -133,18 +135,18 @@ class HeadLogits:
         hidden_nh, weight = self._selected_hidden(), self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         row_ranges, column_ranges = self._cut()
-        size = (row_ranges[0].stop if row_ranges else 0) * column_ranges[0].stop
+        size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
-        left = self.options.keep_bytes if self.keeps and not self.is_frozen else 0
+        left = self.options.keep_bytes if self.keeps_tiles and not self.is_frozen else 0
         for columns in column_ranges:
             for rows in row_ranges:
                 shape = rows.stop - rows.start, columns.stop - columns.start
                 place = rows.start, columns.start
-                logits = self.kept.pop(place, None)
+                logits = self.kept_tiles.pop(place, None)
                 if logits is None:
                     left -= shape[0] * shape[1] * hidden_nh.element_size()
                     if left >= 0:
-                        logits = self.kept[place] = hidden_nh.new_empty(shape)
+                        logits = self.kept_tiles[place] = hidden_nh.new_empty(shape)
                     else:
                         buffer = hidden_nh.new_empty(size) if buffer is None else buffer
                         logits = buffer[: shape[0] * shape[1]].view(shape)
@@ -161,13 +163,13 @@ class HeadLogits:
         sums = _Gradients(self, self._selected_hidden(), needed)
         for tile in self.tiles():
             sums.add(tile.rows, tile.columns, compute(tile, True))
-        return sums.hidden(), sums.weight(), sums.bias()
+        return sums.totals()
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
         sums = _Gradients(self, self._selected_hidden(), needed)
         sums.add(slice(0, self.n), slice(0, self.width), gradient)
-        return sums.hidden(), sums.weight(), sums.bias()
+        return sums.totals()
 
     def spread(self, of_selected: Tensor) -> Tensor:
         """Return the gradient of all hidden states ``[T, h]`` from that of the selected rows."""
@@ -206,7 +208,7 @@ class _Gradients:
 
     def __init__(self, head: HeadLogits, hidden_nh: Tensor, needed: Sequence[bool]) -> None:
         self._head, self._hidden_nh, self._weight = head, hidden_nh, head.weight.detach()
-        self._needs_hidden, self._needs_weight, self._needs_bias = needed
+        self._needs_weight = needed[1]
         self._of_hidden = hidden_nh.new_zeros(hidden_nh.shape, dtype=head.dtype) if needed[0] else None
         main = head.options.main_gradient
         self._main = main.buffer() if main is not None and self._needs_weight else None
@@ -239,16 +241,16 @@ class _Gradients:
         if rows.stop == len(self._hidden_nh):
             self._of_weight[columns] = self._of_columns
 
-    def hidden(self) -> Tensor | None:
-        return None if self._of_hidden is None else self._head.spread(self._of_hidden)
-
-    def weight(self) -> Tensor | None:
-        main = self._head.options.main_gradient
-        return self._of_weight if self._main is None or main is None else main.added()
-
-    def bias(self) -> Tensor | None:
-        bias = self._head.bias
-        return None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype)
+    def totals(self) -> Inputs:
+        """Return the gradients of hidden states, weight and bias, in their dtypes."""
+        head, main, of_weight = self._head, self._head.options.main_gradient, self._of_weight
+        if self._main is not None and main is not None:
+            of_weight = main.added()
+        return (
+            None if self._of_hidden is None else head.spread(self._of_hidden),
+            of_weight,
+            None if self._of_bias is None or head.bias is None else self._of_bias.to(head.bias.dtype),
+        )
 
 
 def sum_of_logits(head: HeadLogits) -> Tensor:

@@ -209,9 +209,10 @@ class LogProbsAndEntropy(torch.autograd.Function):
         exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
         log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
         softmaxes = [_softmax(one, source.dtype) for one in merged]
-        entropy = None
+        entropy = mean_z = None
         if options.with_entropy:
-            entropy = merged[-1][1].log1p() - merged[-1][2] / (1.0 + merged[-1][1])
+            mean_z = merged[-1][2] / (1.0 + merged[-1][1])
+            entropy = merged[-1][1].log1p() - mean_z
             entropy = torch.where(valid, entropy, 0.0).to(source.dtype)
             if not options.entropy_grad:
                 ctx.mark_non_differentiable(entropy)
@@ -219,7 +220,6 @@ class LogProbsAndEntropy(torch.autograd.Function):
 
         ctx.options, ctx.claim, ctx.has_derivatives = options, claim, derivatives is not None
         if derivatives is not None:
-            mean_z = merged[-1][2] / (1.0 + merged[-1][1]) if options.with_entropy else None
             whole = WholeSoftmax(max_logit, 1.0 + sum_exp_minus_1, mean_z, exact_log_prob, target_logit)
             save_source(ctx, source, valid, *derivatives.finish(local_target, whole))
             return log_prob, entropy
@@ -247,13 +247,13 @@ def _local_statistics(
 
     The logit of a target that another rank has is -inf.
     """
-    found: dict[int, list[list[Tensor]]] = {}  # of the tiles with the same rows, by the first of these
+    by_first_row: dict[int, list[list[Tensor]]] = {}  # tiles with the same rows belong together
     target_logit = torch.full((source.n,), float("-inf"), dtype=torch.float64, device=source.device)
     for tile in source.tiles():
         column = _column_in_tile(local_target, tile)
         mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
         statistics = softmax.statistics(tile.logits, column, mask, options)
-        found.setdefault(tile.rows.start, []).append(statistics)
+        by_first_row.setdefault(tile.rows.start, []).append(statistics)
         selected = tile.logits
         logit = selected.logits[selected.row_indices, column.clamp(min=0)].double()
         target_logit[tile.rows] = torch.where(column < 0, target_logit[tile.rows], logit)
@@ -261,7 +261,7 @@ def _local_statistics(
             derivatives.add(tile, statistics[-1][0], column)
     of_rows = [
         [_merged(parts, options.temperature) for parts in zip(*of_tiles, strict=True)]
-        for of_tiles in found.values()
+        for of_tiles in by_first_row.values()
     ]
     return [torch.cat(parts, dim=1) for parts in zip(*of_rows, strict=True)], target_logit
 

@@ -50,22 +50,21 @@ def _largest_of_rank(source: LogitSource, k: int, temperature: float) -> tuple[T
 
     A candidate that a later tile displaces moves to the tail.
     """
-    found: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by the first row of the tile
+    by_first_row: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for tile in source.tiles():
         width = tile.columns.stop - tile.columns.start
         logits, columns, tail = topk_blocks.largest(tile.logits, min(k, width), temperature)
         columns += tile.columns.start
-        if earlier := found.get(tile.rows.start):
+        if earlier := by_first_row.get(tile.rows.start):
             # Tiles come in the order of their columns, so of equal logits the lowest column stays first.
             logits, order = torch.cat([earlier[0], logits], 1).sort(dim=1, descending=True, stable=True)
             columns = torch.cat([earlier[1], columns], 1).gather(1, order)
             displaced = logits[:, k:].T.double()
-            parts = [torch.stack([displaced, torch.zeros_like(displaced)], 1)]
-            parts += [part[None].double() for part in (earlier[2], tail)]
-            tail = merge(torch.cat(parts), temperature).to(tail.dtype)
-            tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
-        found[tile.rows.start] = logits[:, :k], columns[:, :k], tail
-    of_logits, of_columns, of_tail = zip(*found.values(), strict=True)
+            # Each on its own is a tail without further terms.
+            singles = torch.stack([displaced, torch.zeros_like(displaced)], 1)
+            tail = _merged_tail([earlier[2], tail, *singles], temperature)
+        by_first_row[tile.rows.start] = logits[:, :k], columns[:, :k], tail
+    of_logits, of_columns, of_tail = zip(*by_first_row.values(), strict=True)
     return torch.cat(of_logits), torch.cat(of_columns), torch.cat(of_tail, dim=1)
 
 
@@ -140,7 +139,7 @@ def _statistics_of_rank(
 def _merged_tail(parts: list[Tensor], temperature: float) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    tail = merge(torch.stack(parts).double(), temperature).to(parts[0].dtype)
+    tail = merge(torch.stack([part.double() for part in parts]), temperature).to(parts[0].dtype)
     tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
     return tail
 
