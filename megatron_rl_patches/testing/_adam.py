@@ -22,6 +22,14 @@ class _State(dict[str, Any]):
         return self["step"]
 
 
+def _loaded(values: dict[str, Any]) -> _State:
+    state = _State(values)
+    if isinstance(state.get("step"), torch.Tensor):
+        # Megatron gives all parameters the same tensor, to which each of them would add.
+        state["step"] = state["step"].clone()
+    return state
+
+
 def _as_fused(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def on_cpu(self: Any, params: Any, lr: Any = 1e-3, *args: Any, **kwargs: Any) -> None:
@@ -36,7 +44,7 @@ def _keeping_states(set_state: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_state)
     def on_cpu(self: Any, state: dict[str, Any]) -> None:
         if "state" in state:
-            states = {parameter: _State(values) for parameter, values in state["state"].items()}
+            states = {parameter: _loaded(values) for parameter, values in state["state"].items()}
             state = {**state, "state": defaultdict(_State, states)}
         set_state(self, state)
 

@@ -1,13 +1,14 @@
-"""Names that, without TransformerEngine, megatron-core leaves undefined or calls although it should not."""
+"""What megatron-core gets wrong where there is no TransformerEngine."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import wrapt
@@ -31,26 +32,59 @@ def _known_te_version(original: Any) -> Any:
     return Version("0.0.0")
 
 
-# Module -> an attribute, and what takes the place of its value; an attribute that is missing counts as None.
-_GAPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+def _keeping_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    def set_states(self: Any, parameter: Any, tensors: dict[str, Any]) -> Any:
+        group, position = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][position]]
+        return original(self, parameter, {**tensors, "step": state["step"]} if "step" in state else tensors)
+
+    return set_states
+
+
+def _with_states(state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    def state_dict_of(self: Any) -> Any:
+        if self.init_state_fn is not None and not self.optimizer.state:
+            self.init_state_fn(self.optimizer, self.config)
+        return state_dict(self)
+
+    return state_dict_of
+
+
+class _Gap(NamedTuple):
+    module: str
+    attribute: str
+    adapt: Callable[[Any], Any]  # of the attribute's value to what takes its place; None if it is missing
+
+
+_DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_GAPS = (
     # megatron-core 0.12 calls this without parameters in every optimizer step, and it raises.
-    "megatron.core.fp8_utils": ("_quantize_param_shard_impl", _accepting_no_parameters),
+    _Gap("megatron.core.fp8_utils", "_quantize_param_shard_impl", _accepting_no_parameters),
     # Up to megatron-core 0.18, is_te_min_version compares it with a version, also if it is None.
-    "megatron.core.utils": ("_te_version", _known_te_version),
+    _Gap("megatron.core.utils", "_te_version", _known_te_version),
     # The router compares it with None, but the import that failed has left it undefined.
-    "megatron.core.transformer.moe.moe_utils": ("te_general_gemm", lambda original: original),
-}
+    _Gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original),
+    # Before the first step no state holds the count of steps, so a checkpoint cannot be loaded.
+    _Gap(_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer.state_dict", _with_states),
+    # It wants the count of steps from the checkpoint, where it is missing or old; it has been set before.
+    _Gap(_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", _keeping_steps),
+)
 _undo: ExitStack | None = None  # while the gaps are filled
 
 
 def _fill(module: ModuleType) -> None:
-    if _undo is not None:
-        name, adapt = _GAPS[module.__name__]
-        value = adapt(getattr(module, name, None))
-        _undo.enter_context(mock.patch.object(module, name, value, create=True))
+    if _undo is None:
+        return
+    for gap in _GAPS:
+        if gap.module == module.__name__:
+            *owners, name = gap.attribute.split(".")
+            owner = functools.reduce(getattr, owners, module)
+            value = gap.adapt(getattr(owner, name, None))
+            _undo.enter_context(mock.patch.object(owner, name, value, create=True))
 
 
-for _name in _GAPS:
+_MODULES = {gap.module for gap in _GAPS}
+for _name in _MODULES:
     wrapt.register_post_import_hook(_fill, _name)
 
 
@@ -59,7 +93,7 @@ def filled() -> Iterator[None]:
     """Fill the gaps of modules that are imported, and of those that will be while the context lasts."""
     global _undo
     with ExitStack() as _undo:
-        for name in _GAPS.keys() & sys.modules.keys():
+        for name in _MODULES & sys.modules.keys():
             _fill(sys.modules[name])
         try:
             yield

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from tests.real import tiny_gpt
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SHARDING_TYPE = "distrib_optim_sharding_type"
 
 
 class OfTheHost:
@@ -70,20 +71,7 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
     one of before needs more process groups.
     """
     folder = _new_folder(root, iteration)
-    reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
-    sharding = "dp_reshardable" if reshardable else "fully_sharded_model_space"
-    metadata = {"distrib_optim_sharding_type": sharding, "chained_optim_avoid_prefix": True}
-    state = _common(iteration)
-    for stage, (key, chunk) in enumerate(_keyed(chunks)):
-        if len(chunks) > 1:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-        state[key] = chunk.sharded_state_dict(metadata=dict(metadata))
-    # From 0.14 on.
-    versioned = "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
-    if optimizer is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, **({"metadata": dict(metadata)} if versioned else {"sharding_type": sharding})
-        )
+    state = _common(iteration) | _sharded(chunks, optimizer)
     rank = (dist.get_rank(),)
     state["rng_state"] = ShardedObject("rng_state", [rank], (dist.get_world_size(),), rank)
     strategy = FullyParallelSaveStrategyWrapper(
@@ -91,11 +79,43 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     with _for_newer_torch():
-        dist_checkpointing.save(
-            state, str(folder), strategy, **({"content_metadata": metadata} if versioned else {})
-        )
+        content = {"content_metadata": _sharding()} if _versioned() else {}
+        dist_checkpointing.save(state, str(folder), strategy, **content)
     _track(root, iteration)
     return folder
+
+
+def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: Path) -> None:
+    """Load what :func:`save_torch_dist` has saved from the same layout, with the optimizer."""
+    state = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(folder))
+    for key, chunk in _keyed(chunks):
+        chunk.load_state_dict(state[key])
+    with torch.no_grad():  # it writes into views of float32 parameters
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def _sharded(chunks: Sequence[Any], optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
+    """The model's sharded state, and the optimizer's, if there is one."""
+    state: dict[str, Any] = {}
+    for stage, (key, chunk) in enumerate(_keyed(chunks)):
+        if len(chunks) > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        state[key] = chunk.sharded_state_dict(metadata=_sharding())
+    if optimizer is not None:
+        kind = {"metadata": _sharding()} if _versioned() else {"sharding_type": _sharding()[_SHARDING_TYPE]}
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, **kind)
+    return state
+
+
+def _sharding() -> dict[str, Any]:
+    reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
+    kind = "dp_reshardable" if reshardable else "fully_sharded_model_space"
+    return {_SHARDING_TYPE: kind, "chained_optim_avoid_prefix": True}
+
+
+def _versioned() -> bool:
+    """Does this release save how the optimizer is sharded? It does from 0.14 on."""
+    return "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import importlib
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +111,33 @@ def train_late_and_twice() -> None:
 
 def test_megatron_may_be_imported_before() -> None:
     spawn_ranks(train_late_and_twice, 1, timeout=240)
+
+
+def resume_from_a_checkpoint(folder: str) -> None:
+    """On a rank: a run that loads model and distributed optimizer goes on as the run that saved them."""
+    with cpu_backend():
+        import torch
+
+        from tests.real import checkpoints, tiny_gpt
+
+        options = tiny_gpt.Options(overlap_grad_reduce=False, overlap_param_gather=False)
+
+        def go_on(model: Any, optimizer: Any) -> tuple[list[float], str]:
+            data = tiny_gpt.data_iterators(options, seed=1)
+            losses = tiny_gpt.train(model, optimizer, data, [2, 2], options)
+            return losses, tiny_gpt.checksum(model, optimizer)
+
+        model, optimizer = checkpoints.trained(options)
+        saved = checkpoints.save_torch_dist(model, optimizer, Path(folder), 2)
+        expected = go_on(model, optimizer)
+        model, optimizer = tiny_gpt.build(options)
+        with torch.serialization.safe_globals([checkpoints.OfTheHost]):
+            checkpoints.load_torch_dist(model, optimizer, saved)
+        assert go_on(model, optimizer) == expected
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    spawn_ranks(resume_from_a_checkpoint, 1, str(tmp_path), timeout=240)
 
 
 def route_tokens(import_first: bool) -> bool:
