@@ -75,6 +75,7 @@ class Diagnosis:
     selected: tuple[str, ...]
     sites: tuple[SiteStatus, ...]
     startup: Startup
+    notes: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -96,6 +97,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
         selected=choice.patches,
         sites=tuple(statuses),
         startup=startup,
+        notes=tuple(notes_of(choice, statuses)),
         problems=tuple(problems_of(choice, statuses, startup, wrapt)),
     )
 
@@ -139,6 +141,13 @@ def problems_of(
         f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}" for root in unknown
     ]
     return problems + [str(status) for status in selected if status.is_fault]
+
+
+def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
+    """Return what the selected patches say about the states of their sites."""
+    selected = [status for status in statuses if status.patch in choice.patches]
+    patches = (registry.patches()[name] for name in choice.patches)
+    return [note for patch in patches if patch.notes for note in patch.notes(selected)]
 
 
 def variables_in(environ: Mapping[str, str]) -> dict[str, str]:

@@ -74,6 +74,8 @@ def show_diagnosis(diagnosis: Diagnosis) -> None:
     fires = "fires" if startup.fires else "does not fire"
     typer.echo(f"startup file: {startup.file or 'not found'}: {fires}: {startup.reason}\n")
     show_statuses(diagnosis.sites)
+    if diagnosis.notes:
+        typer.echo("\n" + "\n".join(diagnosis.notes))
     typer.echo("\nThe variable does not reach these; megatron_rl_patches.apply() in the program does:")
     typer.echo("\n".join(f"  - {place}" for place in OUT_OF_REACH))
     heading = "\nproblems:" if diagnosis.problems else "\nno problems"

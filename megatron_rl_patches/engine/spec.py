@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ class Patch:
         options: a frozen dataclass with a default for every field. Its fields become keyword arguments of
             ``Settings`` and variables ``MEGATRON_RL_PATCHES_<FIELD>``; see :mod:`.options` for their types.
         configured: returns further sites that follow from the options.
+        notes: says what the ``SiteStatus`` of all selected sites mean for users; ``doctor`` shows it.
         explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.
     """
 
@@ -82,6 +83,7 @@ class Patch:
     upstream: tuple[str, ...] = ()
     options: type[Any] | None = None
     configured: Callable[[Any], tuple[Site, ...]] | None = None
+    notes: Callable[[Sequence[Any]], list[str]] | None = None
     sites: list[Site] = field(default_factory=list)
     explicit: bool = False
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .._scoped import Scope, replaced
 from .logits.deferred import DeferredLogits, defer, dense
 from .logits.head import TileOptions
+from .logits.log_probs import vocab_parallel_log_probs
 from .logits.sequence_parallel import gather_sequence, sum_gradient
 
 _log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ _MORE_THAN_A_PRODUCT = (
     "output_dtype",
     "use_mup",
 )
+_NO_TOKEN = -1
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
@@ -101,12 +103,29 @@ def column_parallel_forward(
     return _deferred_output(deferral, layer, *args, **kwargs) or wrapped(*args, **kwargs)
 
 
-def loss_of_labels(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a model's own cross entropy with ordinary logits, as for multi-token prediction."""
-    args = tuple(dense(value) if isinstance(value, DeferredLogits) else value for value in args)
-    kwargs = {n: dense(value) if isinstance(value, DeferredLogits) else value for n, value in kwargs.items()}
-    with _deferral.enter(_NO_LAYER):
-        return wrapped(*args, **kwargs)
+def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
+    """Return a model's cross entropy, as multi-token prediction uses it, without making deferred logits.
+
+    Args:
+        layer: the output layer, whose group the vocabulary is split over.
+        labels: ``[b, s]``. What is no token has a loss of zero; Megatron leaves it to the loss mask.
+        logits: ``[s, b, V / tp]``.
+
+    Returns:
+        ``[b, s]`` in float32.
+    """
+    if not isinstance(logits, DeferredLogits):
+        return wrapped(labels, logits)
+    if not logits.is_deferred:
+        return wrapped(labels, dense(logits).clone())  # Megatron overwrites them
+    group = _tensor_parallel_group(layer)
+    vocabulary = logits.shape[-1] * (1 if group is None else dist.get_world_size(group))
+    tokens_sb = labels.transpose(0, 1)
+    targets = tokens_sb.where((tokens_sb >= 0) & (tokens_sb < vocabulary), _NO_TOKEN)
+    log_probs = vocab_parallel_log_probs(
+        logits.flatten(0, 1), targets.flatten(), tp_group=group, ignore_index=_NO_TOKEN
+    )
+    return -log_probs.view(tokens_sb.shape).transpose(0, 1).contiguous()
 
 
 def _is_column_parallel(layer: Any) -> bool:

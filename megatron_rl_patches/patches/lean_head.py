@@ -10,7 +10,7 @@ megatron-core  ``MambaModel.forward``           the same                        
 megatron-core  ``HybridModel.forward``          the same                        the same
 megatron-core  ``ColumnParallelLinear.forward`` deferred logits, for a model's  it gathers its output, or
                                                 output layer                    does more than to multiply
-megatron-core  ``compute_language_model_loss``  ordinary logits, for MTP
+megatron-core  ``compute_language_model_loss``  the same in tiles, for MTP      its logits are made
 =============  ===============================  ==============================  ===========================
 
 What takes the place of these functions is in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches
@@ -23,12 +23,16 @@ schedule that overlaps the communication of experts, which does not call ``forwa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.spec import Patch
 from ..errors import PatchError
 from ..frameworks.arguments import bind
+
+if TYPE_CHECKING:
+    from ..engine.judge import SiteStatus
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,31 @@ class LeanHeadOptions:
                 raise PatchError(f"{name} is {value}: expected a number of bytes, 0 or more")
 
 
+#: Of frameworks' losses, what takes deferred logits where `lean-loss` patches it.
+_SCORES = ("get_log_probs_and_entropy", "vocab_parallel_log_probs_from_logits")
+
+
+def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
+    """Say for each framework whether its losses take deferred logits, or why the logits are made."""
+    sites = [status for status in statuses if status.state != "absent"]
+    models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
+    scores = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_SCORES)]
+    notes = []
+    for score in scores:
+        against = next((status for status in (*models, score) if status.state != "fits"), None)
+        way = "its losses compute the logits in tiles" if not against else f"the logits are made: {against}"
+        notes.append(f"{score.framework}: {way}")
+    if models and not scores:
+        notes.append("the logits are made: `lean-loss` is not selected, or knows no framework that is here")
+    return notes
+
+
 patch = Patch(
     name="lean-head",
     summary="the logits are never made: the loss computes the output layer's product in tiles",
     upstream=("THUDM/slime#2253", "THUDM/slime#2383", "radixark/miles#1068", "radixark/miles#1136"),
     options=LeanHeadOptions,
+    notes=_notes,
 )
 
 
@@ -113,4 +137,5 @@ def _layer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str,
 def _loss(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..losses.output_layer import loss_of_labels
 
-    return loss_of_labels(wrapped, args, kwargs)
+    arguments = bind(wrapped, args, kwargs).arguments
+    return loss_of_labels(wrapped, instance.output_layer, arguments["labels"], arguments["logits"])

@@ -48,6 +48,7 @@ class Case:
     options: PolicyOptions
     calculate_per_token_loss: bool
     packed: bool = False
+    allgather_cp: bool = False
     recompute: bool = False
     inplace_backward: bool = False
 
@@ -123,8 +124,9 @@ def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
         data.response_lengths,
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=cp_size,
+        allgather_cp=case.allgather_cp,
         **(
-            {"qkv_format": "thd", "num_rows": columns}
+            {"qkv_format": "thd", "num_rows": columns // (cp_size if case.allgather_cp else 1)}
             if case.packed
             else {"qkv_format": "bshd", "max_seq_lens": [columns] * rows}
         ),

@@ -26,11 +26,11 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_token_prediction
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_model_config
@@ -66,6 +66,7 @@ class Options:
     tied: bool = False  # input embedding and output layer
     experts: int | None = None
     frozen_head: bool = False
+    mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
     lr: float = 5e-3
     seed: int = 1234
 
@@ -172,6 +173,12 @@ def inference_model(options: Options) -> list[Any]:
     )
 
 
+def trains_mtp_without_labels() -> bool:
+    """Whether this release takes the tokens as labels of multi-token prediction, where a call gives none."""
+    process = getattr(multi_token_prediction, "process_mtp_loss", None)
+    return process is not None and "input_ids" in inspect.signature(process).parameters
+
+
 def _transformer_config(options: Options) -> TransformerConfig:
     sizes = options.parallelism
     interleaved = sizes.vpp is not None
@@ -195,6 +202,7 @@ def _transformer_config(options: Options) -> TransformerConfig:
         batch_p2p_comm=not interleaved,
         num_moe_experts=options.experts,
         add_bias_linear=options.experts is None,
+        mtp_num_layers=1 if options.mtp else None,
     )
 
 
@@ -205,10 +213,12 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None, tie
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     stages = sizes.vpp or 1
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    numbered = {} if stage is None else {"vp_stage": stage}
+    numbered: dict[str, Any] = {} if stage is None else {"vp_stage": stage}
     if "vp_stage" not in inspect.signature(GPTModel).parameters:
         # Up to 0.12 stages are numbered by a global.
         parallel_state.set_virtual_pipeline_model_parallel_rank(numbered.pop("vp_stage", None))
+    if config.mtp_num_layers:
+        numbered["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     return GPTModel(
         config,
         TransformerBlockSubmodules(
@@ -223,8 +233,9 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None, tie
     )
 
 
-def _positions(rank: int, size: int, length: int = SEQUENCE) -> torch.Tensor:
+def _positions(rank: int, size: int, length: int | None = None) -> torch.Tensor:
     """Positions that a context-parallel rank holds: its piece from either end of the sequence."""
+    length = length or SEQUENCE
     if size == 1:
         return torch.arange(length)
     pieces = torch.arange(length).chunk(2 * size)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
-from .head import HeadLogits, TileOptions, sum_of_logits
+from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
 from .row_selection import selects_rows, viewed_rows
 from .sequence_parallel import gather_sequence, sum_gradient
 
@@ -228,6 +228,10 @@ class DeferredLogits(Tensor):
             logits = args[0]
             if isinstance(logits, DeferredLogits) and logits.is_deferred:
                 return _sum(logits)
+        if func in (Tensor.argmax, torch.argmax, Tensor.max, torch.max):
+            largest = _largest(*args, **(kwargs or {}))
+            if largest is not None:
+                return largest if func in (Tensor.max, torch.max) else largest.indices
         # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -461,6 +465,18 @@ def _sum(logits: DeferredLogits) -> Tensor:
     """Return the sum of all logits, which some losses multiply by zero to reach every parameter."""
     source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
     return (sum_of_logits(source) / logits.divisor).to(logits.dtype)
+
+
+def _largest(logits: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
+    """Return the largest logit of each row without a gradient; ``None`` where that is not what was asked."""
+    if not isinstance(logits, DeferredLogits) or (logits.requires_grad and torch.is_grad_enabled()):
+        return None
+    is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
+    if not is_of_rows or not logits.is_deferred:
+        return None
+    source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
+    values, indices = (found.view(logits.shape[:-1]) for found in largest_logits(source))
+    return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
 
 
 def _warn(operation: str, logits: DeferredLogits) -> None:

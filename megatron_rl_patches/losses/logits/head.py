@@ -287,6 +287,19 @@ class _SumOfLogits(torch.autograd.Function):
         return None, of_hidden, of_weight, of_bias
 
 
+def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each selected row and its column, of equal ones the first; no gradient."""
+    largest = head.hidden.new_full((head.n,), float("-inf"))
+    columns = torch.zeros(head.n, dtype=torch.int64, device=head.device)
+    for tile in head.detached().tiles():
+        values, indices = tile.logits.read(slice(0, tile.logits.n), None).max(1)
+        # Tiles come in the order of their columns. NaN counts as larger than any number.
+        is_larger = (values > largest[tile.rows]) | (values.isnan() & ~largest[tile.rows].isnan())
+        largest[tile.rows] = values.where(is_larger, largest[tile.rows])
+        columns[tile.rows] = (indices + tile.columns.start).where(is_larger, columns[tile.rows])
+    return largest, columns
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b`` to ``total``, whose dtype may be more precise than that of both; in its precision."""
     if a.dtype == total.dtype:

@@ -181,6 +181,21 @@ def test_topk_takes_the_lowest_of_equal_ids_across_tiles() -> None:
     assert found.indices.tolist() == [[0, 1, 2, 3, 4]] * 3
 
 
+@pytest.mark.parametrize("tile_bytes", [None, 4096])
+def test_the_largest_logit_of_each_row(tile_bytes: int | None, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = inputs(torch.float64)
+    with torch.no_grad():
+        tensors["weight"][700:703], tensors["bias"][700:703] = tensors["weight"][4], tensors["bias"][4]
+        tensors["hidden"][1, 2] = float("nan")
+        dense, logits = dense_of(tensors) / 0.7, logits_of(tensors, tile_bytes=tile_bytes) / 0.7
+        for found in (logits.argmax(-1), torch.argmax(logits, dim=2), logits.max(dim=-1).indices):
+            assert torch.equal(found, dense.argmax(-1))
+        assert torch.allclose(logits.max(dim=-1).values, dense.max(dim=-1).values, equal_nan=True)
+        assert not caplog.messages
+        assert logits.max().isnan()  # of all rows: that is made
+    assert len(caplog.messages) == 1
+
+
 def test_packed_samples() -> None:
     layout = SequenceLayout.build([4, 3, 7], [2, 1, 5])
     tokens = list(TOKENS.split([4, 3, 7]))

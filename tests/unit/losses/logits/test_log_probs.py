@@ -83,8 +83,9 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 def test_compiled_equals_the_dense_formulas() -> None:
     """In one test, since a process reuses compiled functions."""
-    options = {**OPTIONS, "dtype": [torch.float32, torch.bfloat16, torch.float64], "block_bytes": [None]}
-    options["rows"] = [SELECTIONS[name] for name in ("all", "range", "scattered", "none")]
+    options = {**OPTIONS, "dtype": [torch.float32, torch.bfloat16], "temperature": [1.0, 1.7]}
+    options["block_bytes"] = [None]
+    options["rows"] = [SELECTIONS[name] for name in ("all", "scattered")]
     for case in pairwise(options):
         check_case(case, fused=True)
 

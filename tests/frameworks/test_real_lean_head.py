@@ -1,0 +1,113 @@
+"""``lean-head`` in the training loop of unmodified checkouts, as in ``test_real_reentry.py``.
+
+The framework's own ``train()`` and ``forward_only``, with a vocabulary so large that the logits take most of
+the memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rl_patches import applied
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.frameworks.checkouts import Checkouts
+from tests.frameworks.test_real_reentry import prepare
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
+
+TOKENS, VOCABULARY = 1600, 32768
+WAYS = {"unpatched": (), "lean-loss": ("lean-loss",), "lean-head": ("lean-loss", "lean-head")}
+POLICY_LOSS = {
+    "loss_type": "policy_loss",
+    "advantage_estimator": "grpo",
+    "eps_clip": 0.2,
+    "eps_clip_high": 0.2,
+    "entropy_coef": 0.01,
+}
+
+
+def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
+    prepare(paths)
+    with cpu_backend():
+        from tests.real import tiny_gpt
+
+        tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
+        tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
+        from tests.frameworks.real_jobs import JOBS
+        from tests.real.live_bytes import live_bytes as bytes_in_use
+        from tests.unit.losses.live_bytes import live_bytes
+
+        class PolicyJob(JOBS[framework]):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                vars(self.args).update(POLICY_LOSS)
+
+            def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+                lengths = rollout["response_lengths"]
+                rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
+                rollout["log_probs"] = [torch.full((length,), -math.log(VOCABULARY)) for length in lengths]
+                return super()._data_iterator(rollout, indices)
+
+        def run(patches: tuple[str, ...]) -> dict[str, Any]:
+            before = bytes_in_use()
+            with applied("reentrant-train", *patches), _warnings() as warnings:
+                job = PolicyJob()
+                parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
+                built = bytes_in_use() - before - parameters
+                steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
+                one_step = job.module.train_one_step
+
+                def noting(*args: Any, **kwargs: Any) -> Any:
+                    steps.append(one_step(*args, **kwargs))
+                    return steps[-1]
+
+                with mock.patch.object(job.module, "train_one_step", noting):
+                    peak = live_bytes(lambda: job.train(1)).peak
+                    job.train(2)
+                return {
+                    "peak": (built + peak) / (4 * TOKENS * VOCABULARY),
+                    "losses": torch.tensor([float(next(iter(step[0].values()))) for step in steps]),
+                    "norms": torch.tensor([float(step[1]) for step in steps]),
+                    "log_probs": torch.cat(job.log_probs()),
+                    "warnings": warnings,
+                }
+
+        return {name: run(patches) for name, patches in WAYS.items()}
+
+
+class _warnings(logging.Handler):
+    """Messages about logits that were made."""
+
+    def __enter__(self) -> list[str]:
+        self.messages: list[str] = []
+        logging.getLogger("megatron_rl_patches").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *exception: Any) -> None:
+        logging.getLogger("megatron_rl_patches").removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "logits" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+@pytest.mark.runs("lean-head")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("framework", ["slime", "miles"])
+def test_training_never_makes_the_logits(framework: str, ranks: int, checkouts: Checkouts) -> None:
+    for seen in spawn_ranks(_rollouts, ranks, framework, checkouts(framework), timeout=300):
+        for name, way in seen.items():
+            assert not way["warnings"]
+            # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py.
+            tolerance = 4e-3 if name == "unpatched" else 1e-4
+            for key in ("losses", "norms", "log_probs"):
+                torch.testing.assert_close(way[key], seen["lean-loss"][key], rtol=tolerance, atol=tolerance)
+        peaks = {name: round(way["peak"], 2) for name, way in seen.items()}
+        print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
+        assert peaks["lean-head"] < 0.55 < 2 < peaks["lean-loss"] < peaks["unpatched"]

@@ -1,0 +1,53 @@
+"""What ``doctor`` says of ``lean-head``; that it trains as without is tested in ``tests/real``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.patches.lean_head import patch
+
+MODEL = "megatron.core.models.gpt.gpt_model.GPTModel.forward"
+SLIME = "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"
+VERL = "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits"
+
+
+def statuses(**states: Any) -> list[SiteStatus]:
+    sites = [
+        ("lean-head", "megatron.core", MODEL),
+        ("lean-loss", "slime", SLIME),
+        ("lean-loss", "verl", VERL),
+    ]
+    return [
+        SiteStatus(name, framework, target, states.get(framework.partition(".")[0], "fits"), "why")
+        for name, framework, target in sites
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "notes"),
+    [
+        (
+            {},
+            ["slime: its losses compute the logits in tiles", "verl: its losses compute the logits in tiles"],
+        ),
+        (
+            {"slime": "drifted", "verl": "absent"},
+            [f"slime: the logits are made: lean-loss: {SLIME}: drifted: why"],
+        ),
+        (
+            {"megatron": "missing", "slime": "absent"},
+            [f"verl: the logits are made: lean-head: {MODEL}: missing: why"],
+        ),
+        (
+            {"slime": "absent", "verl": "absent"},
+            ["the logits are made: `lean-loss` is not selected, or knows no framework that is here"],
+        ),
+        ({"megatron": "absent", "slime": "absent", "verl": "absent"}, []),
+    ],
+)
+def test_whether_the_logits_are_made(states: dict[str, str], notes: list[str]) -> None:
+    assert patch.notes is not None
+    assert patch.notes(statuses(**states)) == notes
