@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,29 +45,18 @@ def log_probs_and_entropy(
     targets = tokens.reshape(-1).long()
     targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _IGNORED)
     logits_tv = logits.reshape(-1, logits.shape[-1])
-    in_place = inplace_backward and _may_be_overwritten(logits_tv)
+    options: dict[str, Any] = {
+        "tp_group": tp_group,
+        "rows": rows,
+        "keep_mask": keep_mask,
+        "temperature": temperature,
+        "inplace_backward": inplace_backward and _may_be_overwritten(logits_tv),
+        "ignore_index": _IGNORED,
+    }
     if not with_entropy:
-        log_probs = vocab_parallel_log_probs(
-            logits_tv,
-            targets,
-            tp_group=tp_group,
-            rows=rows,
-            keep_mask=keep_mask,
-            temperature=temperature,
-            inplace_backward=in_place,
-            ignore_index=_IGNORED,
-        )
-        return log_probs.view(tokens.shape), None
+        return vocab_parallel_log_probs(logits_tv, targets, **options).view(tokens.shape), None
     log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-        logits_tv,
-        targets,
-        tp_group=tp_group,
-        rows=rows,
-        keep_mask=keep_mask,
-        temperature=temperature,
-        inplace_backward=in_place,
-        ignore_index=_IGNORED,
-        entropy_grad=entropy_grad,
+        logits_tv, targets, entropy_grad=entropy_grad, **options
     )
     return log_probs.view(tokens.shape), entropies.view(tokens.shape)
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
 from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
+from .options import check_group
 from .row_selection import selects_rows, viewed_rows
 from .sequence_parallel import gather_sequence, sum_gradient
 
@@ -91,10 +92,7 @@ def _check(
                 f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
                 "hidden is"
             )
-    if tp_group is not None and dist.get_rank(tp_group) < 0:
-        raise InvalidInputError(
-            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
-        )
+    check_group(tp_group)
     if sequence_parallel and tp_group is None:
         raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
     for name in ("tile_bytes", "keep_bytes"):

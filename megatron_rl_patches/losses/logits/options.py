@@ -42,10 +42,7 @@ class VocabParallelOptions:
             raise InvalidInputError(f"block_bytes is {self.block_bytes}, expected a positive number or None")
         if self.fused not in (True, False, "auto"):
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
-        if self.tp_group is not None and dist.get_rank(self.tp_group) < 0:
-            raise InvalidInputError(
-                "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
-            )
+        check_group(self.tp_group)
 
     @property
     def tp_rank(self) -> int:
@@ -54,3 +51,11 @@ class VocabParallelOptions:
     @property
     def tp_size(self) -> int:
         return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+
+
+def check_group(tp_group: dist.ProcessGroup | None) -> None:
+    """Refuse a tensor-parallel group that this rank is not in."""
+    if tp_group is not None and dist.get_rank(tp_group) < 0:
+        raise InvalidInputError(
+            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
+        )

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...errors import InvalidInputError
 from ..logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .layout import SequenceLayout
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class LogProbOptions(TypedDict, total=False):
-    """Keyword arguments of :func:`vocab_parallel_log_probs`, which explains them."""
-
-    tp_group: dist.ProcessGroup | None
-    temperature: float
-    keep_mask: torch.Tensor | None
-    inplace_backward: bool
-    block_bytes: int | None
-    fused: bool | str
 
 
 def packed_log_probs_and_entropy(
@@ -34,7 +19,7 @@ def packed_log_probs_and_entropy(
     *,
     with_entropy: bool = True,
     entropy_grad: bool = True,
-    **options: Unpack[LogProbOptions],
+    **options: Any,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
     """Return log-probs and entropies of the response tokens of this CP rank, one tensor per sample.
 
