@@ -180,6 +180,9 @@ def _divide(func: Any, tensor: LogitRows, divisor: Any) -> LogitRows | None:
     # A second division would round differently from one by the product.
     if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf") or tensor.divisor != 1.0:
         return None
+    # The quotient of 16-bit logits is rounded to 16 bits.
+    if divisor != 1 and tensor.dtype not in (torch.float32, torch.float64):
+        return None
     return LogitRows(tensor.source, tensor.rows, float(divisor))
 
 

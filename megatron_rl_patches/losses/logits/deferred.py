@@ -148,7 +148,8 @@ class DeferredLogits(Tensor):
     precise dtype, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses`
     compute what they need from hidden states and weight. Any other operation makes the logits: once, by the
     output layer's own code, with a warning that names the operation and the line that called it. From then on
-    they are ordinary logits, in the same memory for all views of them.
+    they are ordinary logits, in the same memory for all views of them. A division makes logits of 16 bits
+    too, since its quotient is rounded to 16 bits.
 
     Attributes:
         divisor: what the logits have been divided by.
@@ -613,6 +614,9 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
         lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
         divisor = lowest if lowest == highest else None
     if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf"):
+        return None
+    # The quotient of 16-bit logits is rounded to 16 bits.
+    if divisor != 1 and logits.dtype not in (torch.float32, torch.float64):
         return None
     return float(divisor)
 

@@ -101,6 +101,18 @@ def test_all_else_needs_the_logits(use: Callable[[Tensor], Any]) -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_quotient_that_the_framework_rounds_needs_the_logits(dtype: torch.dtype) -> None:
+    logits = logits_of_a_model().to(dtype)
+    assert isinstance(LogitRows.of(logits) / 1.0, LogitRows)
+
+    def divide(x: Tensor) -> Tensor:
+        return x[0, 1:4] / 0.7
+
+    found = call_with_rows(divide, logits, on_logits=lambda written: divide(logits))
+    assert type(found) is Tensor and torch.equal(found, divide(logits))
+
+
 def test_without_grad_mode_everything_is_tracked() -> None:
     rows = LogitRows.of(logits_of_a_model())
     with torch.no_grad():

@@ -371,8 +371,17 @@ FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FOLLOWED)
+#: The quotient of 16-bit logits is rounded to 16 bits, which a temperature is not.
+ROUNDED = ("div", "div of a copy", "div in place", "divided twice")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in FOLLOWED),
+        *((name, torch.bfloat16) for name in FOLLOWED if name not in ROUNDED),
+    ],
+)
 def test_stays_deferred(name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     """The values are those of the same rows of the layer's logits, bit for bit, once somebody asks."""
     tensors = inputs(dtype)
@@ -385,14 +394,24 @@ def test_stays_deferred(name: str, dtype: torch.dtype, caplog: pytest.LogCapture
 
     tokens = TOKENS[: expected.shape[:-1].numel()]
     values = vocab_parallel_log_probs(logits.reshape(-1, V), tokens)
-    rounded_again = dtype == torch.bfloat16 and "div" in name
-    assert torch.allclose(
-        values,
-        vocab_parallel_log_probs(expected.reshape(-1, V), tokens),
-        rtol=2e-2 if rounded_again else 2e-6,
-        atol=2e-2 if rounded_again else 1e-6,
-    )
+    expected_values = vocab_parallel_log_probs(expected.reshape(-1, V), tokens)
+    assert torch.allclose(values, expected_values, rtol=2e-6, atol=1e-6)
     assert torch.equal(logits + 0, expected + 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_quotient_that_is_rounded_is_made(name: str, dtype: torch.dtype) -> None:
+    tensors = inputs(dtype)
+    logits, expected = FOLLOWED[name](logits_of(tensors)), FOLLOWED[name](dense_of(tensors))
+    tokens = TOKENS[: expected.shape[:-1].numel()]
+    values, expected_values = (vocab_parallel_log_probs(x.reshape(-1, V), tokens) for x in (logits, expected))
+    assert torch.equal(values, expected_values)
+
+
+def test_a_division_by_one_rounds_nothing() -> None:
+    logits = logits_of(inputs(torch.bfloat16)) / 1.0
+    assert isinstance(logits, DeferredLogits) and logits.is_deferred
 
 
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
