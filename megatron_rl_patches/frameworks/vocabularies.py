@@ -77,5 +77,7 @@ def _embedding_rows(path: str) -> int | None:
     tensors = read_metadata(folder).state_dict_metadata if is_torch_dist else {}
     for name, tensor in tensors.items():
         if name.endswith(_EMBEDDING) and isinstance(tensor, TensorStorageMetadata):
+            if len(tensor.size) == 0:
+                raise CheckpointError(f"{folder / '.metadata'} is damaged: {name} has no dimension")
             return tensor.size[0]
     return None

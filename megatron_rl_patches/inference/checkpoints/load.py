@@ -159,7 +159,12 @@ def _iteration(location: Location, content: dict[str, Any]) -> int:
     stored = content.get("iteration", content.get("total_iters"))
     if location.folder.name == "release" or stored is None:
         return location.iteration or 0
-    return int(stored)
+    try:
+        return int(stored)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{location.folder}: its iteration is {str(stored)[:40]}, expected a number"
+        ) from error
 
 
 def _bare_chunks(model: _Model) -> list[torch.nn.Module]:

@@ -15,6 +15,7 @@ from .pickles import one_line
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 FORMATS = (TORCH_DIST, TORCH)
+_MOST_DIGITS = 18  # of an iteration; Python and file systems refuse numbers and names that are too long
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def _iteration_of(name: str) -> int | None:
 def _tracked(tracker: Path) -> str:
     if (text := tracker.read_text(errors="replace").strip()) == "release":
         return text
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
     return f"iter_{int(text):07d}"
 

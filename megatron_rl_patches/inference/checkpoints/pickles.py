@@ -54,6 +54,8 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             weights_only=False,
             pickle_module=_LENIENT_PICKLE,
         )
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{file} is corrupt or truncated: {one_line(error)}") from error
 

@@ -52,13 +52,31 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
     try:
         with file.open("rb") as stream:
-            metadata = MetadataUnpickler(stream).load()
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"it holds a {type(metadata).__name__}")
+            return _checked(MetadataUnpickler(stream).load())
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
     except Exception as error:  # a damaged pickle may raise anything
         raise CheckpointError(
             f"{file} is corrupt, truncated or not safe to load: {one_line(error)}"
         ) from error
+
+
+def _checked(metadata: Any) -> Metadata:
+    """Return what was unpickled if it is an index as torch writes it; otherwise raise any exception."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it holds a {type(metadata).__name__}")
+    for member in ("state_dict_metadata", "storage_data"):
+        if not isinstance(value := getattr(metadata, member), dict):
+            raise TypeError(f"{member} is a {type(value).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not (isinstance(name, str) and isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata))):
+            raise TypeError(f"entry {name!r} is a {type(entry).__name__}")
+        if isinstance(entry, TensorStorageMetadata):
+            torch.Size(entry.size)  # this raises where it is no sequence of numbers
+    for index, piece in metadata.storage_data.items():
+        is_named = isinstance(index.fqn, str) and isinstance(piece.relative_path, str)
+        if not is_named or min(piece.offset, piece.length) < 0:
+            raise TypeError(f"the place of {index!r} is {piece!r}")
     return metadata
 
 
@@ -205,7 +223,8 @@ class TorchDistCheckpoint:
         return content[0] if isinstance(content, list) and len(content) == 1 else content
 
     def _read_piece(self, index: MetadataIndex) -> Any:
-        place = self.metadata.storage_data[index]
+        if (place := self.metadata.storage_data.get(index)) is None:
+            raise CheckpointError(f"{self.folder}: {index.fqn} is not stored as a whole")
         file = self.folder / place.relative_path
         if getattr(place, "transform_descriptors", None):
             raise CheckpointError(

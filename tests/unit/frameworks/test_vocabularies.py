@@ -79,7 +79,16 @@ class Hostile:
         return Path.touch, (Path("touched"),)
 
 
-@pytest.mark.parametrize("damage", ["hostile", "truncated", "not a pickle", "missing"])
+def sized(size: object) -> bytes:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+    entry = TensorStorageMetadata(TensorProperties(), size, [])  # type: ignore[arg-type]
+    return pickle.dumps(Metadata({"embedding.word_embeddings.weight": entry}, storage_data={}))
+
+
+@pytest.mark.parametrize(
+    "damage", ["hostile", "truncated", "not a pickle", "missing", "no size", "no dimension"]
+)
 def test_a_damaged_or_hostile_index_is_named(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +99,12 @@ def test_a_damaged_or_hostile_index_is_named(
     good = index.read_bytes()
     index.unlink()
     if damage != "missing":
-        contents = {"hostile": pickle.dumps(Hostile()), "truncated": good[: len(good) // 2]}
+        contents = {
+            "hostile": pickle.dumps(Hostile()),
+            "truncated": good[: len(good) // 2],
+            "no size": sized(None),
+            "no dimension": sized(torch.Size()),
+        }
         index.write_bytes(contents.get(damage, b"no"))
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         check_vocabularies({"math": teacher}, student)

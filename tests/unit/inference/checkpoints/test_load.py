@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import torch_legacy
-from megatron_rl_patches.inference.checkpoints.load import _summary, read_iteration
+from megatron_rl_patches.inference.checkpoints.load import (
+    _summary,
+    load_inference_checkpoint,
+    read_iteration,
+)
 from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
 from megatron_rl_patches.inference.checkpoints.mismatch import Mismatch
+
+from .test_pickles import save_alone
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -70,6 +77,8 @@ def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None
         ({TRACKER: "seven"}, None, "holds 'seven'; expected an iteration or 'release'"),
         ({TRACKER: ""}, None, "holds ''; expected"),
         ({TRACKER: "-1"}, None, "holds '-1'; expected"),
+        ({TRACKER: "1" * 400}, None, "holds '1{40}'; expected"),
+        ({TRACKER: "1" * 5000}, None, "holds '1{40}'; expected"),
         ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*it has iter_0000003: pass the folder of one"),
         (
             {"config.json": "", "model.safetensors": ""},
@@ -126,6 +135,44 @@ def test_legacy_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -
     (tmp_path / "mp_rank_00").mkdir()
     torch.save({"iteration": 9}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
     assert read_iteration(tmp_path) == 9
+
+
+@pytest.mark.parametrize("stored", ["abc", "1" * 5000, [3], float("inf")])
+def test_an_iteration_that_is_no_number(stored: object, tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"iteration": stored}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
+        read_iteration(tmp_path)
+
+
+class _Embedding(torch.nn.Module):
+    """A model of one weight, whose rows Megatron pads."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((rows, width), 9.0))
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        return {
+            "weight": ShardedTensor.from_rank_offsets("weight", self.weight.data, allow_shape_mismatch=True)
+        }
+
+
+def test_without_a_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not torch.distributed.is_initialized()
+    save_alone({"weight": torch.ones(6, 2)}, _torch_dist(tmp_path / "iter_0000007"))
+    torch.save({"iteration": 7}, tmp_path / "iter_0000007" / "common.pt")
+    folder, padded, wider = tmp_path / "iter_0000007", _Embedding(8, 2), _Embedding(8, 3)
+    with caplog.at_level("WARNING", "megatron_rl_patches"):
+        assert load_inference_checkpoint(padded, folder) == 7
+    messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert messages == ["weight has 6 rows in the checkpoint and 8 in the model"]
+    assert padded.weight.tolist() == [[1.0, 1.0]] * 6 + [[0.0, 0.0]] * 2
+    with pytest.raises(CheckpointError, match=r"every rank: the checkpoint is of another model; .*\[8, 3\]"):
+        load_inference_checkpoint(wider, folder)
+    assert wider.weight.eq(9).all()
 
 
 def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:

@@ -6,6 +6,7 @@ import io
 import pickle
 import warnings
 from argparse import Namespace
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints.load import _without_inert_extra_states
-from megatron_rl_patches.inference.checkpoints.pickles import load_dict
+from megatron_rl_patches.inference.checkpoints.pickles import MetadataUnpickler, load_dict
 from megatron_rl_patches.inference.checkpoints.torch_dist import (
     TorchDistCheckpoint,
     read_metadata,
@@ -111,6 +117,14 @@ def test_metadata_as_torch_writes_it(tmp_path: Path) -> None:
     assert (tuple(entry.size), entry.properties.dtype) == ((2, 2), torch.float32)
 
 
+def _index(entries: Any, places: Any) -> Callable[[Path], bytes]:
+    return lambda file: pickle.dumps(Metadata(entries, storage_data=places))
+
+
+def _of_size(size: Any) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(), size, [])
+
+
 def _names_what_an_enum_is_not(evidence: Path) -> bytes:
     return b"cbuiltins\ngetattr\n(ctorch\nSize\nV__class__\ntR."
 
@@ -125,6 +139,14 @@ def _names_what_an_enum_is_not(evidence: Path) -> bytes:
         (lambda file: b"\x80garbage", ""),
         (lambda file: b"", "EOFError"),
         (lambda file: pickle.dumps({}), "it holds a dict"),
+        (_index(None, {}), "state_dict_metadata is a NoneType"),
+        (_index([], {}), "state_dict_metadata is a list"),
+        (_index({1: BytesStorageMetadata()}, {}), "entry 1 is a BytesStorage"),
+        (_index({"weight": {}}, {}), "entry 'weight' is a dict"),
+        (_index({"weight": _of_size(None)}, {}), "TypeError"),
+        (_index({"weight": _of_size((2, None))}, {}), "TypeError"),
+        (_index({}, None), "storage_data is a NoneType"),
+        (_index({}, {"weight": 3}), "AttributeError"),
     ],
 )
 def test_hostile_and_damaged_metadata(content: Any, reason: str, evidence: Path, tmp_path: Path) -> None:
@@ -182,3 +204,21 @@ def test_a_torch_that_refuses_our_unpickler(tmp_path: Path, monkeypatch: pytest.
         CheckpointError, match=r"common\.pt needs .* while TORCH_FORCE_WEIGHTS_ONLY_LOAD is set"
     ):
         load_dict(tmp_path / "common.pt")
+
+
+@pytest.mark.parametrize("kind", [PermissionError, MemoryError])
+def test_what_keeps_a_file_from_being_read_is_no_damage(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({}, tmp_path / "common.pt")
+    _saved(tmp_path / "index")
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise kind
+
+    monkeypatch.setattr(torch, "load", fail)
+    monkeypatch.setattr(MetadataUnpickler, "load", fail)
+    with pytest.raises(CheckpointError, match=rf"common\.pt cannot be read: {kind.__name__}"):
+        load_dict(tmp_path / "common.pt")
+    with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: {kind.__name__}"):
+        read_metadata(tmp_path / "index")
