@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._chunks import has_base
 from .._scoped import Scope, replaced
 from .logits.deferred import DeferredLogits, defer, dense
 from .logits.head import TileOptions
@@ -130,7 +131,7 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
 def _is_column_parallel(layer: Any) -> bool:
     """Whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
-    return any(base.__name__ == "ColumnParallelLinear" for base in type(layer).__mro__)
+    return has_base(layer, "ColumnParallelLinear")
 
 
 def _deferred_output(
@@ -184,7 +185,7 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
         or hasattr(weight, "__fsdp_param__")
     ):
         return f"its weight is a {type(weight).__name__} that may be gone when the loss needs it"
-    if any(base.__name__ in _SHARDED for base in type(layer).__mro__):
+    if has_base(layer, *_SHARDED):
         return "its weight is sharded after the layer has run"
     if (weight.dtype, weight.device) != (hidden.dtype, hidden.device):
         return f"its weight is {weight.dtype} on {weight.device}, its input {hidden.dtype} on {hidden.device}"

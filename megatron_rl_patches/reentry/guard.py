@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar, overload
 
-from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs
+from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
 from .._scoped import restore, snapshot
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
@@ -67,8 +67,7 @@ class TrainGuard:
             *((chunk, snapshot(chunk, "force_all_reduce")) for chunk in model),
             (self.optimizer, snapshot(self.optimizer, "step")),
         ]
-        self._modules = _modules(model)
-        self._modes = [getattr(module, "training", None) for module in self._modules]
+        self._modes = modules_with_modes(model)
         machine = _rerun_state_machine()
         self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
         megatron_timers.reset_if_running(self._timers, INTERVAL_TIMER)
@@ -93,9 +92,8 @@ class TrainGuard:
     def _restore(self) -> None:
         for owner, attributes in self._attributes_at_entry:
             restore(owner, attributes)
-        for module, training in zip(self._modules, self._modes, strict=True):
-            if training is not None:
-                module.training = training
+        for module, training in self._modes:
+            module.training = training
         if self._rerun is not None:
             machine, state, mode = self._rerun
             machine.state, machine.mode = state, mode
@@ -112,18 +110,6 @@ class TrainGuard:
                     "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
                     "were reduced after every microbatch. Install it inside, as Megatron's own train() does."
                 )
-
-
-def _modules(model: Model) -> list[Any]:
-    """Return every module of the chunks, and ``None`` for a child that is ``None``.
-
-    This takes a fifth of the time of ``Module.modules()``, which looks for modules that occur twice.
-    """
-    modules = list(model)
-    for module in modules:  # the list grows while it is walked
-        if children := getattr(module, "_modules", None):
-            modules += children.values()
-    return modules
 
 
 def _rerun_state_machine() -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..._chunks import as_chunks
 from ...errors import InferenceOnlyError
 
 #: Attribute of an inference-only chunk: its role, and the setting because of which it is one.
@@ -39,7 +40,7 @@ def refuse_training(model: Sequence[torch.nn.Module], role: str, setting: str) -
 
 def refuse_to_train(model: Any, action: str) -> None:
     """Raise ``InferenceOnlyError`` if a chunk of the model is inference-only."""
-    for chunk in model if isinstance(model, Sequence | torch.nn.ModuleList) else [model]:
+    for chunk in as_chunks(model):
         if (reason := getattr(chunk, INFERENCE_ROLE_ATTRIBUTE, None)) is not None:
             _refuse(*reason, action)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..._chunks import as_chunks
 from ...errors import InvalidInputError
 from .count import Parameter, count_parameters, parameters_of
 from .model import GPTDescription as GPTDescription
@@ -120,8 +121,8 @@ def _parameters(
         return count_parameters(GPTDescription.from_config(model, **description), parallel, dtype)
     if description:
         raise InvalidInputError(f"{', '.join(description)}: only a TransformerConfig takes these")
-    chunks = [model] if isinstance(model, Module) else model
-    if not (isinstance(chunks, Sequence) and chunks and all(isinstance(chunk, Module) for chunk in chunks)):
+    chunks = as_chunks(model)
+    if not (chunks and all(isinstance(chunk, Module) for chunk in chunks)):
         raise InvalidInputError(
             f"model is a {type(model).__name__}; expected: GPTDescription, TransformerConfig or model chunks"
         )

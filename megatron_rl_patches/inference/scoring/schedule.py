@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
-from ..._chunks import SYNC_FUNCTIONS, as_chunks, unwrap
+from ..._chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
 from ..._scoped import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
@@ -187,7 +187,7 @@ class _ContextParallel(NamedTuple):
 @contextmanager
 def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Put the model in eval mode, and at the end each module in the mode that it had."""
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    modes = modules_with_modes(chunks)
     try:
         for chunk in chunks:
             chunk.eval()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..._chunks import as_chunks
 from ...errors import InferenceOnlyError, InvalidInputError
 from ..checkpoints.mismatch import Mismatch
 from .weights import HostCopy, Layout, all_nan, layout_of, named_weights, prefixes
@@ -51,7 +52,7 @@ class TeacherPool:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._chunks = list(as_chunks(model))
         self._teachers: dict[str, HostCopy] = {}
         self._in_use: tuple[str, ...] = ()
         # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.

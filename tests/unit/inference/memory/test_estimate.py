@@ -108,7 +108,7 @@ class TestTraining:
     def test_distributed_optimizer_pads(self) -> None:
         bias = torch.nn.Linear(1, 10, dtype=torch.bfloat16, device="meta")  # 10 + 10 parameters
         assert one_stage(bias, optimizer=DISTRIBUTED).training.device.parameters == 2 * 128
-        three = torch.nn.ModuleList(torch.nn.Linear(1, 10, bias=False, device="meta") for _ in range(3))
+        three = torch.nn.Sequential(*(torch.nn.Linear(1, 10, bias=False, device="meta") for _ in range(3)))
         # Each starts at a multiple of 64, and so the third ends at 138.
         assert one_stage(three, optimizer=DISTRIBUTED).training.device.parameters == 4 * 256
         many = ParallelSizes(data_parallel_size=3)
@@ -118,7 +118,8 @@ class TestTraining:
 
     def test_dtypes_and_chunks_add_up(self) -> None:
         mixed = torch.nn.Sequential(linear(), linear(torch.float32))
-        assert one_stage([mixed, linear()]).training.device.parameters == (2 + 4 + 2) * N
+        for chunks in ([mixed, linear()], torch.nn.ModuleList([mixed, linear()])):
+            assert one_stage(chunks).training.device.parameters == (2 + 4 + 2) * N
 
 
 class TestOptimizers:

@@ -58,6 +58,14 @@ def pool(model: Net) -> TeacherPool:
     return pool
 
 
+def test_a_module_list_is_a_list_of_chunks() -> None:
+    first, second = chunks = torch.nn.ModuleList([Net(0), Net(0)])
+    pool = TeacherPool(chunks)
+    pool.add("both", [STATES["a"], STATES["b"]])
+    with pool.use("both"):
+        assert holds(first, "a") and holds(second, "b")
+
+
 def copies() -> Any:
     return mock.patch.object(HostCopy, "copy_to", autospec=True, side_effect=HostCopy.copy_to)
 
