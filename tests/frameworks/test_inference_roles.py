@@ -113,10 +113,12 @@ def test_unpatched_a_teacher_is_built_for_training(framework: str, tmp_path: Pat
 
 def _policy_alone(framework: str, folder: Path) -> tuple[str, str, str]:
     with cpu_backend():
+        import torch.distributed as dist
+
         from tests.frameworks import role_jobs
         from tests.real import tiny_gpt
 
-        policy, teacher = _checkpoints(framework, folder)
+        policy, teacher = _checkpoints(framework, folder / str(dist.get_rank()))
         # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
         args = role_jobs.arguments(load=policy, no_load_optim=True)
         *state, _ = role_jobs.framework_model(framework).initialize_model_and_optimizer(args, "actor")
@@ -124,7 +126,7 @@ def _policy_alone(framework: str, folder: Path) -> tuple[str, str, str]:
         return policy, teacher, tiny_gpt.checksum(state[0], state[1])
 
 
-def _side_by_side(framework: str, policy: str, teacher: str, order: str) -> dict[str, Any]:
+def _side_by_side(framework: str, checkpoints: list[tuple[str, str]], order: str) -> dict[str, Any]:
     with cpu_backend():
         if order == "before":
             apply(PATCH, "reentrant-train")
@@ -138,6 +140,7 @@ def _side_by_side(framework: str, policy: str, teacher: str, order: str) -> dict
         if order == "after":
             apply(PATCH, "reentrant-train")
         role_jobs.process()
+        policy, teacher = checkpoints[torch.distributed.get_rank()]
         args = role_jobs.arguments(load=policy, no_load_optim=True)
         batches = role_jobs.Batches()
         *state, _ = framework_model.initialize_model_and_optimizer(args, "actor")
@@ -209,31 +212,33 @@ def _refusals(framework: str, model: Any, state: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_policy_and_teachers_side_by_side(framework: str, order: str, tmp_path: Path) -> None:
-    [(policy, teacher, alone)] = spawn_ranks(_policy_alone, 1, framework, tmp_path)
-    [seen] = spawn_ranks(_side_by_side, 1, framework, policy, teacher, order)
-    assert seen["actor"]
-    assert seen["touched"] == []
-    assert seen["returned"] == [(None, None, 7)] * 2
-    for teacher, role in zip(seen["teachers"], (TEACHER, "ref"), strict=True):
-        assert teacher == {
-            "class": "GPTModel",
-            "bytes per byte of weights": pytest.approx(1, rel=0.01),
-            "weights": True,
-            "trainable": False,
-            "training": False,
-            "role": role,
-            "own config": True,
-            "scores": (1, 16, 32),
-        }
-    assert seen["policy"] == alone
-    assert seen["refused"].pop("freeze") == FINE
-    for what, error in seen["refused"].items():
-        assert error.startswith("InferenceOnlyError: "), (what, error)
-        assert f"role '{TEACHER}'" in error
-        assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in error
-    assert seen["states"] <= {"applied", "not needed"}
+@pytest.mark.parametrize(("order", "ranks"), [("before", 2), ("after", 1)])
+def test_policy_and_teachers_side_by_side(framework: str, order: str, ranks: int, tmp_path: Path) -> None:
+    alone = spawn_ranks(_policy_alone, ranks, framework, tmp_path)
+    checkpoints = [(policy, teacher) for policy, teacher, _ in alone]
+    side_by_side = spawn_ranks(_side_by_side, ranks, framework, checkpoints, order)
+    for (_, _, policy), seen in zip(alone, side_by_side, strict=True):
+        assert seen["actor"]
+        assert seen["touched"] == []
+        assert seen["returned"] == [(None, None, 7)] * 2
+        for teacher, role in zip(seen["teachers"], (TEACHER, "ref"), strict=True):
+            assert teacher == {
+                "class": "GPTModel",
+                "bytes per byte of weights": pytest.approx(1, rel=0.01),
+                "weights": True,
+                "trainable": False,
+                "training": False,
+                "role": role,
+                "own config": True,
+                "scores": (1, 16, 32),
+            }
+        assert seen["policy"] == policy
+        assert seen["refused"].pop("freeze") == FINE
+        for what, error in seen["refused"].items():
+            assert error.startswith("InferenceOnlyError: "), (what, error)
+            assert f"role '{TEACHER}'" in error
+            assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in error
+        assert seen["states"] <= {"applied", "not needed"}
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------
