@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -140,10 +141,21 @@ def _circumstances(checkout: Path) -> dict[str, str | None]:
 def _follow(what: str, results: Iterable[Result]) -> None:
     """Say on stderr how far a run is."""
     count = 0
-    for count, result in enumerate(results, 1):
-        if count % _PROGRESS_EVERY == 0:
-            typer.echo(f"{what}: {count} runs; now at {_ranks(result)}, {result.nodeid}", err=True)
+    with _termination_as_interrupt():
+        for count, result in enumerate(results, 1):
+            if count % _PROGRESS_EVERY == 0:
+                typer.echo(f"{what}: {count} runs; now at {_ranks(result)}, {result.nodeid}", err=True)
     typer.echo(f"{what}: {count} runs of tests", err=True)
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C, which ends the tests' own process, too."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:

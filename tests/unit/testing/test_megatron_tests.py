@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl_patches.testing import conformance, verdicts
@@ -222,6 +226,16 @@ def test_verdicts_with_patches(checkout: Path, results: Path, tmp_path: Path) ->
     changed = conformance.changes(file, "all")
     assert [change.without.ranks for change in changed] == [1, 2]
     assert conformance.repeated_changes(checkout, changed, "all") == []
+
+
+def test_a_terminated_command_takes_its_tests_along(checkout: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_rl_patches", "conformance", str(checkout), "--ranks=1"]
+    with subprocess.Popen([*command, f"--results={tmp_path / 'results'}"], stderr=subprocess.DEVNULL) as run:
+        while not (children := psutil.Process(run.pid).children()):
+            time.sleep(0.1)
+        run.terminate()
+    assert run.returncode != 0
+    assert psutil.wait_procs(children, timeout=20)[1] == []
 
 
 def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
