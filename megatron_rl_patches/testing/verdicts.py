@@ -99,15 +99,19 @@ _RAISED = [
     # Mocks take the place of its classes in Megatron where it is not installed.
     (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
     (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module)'|fp8_utils' has no attribute"),
-    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py"),
+    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|str is not a Module subclass"),
     (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
     # Torch's own norm, which takes the place of fused ones, refuses some of their options.
     (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm"),
     # Tests that look at where a tensor is.
     (CUDA_KERNEL, r"assert 'cpu' == 'cuda'|assert .*\.is_cuda\b|/hybrid_optimizer\.py:\d+: gpu_param = "),
+    (CUDA_KERNEL, r"assert device\(type='cpu'\) == device\(type='cuda'|must be on CUDA devices"),
+    (CUDA_KERNEL, r"assert self\.main_grad\.allocation_stream =="),
     (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
-    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/"),
+    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient"),
+    (CUDA_KERNEL, r"SymmetricMemory MemPool did not find backend"),
     (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
+    (OTHER_PACKAGE, r"package is required|`nvidia-resiliency-ext` installation is required"),
     (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
     (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
 ]
