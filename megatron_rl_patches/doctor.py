@@ -103,7 +103,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
 
 
 def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
-    """Return what the variables select; a value that does not parse is a problem, not an exception."""
+    """Return what the variables select. A value that does not parse is reported as a problem, not raised."""
     known_variables = sorted(variables())
     problems = [
         f"{name}: no such variable; known: {', '.join(known_variables)}"
@@ -133,7 +133,8 @@ def problems_of(
     if choice.patches and not startup.fires:
         problems.append(f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}")
     selected = [status for status in statuses if status.patch in choice.patches]
-    # Of frameworks that only a patch of another package knows, the import trigger learns by a variable alone.
+    # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
+    # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
     roots = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state != "absent")
     unknown = [root for root in roots if root not in known]
@@ -156,7 +157,7 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def framework_names(patches: Iterable[Patch], settings: Settings) -> list[str]:
-    """Return every package that a patch changes, or in which it looks for copies of what it changes."""
+    """Return every package that a patch changes, or in which it looks for copies of the changed functions."""
     sites = [site for patch in patches for site in patch.sites_for(settings)]
     return sorted({name for site in sites for name in (site.framework, *site.reexported_by)})
 
@@ -191,7 +192,7 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
 
 
 def find_startup_file() -> tuple[Path | None, Path | None]:
-    """Return the file where Python reads it, and the file where it lies idle."""
+    """Return the startup file in a folder where Python reads it, and one in a folder where it does not."""
     read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
     candidates = [Path(folder, STARTUP_FILE) for folder in sorted(read.union(sys.path))]
     files = [file for file in candidates if file.is_file()]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
-#: Read by the import trigger alone.
+#: Only the import trigger reads this variable.
 ROOTS_VARIABLE = f"{VARIABLE}_ROOTS"
 
 

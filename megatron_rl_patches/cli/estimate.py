@@ -139,7 +139,7 @@ def _assigned(assignments: Sequence[str], owners: Sequence[type]) -> dict[str, A
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """Is the value of a type such as ``int``, ``int | None`` or ``Sequence[int]``?"""
+    """Return whether the value is of a type such as ``int``, ``int | None`` or ``Sequence[int]``."""
     if isinstance(value, list):
         return "Sequence" in str(kind) and all(type(item) is int for item in value)
     return type(value) in (typing.get_args(kind) or (kind,))

@@ -26,7 +26,7 @@ _STYLES = {
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Framed and colored on a terminal; aligned columns and whole lines otherwise."""
+    """Print a table: framed and colored on a terminal, otherwise in aligned columns that are not wrapped."""
     console = Console()
     if not console.is_terminal:
         typer.echo(_plain(header, rows))

@@ -17,13 +17,13 @@ from .objectives import distillation_loss
 from .teachers import Teachers
 from .training import shuffled, train
 
-#: What a sample is drawn towards: the teacher for its order, or a mixture of that teacher with the other one.
+#: The target of a sample: the teacher for its order, or a mixture of that teacher with the other one.
 TARGETS = ("routed", "mixture")
 
 _K = 8
-# Weights in the mixture of the teacher for a sample's order, and of the other teacher.
+# Weights in the mixture: the teacher for a sample's order, and the other teacher.
 _OWN, _OTHER = 3.0, 1.0
-# Numbers per rank and rollout.
+# Per rank and rollout: prompts, optimizer steps, and microbatches of each step.
 _PROMPTS, _STEPS, _MICROBATCHES_PER_STEP = 256, 8, 2
 _EXAMPLES = 64
 

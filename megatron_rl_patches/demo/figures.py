@@ -94,8 +94,8 @@ class LearningFigures(Figures):
     makes_logits: bool = True
 
     def set_memory(self, estimate: MemoryEstimate) -> None:
-        for use, footprint in estimate.worst.scenarios.items():
-            for place, memory in (("device", footprint.device), ("host", footprint.host)):
+        for use, rank_memory in estimate.worst.scenarios.items():
+            for place, memory in (("device", rank_memory.device), ("host", rank_memory.host)):
                 if memory.total:
                     parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
                     self.memory[f"{use}, {place}"] = parts

@@ -1,4 +1,4 @@
-"""Log lines that say what is in place and what is not, so that nobody has to guess."""
+"""Log lines that say which patches are in place and which are not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def summary(statuses: Sequence[SiteStatus], version: str) -> str:
 
 @contextmanager
 def without_logging_errors() -> Iterator[None]:
-    """Drop what cannot be logged: streams of handlers may be closed at exit; logging prints tracebacks."""
+    """Suppress errors of logging, which prints tracebacks if a handler's stream is closed at exit."""
     with replaced(logging, raiseExceptions=False), suppress(Exception):
         yield
 

@@ -47,7 +47,7 @@ class ImportHooks:
 
 
 class _Observer:
-    """A meta path entry that finds nothing: at any import it looks whether those it waits for have ended."""
+    """A meta path entry that finds no module, and checks at any import whether awaited imports have ended."""
 
     def __init__(self, import_ended: Callable[[], None]) -> None:
         self._import_ended = import_ended
@@ -59,14 +59,14 @@ class _Observer:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        # Stays on sys.meta_path when idle: removing it would shift that list under threads that walk it.
+        # It stays on sys.meta_path, since removing it would shift that list under other threads.
         if self._names and (ended := {name for name in list(self._names) if is_imported(name)}):
             self._names -= ended
             self._import_ended()
 
 
 def is_imported(module_name: str) -> bool:
-    """Return whether the module is imported, and not half-way."""
+    """Return whether the module has been imported completely."""
     module = sys.modules.get(module_name)
     return module is not None and not _is_initializing(module)
 

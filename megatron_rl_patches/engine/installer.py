@@ -52,12 +52,12 @@ class Installer:
         """
         claim = Claim()
         sites = [(patch, site) for patch in patches for site in patch.sites_for(settings)]
-        # Hooks come first. A module whose import ends before its record is there is found in sys.modules
-        # below; one whose import ends later fires its hook, which waits for the lock.
+        # Hooks are registered first. A module whose import ends before its record exists is found in
+        # sys.modules below. One whose import ends later fires its hook, which waits for the lock.
         for module in sorted({site.module for _, site in sites}):
             self._imports.watch(module)
-        # From selection to judgement in one piece: no other thread sees, or is judged on, what may yet be
-        # undone. Hooks take this lock alone, and nothing below waits for an import.
+        # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
+        # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
             before = dict(self._records)
             try:
@@ -66,13 +66,14 @@ class Installer:
                     record.claims[claim] = required
                 for patch in patches:
                     self._options.set(patch.name, claim, settings.options_of(patch), replace_options)
-                skipped = self._settle(r for r in records if r.is_open and r.is_imported())
+                skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported())
                 if required and (faults := [s for s in map(self._current, records) if s.is_fault]):
                     raise incompatible(faults)
             except BaseException as error:
                 self.release(claim)
                 self._records = before
-                self._has_failed |= not isinstance(error, PatchError)  # the caller sees it, so nobody logs it
+                # The caller gets the exception, so it need not be logged as well.
+                self._has_failed |= not isinstance(error, PatchError)
                 raise
         self.announcer.warn(skipped)
         return claim
@@ -99,11 +100,11 @@ class Installer:
                 del record.claims[claim]
             self._options.release(claim)
             self._revert(record for record in claimed if not record.claims)
-            # A site that is gone now may have held others of its group back.
-            self._settle(self._missed())
+            # A site that is gone now may have kept the others of its group from taking effect.
+            self._apply_ready(self._missed())
 
     def remove(self, names: Collection[str]) -> None:
-        """Take the patches of these names away, whoever selected them."""
+        """Revert the patches of these names, whichever calls selected them."""
         with self._lock:
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
@@ -119,7 +120,7 @@ class Installer:
 
     def status(self) -> list[SiteStatus]:
         """Return the states of all selected sites, read from the live objects."""
-        self._settle_and_warn()
+        self._apply_missed()
         with self._lock:
             return [self._current(record) for record in self._records.values()]
 
@@ -140,8 +141,9 @@ class Installer:
         faults: list[SiteStatus] = []
         with self._lock:
             records = [record for record in self._records.values() if record.site.module == module_name]
-            with self._log_internal_errors(any(record.is_required for record in records)):
-                faults = self._settle((record for record in records if record.is_open), module_name)
+            required = any(record.is_required for record in records)
+            with self._log_internal_errors(required), _in_import_hook(records):
+                faults = self._apply_ready(record for record in records if record.is_open)
                 refused = [s for s in faults if self._records[s.patch, s.target].is_required]
                 if refused:
                     raise incompatible(refused)
@@ -149,7 +151,7 @@ class Installer:
 
     def _import_ended(self) -> None:
         with self._log_internal_errors():
-            self._settle_and_warn()
+            self._apply_missed()
 
     @contextmanager
     def _log_internal_errors(self, required: bool = False) -> Iterator[None]:
@@ -170,24 +172,27 @@ class Installer:
 
     # --- judging and wrapping
 
-    def _settle_and_warn(self) -> None:
-        """Settle what was imported without a hook; what was lost stays so until :meth:`add` is called."""
+    def _apply_missed(self) -> None:
+        """Put patches in place in modules that were imported without a hook, and warn of faults.
+
+        A patch that other code has overwritten stays lost until :meth:`add` is called.
+        """
         with self._lock:
-            faults = self._settle(self._missed())
+            faults = self._apply_ready(self._missed())
         self.announcer.warn(faults)
 
     def _missed(self) -> list[Record]:
-        """Return the records of imported modules at which nothing is in place, and something may be put."""
+        """Return the records of imported modules whose site may be patched and has not been."""
         missed = (r for r in self._records.values() if r.is_open and r.attribute is None)
         return [record for record in missed if record.is_imported()]
 
-    def _settle(self, records: Iterable[Record], just_loaded: str = "") -> list[SiteStatus]:
+    def _apply_ready(self, records: Iterable[Record]) -> list[SiteStatus]:
         """Judge and wrap the groups that these records belong to; return the faults."""
         groups = dict.fromkeys(record.group for record in records)
-        return [fault for group in groups for fault in self._settle_group(group, just_loaded)]
+        return [fault for group in groups for fault in self._apply_group(group)]
 
-    def _settle_group(self, name: tuple[str, str], just_loaded: str) -> list[SiteStatus]:
-        """Put one patch in place in one framework, or leave it away there altogether.
+    def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
+        """Put one patch in place in one framework, or leave it out there altogether.
 
         A patch that is half in place is worse than none: the guard around ``train()``, say, without the
         method that it relies on. So all sites of the group are judged before the first is touched, those of
@@ -195,10 +200,10 @@ class Installer:
         attribute can refuse to be set, and a module that is imported later can hold something else than its
         source says. Both show as a fault in a group of which parts are wrapped already, and then these are
         unwrapped again. Sites that wait for their module go on waiting; when it is imported, the whole group
-        is settled anew.
+        is judged and wrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
-        imported = {record for record in group if record.is_imported(just_loaded)}
+        imported = {record for record in group if record.is_imported()}
         statuses = all_or_nothing({record: self._judge(record, record in imported) for record in group})
         for record in group:
             if statuses[record].state == "fits" and record in imported:
@@ -217,7 +222,7 @@ class Installer:
         module = sys.modules[record.site.module] if imported else None
         status = judge_site(record.site, Environment(), module)
         if status.state == "conflict" and record.attribute and record.attribute.is_overwritten():
-            # Whoever overwrote it may well call it: it stays as it is, and is reported as lost.
+            # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
             return status_of(record.site, "applied", "in place", status.fingerprint)
         return status
 
@@ -236,7 +241,10 @@ class Installer:
             record.attribute = None
 
     def _adapter_of(self, site: Site) -> Adapter:
-        """Return the adapter with its options. Its first call logs what is in place: all is imported then."""
+        """Return the adapter with its options.
+
+        The first call of any adapter logs what is in place, since everything has been imported by then.
+        """
         adapter, announcer, options = site.adapter, self.announcer, self._options.by_patch
 
         def call(
@@ -254,12 +262,25 @@ class Installer:
     # --- of the process
 
     def after_fork_in_child(self) -> None:
-        # Another thread of the parent may have held it at the moment of the fork.
+        # Another thread of the parent may have held the lock at the moment of the fork.
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
         with without_logging_errors(), self._log_internal_errors():
             self.announcer.at_exit(self.status())
+
+
+@contextmanager
+def _in_import_hook(records: Iterable[Record]) -> Iterator[None]:
+    """Count the module of these records as imported. Python does so only after its import hooks have run."""
+    records = [*records]
+    for record in records:
+        record.import_hook_runs = True
+    try:
+        yield
+    finally:
+        for record in records:
+            record.import_hook_runs = False
 
 
 def incompatible(faults: Iterable[SiteStatus]) -> PatchError:

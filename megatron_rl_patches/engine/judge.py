@@ -1,4 +1,4 @@
-"""A site and a framework's code in, a state with its reason out. Pure: nothing is touched or imported.
+"""Judges whether a patch fits a site, from the framework's code. Nothing is changed or imported.
 
 Judgement rests on the code, never on a version number.
 """
@@ -128,9 +128,10 @@ def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
     fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
         return dict(statuses)
-    reason = f"held back: {fault.target}: {fault.reason}"
-    affected = {key: status for key, status in statuses.items() if status.state in ("fits", "applied")}
-    held_back = {
-        key: replace(s, state=fault.state, reason=reason, fingerprint="") for key, s in affected.items()
+    reason = f"another site cannot take effect: {fault.target}: {fault.reason}"
+    others = {
+        key: replace(status, state=fault.state, reason=reason, fingerprint="")
+        for key, status in statuses.items()
+        if status.state in ("fits", "applied")
     }
-    return {**statuses, **held_back}
+    return {**statuses, **others}

@@ -1,6 +1,6 @@
 """What became of a selected site, which calls of ``apply()`` selected it, and with which options.
 
-A call is a :class:`Claim` as long as it may be undone on its own; ``None`` stands for all permanent ones.
+A :class:`Claim` stands for a call that may still be undone on its own, ``None`` for all permanent calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Record:
 
     ``status`` is the one place that says what became of the site. It is ``waiting`` until the module is
     imported, then ``applied``, ``not needed`` or a fault, and ``reverted`` when no call claims it any more.
-    Nobody tells us when somebody else overwrites an applied site, so ``is_in_place`` looks that up.
+    Other code can overwrite an applied site without notice, so ``is_in_place`` looks at the live object.
     """
 
     def __init__(self, site: Site) -> None:
@@ -33,6 +33,8 @@ class Record:
         self.attribute: PatchedAttribute | None = None
         #: Patch and framework: all sites of a group take effect, or none.
         self.group = (site.patch, site.framework)
+        #: The module has been executed, and its import hook runs. Python still marks it as half imported.
+        self.import_hook_runs = False
 
     @property
     def is_required(self) -> bool:
@@ -43,9 +45,9 @@ class Record:
         if claim in self.claims:
             self.claims[None] = self.claims.pop(claim) or self.claims.get(None, False)
 
-    def is_imported(self, just_loaded: str = "") -> bool:
-        """Return whether the module is imported; ``just_loaded`` still looks half imported, and is not."""
-        return self.site.module == just_loaded or is_imported(self.site.module)
+    def is_imported(self) -> bool:
+        """Return whether the module has been imported completely."""
+        return self.import_hook_runs or is_imported(self.site.module)
 
     @property
     def is_reverted(self) -> bool:
@@ -57,7 +59,7 @@ class Record:
 
     @property
     def is_open(self) -> bool:
-        """Whether there may be something to put in place."""
+        """Whether the patch may have to be put in place here: it is not in place, reverted or unneeded."""
         return self.status.state not in ("reverted", "not needed") and not self.is_in_place
 
 
@@ -75,7 +77,7 @@ class OptionsInForce:
         self._stacks: dict[str, dict[Claim | None, Any]] = {}
 
     def set(self, patch: str, claim: Claim, options: Any, in_force: bool) -> None:
-        """Note the options of a call: in force at once, or only when those of earlier calls are undone."""
+        """Record the options of a call: in force at once, or only when those of earlier calls are undone."""
         stack = self._stacks.get(patch, {})
         self._stacks[patch] = {**stack, claim: options} if in_force else {claim: options, **stack}
         self._update(patch)
@@ -97,7 +99,7 @@ class OptionsInForce:
             self._update(patch)
 
     def clear(self, patch: str) -> None:
-        """Forget all calls; what is in force stays so for calls of the adapter that are under way."""
+        """Forget all calls. ``by_patch`` keeps its entry for adapters that are running."""
         self._stacks.pop(patch, None)
 
     def _update(self, patch: str) -> None:

@@ -14,7 +14,7 @@ from .options import field_types
 from .spec import Patch
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
-# The variables of these names are not options of a patch.
+# Options of patches cannot have these names, whose variables have a meaning of their own.
 _RESERVED_OPTIONS = ("strict", "roots")
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -216,7 +216,7 @@ def _open_commit(repository: Path, revision: str, name: str) -> _Files:
     """Read the Python files of a commit; the repository may be bare."""
     root = repository.parent if repository.name == ".git" else repository
     commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
-    # From there git archives the whole tree, whatever folder of it the repository was given by.
+    # Run in .git, git archive takes the whole tree. In a folder of the work tree it takes only that.
     git_folder = Path(_line(_git(repository, "rev-parse", "--absolute-git-dir")))
     content = _git(git_folder, "archive", "--format=zip", "-0", _line(commit), "--", "*.py")
     archive = zipfile.ZipFile(io.BytesIO(content))

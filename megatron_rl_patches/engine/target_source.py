@@ -45,7 +45,7 @@ class TargetSource:
 
     @property
     def runs_when_called(self) -> bool:
-        """Whether it is neither a coroutine function nor a generator."""
+        """Whether the function is neither a coroutine function nor a generator."""
         return isinstance(self.function, ast.FunctionDef) and not any(
             isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(self.function)
         )
@@ -70,7 +70,7 @@ class TargetSource:
         return hashlib.sha256(dump.encode()).hexdigest()[:12]
 
     def with_live(self, module: ModuleType, qualname: str) -> TargetSource:
-        """Return the same with what the imported module's object shows.
+        """Return a copy that also describes the live object in the imported module.
 
         Raises:
             AttributeError: the module does not define the target.
@@ -85,7 +85,7 @@ class TargetSource:
 
 
 def from_source(module: str, qualname: str, text: str) -> TargetSource:
-    """Return what the text of the module says of the target; neither need be importable."""
+    """Read the target from the text of its module, which need not be importable."""
     tree = _parse(text)
     target = TargetSource(f"{module}.{qualname}", module=tree)
     scope: ast.Module | ast.ClassDef = tree
@@ -128,7 +128,7 @@ def layers(function: Any) -> Iterator[Any]:
 @lru_cache(maxsize=16)
 def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
-        # An invalid escape, say, is for the import of the framework to warn of.
+        # The import of the framework gives such warnings, for instance of an invalid escape.
         warnings.simplefilter("ignore")
         return ast.parse(text)
 

@@ -31,7 +31,7 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = getattr(self.__wrapped__, "__self__", None)
-        # As for a plain bound method: the copy is bound to the copy of its instance.
+        # Python copies bound methods alike: the copy is bound to a copy of the instance.
         return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
 
 
@@ -45,7 +45,7 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """
 
     __bound_function_wrapper__ = _BoundWrapper
-    # wrapt keeps attributes of such names to itself, and hands all others on to what it wraps.
+    # wrapt stores attributes with the prefix _self_ on the wrapper, and all others on the wrapped function.
     _self_on: bool
     _self_path: tuple[str, str, str]
 
@@ -120,10 +120,11 @@ class PatchedAttribute:
 
     def unwrap(self) -> None:
         """Put the original back; a copy that cannot be reached is inert afterwards."""
-        # Off first: a call in another thread, or a copy that cannot be reached, meets an inert wrapper.
+        # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
+        # cannot be reached.
         self.wrapper.switch(False)
         original = self.original
-        # What lies below may be the wrapper of a patch that was reverted before this one.
+        # The original may be the wrapper of a patch that has been reverted before this one.
         while type(original) is SwitchableWrapper and not original.is_on:
             original = original.__wrapped__
         if vars(self.owner).get(self.name) is self.wrapper:
@@ -131,7 +132,10 @@ class PatchedAttribute:
         self._rebind_copies(self.wrapper, original)
 
     def _current(self) -> tuple[Any, Any]:
-        """Return what defines the target now (after a reload not ``owner``), and the target."""
+        """Return the current owner of the target, and the target.
+
+        After a reload the owner is not ``self.owner``.
+        """
         try:
             owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
             return owner, vars(owner)[name]
@@ -146,13 +150,13 @@ class PatchedAttribute:
             if not isinstance(module, ModuleType) or module_name.partition(".")[0] not in roots:
                 continue
             for name in [name for name, value in list(vars(module).items()) if value is old]:
-                # A module that refuses is one more place that cannot be reached.
+                # A module that refuses keeps the old function, like other copies that cannot be reached.
                 with suppress(Exception):
                     setattr(module, name, new)
 
 
 def _find_disabled(current: Any, site: Site) -> SwitchableWrapper | None:
-    """Return the site's own wrapper that an earlier revert left, switched off, under somebody else's."""
+    """Return this site's wrapper that an earlier revert switched off but left under another wrapper."""
     path = (site.patch, site.module, site.qualname)
     own = (w for w in layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
     return next(own, None)

@@ -110,7 +110,7 @@ class Samples:
         """
         position = len(self._rows)
         self._rows.append(rows)
-        # They are read later, and may be a buffer that is filled again for the next sample.
+        # The tokens are read later, and the framework may reuse their buffer for the next sample.
         self._tokens.append(_tokens_of(rows, tokens).clone())
         log_probs = PendingScores(lambda: self._scores[position][0])
         with_entropy = self._options.with_entropy

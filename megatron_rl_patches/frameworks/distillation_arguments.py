@@ -40,7 +40,7 @@ def select_loss(args: Any, options: Mapping[str, Any]) -> None:
 
 
 def scores_teachers(args: Any) -> bool:
-    """Whether the actor scores teachers; a teacher that comes with the rollout needs no scoring."""
+    """Return whether the actor scores teachers; a teacher that comes with the rollout needs no scoring."""
     is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
     return is_selected and bool(getattr(args, "opd_teachers", None))
 

@@ -85,7 +85,7 @@ class TopKScorer:
         if tag in self.actor.weights_backuper.backup_tags:
             self.actor._switch_model(tag)
             return
-        # The option is the iteration of the policy, or of the reference; a teacher has one of its own.
+        # ckpt_step is the iteration of the policy's or the reference's checkpoint, not of a teacher's.
         with replaced(self.actor.args, ckpt_step=None):
             self.actor.load_other_checkpoint(tag, path)
 

@@ -24,7 +24,7 @@ from ..inference.build.rng import preserved_rng
 _log = logging.getLogger("megatron_rl_patches")
 
 SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
-# Arguments that make the wrapper hold the model's parameters, in shards.
+# With these arguments the data-parallel wrapper shards the model's parameters.
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 
 
@@ -58,12 +58,12 @@ def inference_role(role: str, on_model_built: Callable[[], None] | None = None) 
 
 
 def in_inference_role() -> bool:
-    """Whether this runs inside of :func:`inference_role`."""
+    """Return whether this runs inside of :func:`inference_role`."""
     return _scope.get() is not None
 
 
 def ddp_skipped() -> bool:
-    """Whether this runs inside of :func:`inference_role`, after ``get_model`` has left out DDP."""
+    """Return whether this runs inside of :func:`inference_role`, after ``get_model`` has left out DDP."""
     current = _scope.get()
     return current is not None and current.ddp_skipped
 
@@ -146,7 +146,7 @@ def get_model(
 def _reason_to_wrap(arguments: dict[str, Any], args: Any) -> str:
     if arguments.get("wrap_with_ddp"):
         return "the framework passes wrap_with_ddp itself"
-    # Without the wrapper every rank would hold all the parameters.
+    # Without the wrapper that shards them, every rank would hold all parameters.
     sharded = [name for name in _SHARDED if arguments.get(name) or getattr(args, name, None)]
     return f"its parameters are sharded ({', '.join(sharded)})" if sharded else ""
 

@@ -72,7 +72,7 @@ def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _may_be_overwritten(logits: Tensor) -> bool:
-    """Whether the gradient may overwrite the logits.
+    """Return whether the gradient may overwrite the logits.
 
     They must be an intermediate result with a storage of its own, in the dtype that Megatron overwrites, and
     no entropy of them may be waiting for its backward.

@@ -14,7 +14,7 @@ from .inference_roles import freeze_role, in_inference_role, inference_role, ini
 
 _REFERENCE = "reference"
 _WITHOUT_OPTIMIZER = "the engine's configuration, which has no optimizer"
-# An option of miles that leaves out optimizer and scheduler of any kind.
+# With this option miles builds no optimizer and no scheduler for any role.
 _NO_OPTIMIZER = "debug_disable_optimizer"
 
 
@@ -73,7 +73,7 @@ def set_up_policy(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def initialize_engine(wrapped: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``initialize`` of AReaL's engine, without DDP where its configuration has no optimizer."""
     config = engine.mcore_config
-    # The engine calls methods of DDP chunks for these.
+    # With these options the engine calls methods that only DDP chunks have.
     needs_ddp = config.disable_grad_buffers_cpu_backup or (
         config.ddp.overlap_param_gather and config.ddp.align_param_gather
     )

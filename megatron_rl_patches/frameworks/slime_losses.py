@@ -27,7 +27,7 @@ from .logit_rows import LogitRows, call_with_rows
 _ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
 #: Parameters of ``calculate_log_probs_and_entropy``; a call with others runs the framework's own code.
 _KNOWN = {"logits", "tokens", "tp_group", "with_entropy", "log_prob_keep_mask", "chunk_size", *_ENTROPY_GRAD}
-#: These two belong to a mode of miles that is left alone.
+#: miles passes these two for ``true_on_policy_mode``, which is not patched.
 _KNOWN |= {"true_on_policy", "vocab_size"}
 
 

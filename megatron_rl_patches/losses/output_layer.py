@@ -1,6 +1,6 @@
 """Deferred logits from Megatron's language models: what the output layer returns in place of its logits.
 
-A model is told to defer by :func:`deferring`, or for each of its calls by :func:`language_model_forward`. Its
+A model defers its logits within :func:`deferring`, or in a call by :func:`language_model_forward`. Its
 output layer is then still called, so that hooks of the layer run and its parameters are gathered;
 :func:`column_parallel_forward` takes the place of the layer's own forward.
 """
@@ -45,7 +45,7 @@ class _Deferral:
     keep_bytes: int
 
 
-#: No layer is this one.
+#: With this deferral no layer defers its logits.
 _NO_LAYER = _Deferral(object(), None, 0)
 _deferral: Scope[_Deferral] = Scope("deferred_output")
 
@@ -97,7 +97,7 @@ def language_model_forward(
 def column_parallel_forward(
     wrapped: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return deferred logits if the layer is to defer and can, and otherwise what it returns itself."""
+    """Return deferred logits if the layer is to defer them and can, otherwise the layer's own result."""
     deferral = _deferral.get()
     if deferral is None or layer is not deferral.layer or _is_recorded():
         return wrapped(*args, **kwargs)
@@ -109,7 +109,8 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
     Args:
         layer: the output layer, whose group the vocabulary is split over.
-        labels: ``[b, s]``. What is no token has a loss of zero; Megatron leaves it to the loss mask.
+        labels: ``[b, s]``. The loss of a label that is no token id is zero; Megatron relies on the loss mask
+            for these.
         logits: ``[s, b, V / tp]``.
 
     Returns:
@@ -118,7 +119,7 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
     if not isinstance(logits, DeferredLogits):
         return wrapped(labels, logits)
     if not logits.is_deferred:
-        return wrapped(labels, dense(logits).clone())  # Megatron overwrites them
+        return wrapped(labels, dense(logits).clone())  # Megatron's cross entropy overwrites its logits
     group = _tensor_parallel_group(layer)
     vocabulary = logits.shape[-1] * (1 if group is None else dist.get_world_size(group))
     tokens_sb = labels.transpose(0, 1)
@@ -130,7 +131,7 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
 
 def _is_column_parallel(layer: Any) -> bool:
-    """Whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
+    """Return whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
     return has_base(layer, "ColumnParallelLinear")
 
 
@@ -148,8 +149,8 @@ def _deferred_output(
     size = 1 if group is None else dist.get_world_size(group)
     reason = _reason_against(layer, input_, weight)
     if reason or others or (gathers and size > 1):
-        if reason and reason not in _said:
-            _said.add(reason)
+        if reason and reason not in _warned_reasons:
+            _warned_reasons.add(reason)
             _log.warning("the logits are made by the output layer: %s", reason)
         return None
     assert weight is not None
@@ -165,11 +166,11 @@ def _deferred_output(
     return defer(whole, weight, bias, options, own_product), layer.bias if layer.skip_bias_add else None
 
 
-_said: set[str] = set()
+_warned_reasons: set[str] = set()
 
 
 def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
-    """Say why a layer's logits cannot be computed in tiles; an empty string: they can."""
+    """Return why a layer's logits cannot be computed in tiles; an empty string if they can."""
     for owner in (layer, layer.config):
         for name in _MORE_THAN_A_PRODUCT:
             if getattr(owner, name, None) not in (None, False, hidden.dtype):
@@ -193,13 +194,13 @@ def _reason_against(layer: Any, hidden: Tensor, weight: Tensor | None) -> str:
 
 
 def _returns_no_logits(arguments: Mapping[str, Any]) -> bool:
-    """Whether the call is given labels, generates text, or hands the hidden states to other code."""
+    """Return whether the call has labels, generates text, or hands the hidden states to other code."""
     names = ("labels", "inference_context", "inference_params", "output_processor")
     return any(arguments.get(name) is not None for name in names)
 
 
 def _is_recorded() -> bool:
-    """Whether the operations are compiled, captured in a CUDA graph, or converted by autocast."""
+    """Return whether the operations are compiled, captured in a CUDA graph, or converted by autocast."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
     return captured or autocast or torch.compiler.is_compiling()
@@ -215,7 +216,7 @@ def _tensor_parallel_group(layer: Any) -> dist.ProcessGroup | None:
 
 
 class _MainGradient:
-    """Where Megatron's layers put a weight's gradient with ``gradient_accumulation_fusion``."""
+    """The buffer to which Megatron's layers add a weight's gradient with ``gradient_accumulation_fusion``."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
@@ -225,10 +226,12 @@ class _MainGradient:
         return main
 
     def added(self) -> Tensor | None:
+        """Return a placeholder for the weight's gradient, which ``main_grad`` holds; ``None`` without DDP."""
         if not hasattr(self._weight, "grad_added_to_main_grad"):
             return None
-        # Hooks of DDP expect a gradient, and ignore its values where this attribute says so. A weight that
-        # an embedding has as well gets that gradient added to this one.
+        # DDP's hook requires a gradient, and ignores its values if this attribute is set. Where an embedding
+        # shares the weight (zero_out_wgrad), autograd adds the embedding's gradient to the placeholder and
+        # DDP adds both to main_grad, so the placeholder must be zero.
         self._weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like
         return make(self._weight.detach())

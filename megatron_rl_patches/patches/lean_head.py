@@ -13,9 +13,8 @@ megatron-core  ``ColumnParallelLinear.forward`` deferred logits, for a model's  
 megatron-core  ``compute_language_model_loss``  the same in tiles, for MTP      its logits are made
 =============  ===============================  ==============================  ===========================
 
-What takes the place of these functions is in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches
-take deferred logits as they are; any other code that looks at them gets the logits that the layer would have
-made.
+The replacements are in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches take deferred logits
+as they are; any other code that reads their values gets the logits that the layer would have made.
 
 Not patched: value and reward heads, which are no language model's output layer, T5, BERT, and Megatron's
 schedule that overlaps the communication of experts, which does not call ``forward``.
@@ -58,21 +57,21 @@ class LeanHeadOptions:
                 raise PatchError(f"{name} is {value}: expected a number of bytes, 0 or more")
 
 
-#: Of frameworks' losses, what takes deferred logits where `lean-loss` patches it.
-_SCORES = ("get_log_probs_and_entropy", "vocab_parallel_log_probs_from_logits")
+#: Functions of frameworks' losses that take deferred logits if `lean-loss` patches them.
+_LOG_PROB_FUNCTIONS = ("get_log_probs_and_entropy", "vocab_parallel_log_probs_from_logits")
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
-    """Say for each framework whether its losses take deferred logits, or why the logits are made."""
+    """Return for each framework whether its losses take deferred logits, or why the logits are made."""
     sites = [status for status in statuses if status.state != "absent"]
     models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
-    scores = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_SCORES)]
+    losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     notes = []
-    for score in scores:
-        against = next((status for status in (*models, score) if status.state != "fits"), None)
+    for loss in losses:
+        against = next((status for status in (*models, loss) if status.state != "fits"), None)
         way = "its losses compute the logits in tiles" if not against else f"the logits are made: {against}"
-        notes.append(f"{score.framework}: {way}")
-    if models and not scores:
+        notes.append(f"{loss.framework}: {way}")
+    if models and not losses:
         notes.append("the logits are made: `lean-loss` is not selected, or knows no framework that is here")
     return notes
 
@@ -113,7 +112,9 @@ for _module, _model_class in (
         parameters=("labels",),
         pass_options=True,
         optional_module=_model_class != "GPTModel",
-        introduced_with="output_layer",  # where MambaModel is HybridModel by an older name, there is none
+        # From megatron-core 0.18 on, mamba_model.py only gives HybridModel its old name MambaModel. It has no
+        # output_layer then, and the site is not needed.
+        introduced_with="output_layer",
     )(_model)
 
 

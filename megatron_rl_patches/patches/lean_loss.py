@@ -16,7 +16,7 @@ verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
 verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
 ============  ========================================  ===========================  =========================
 
-OpenClaw-RL vendors slime with slime's module names. What takes the place of these functions is in
+OpenClaw-RL vendors slime with slime's module names. The replacements are in
 :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,
@@ -44,7 +44,7 @@ _CALCULATE = "calculate_log_probs_and_entropy"
 _VERL_LOG_PROBS = "vocab_parallel_log_probs_from_logits"
 
 
-# --- when a site is left alone: judged from the target's code
+# --- reasons why a site is left alone, judged from the target's code
 
 
 def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
@@ -57,7 +57,10 @@ def _checkpoints_without_reentrance(target: TargetSource) -> str | None:
 
 
 def _placeholder_follows_values(target: TargetSource) -> str | None:
-    """A placeholder that always requires grad has a backward that the other ranks may not have."""
+    """Return why the site is left alone; ``None`` if a placeholder for missing values always requires grad.
+
+    That placeholder's backward starts a collective that the other ranks may not start.
+    """
     always = any(
         isinstance(node, ast.keyword)
         and node.arg == "requires_grad"
@@ -69,7 +72,10 @@ def _placeholder_follows_values(target: TargetSource) -> str | None:
 
 
 def _computes_itself(target: TargetSource) -> str | None:
-    """In slime up to v0.1 the function that computes is in the module itself, without ``tp_group``."""
+    """Return why the site is left alone if the module itself defines the function, as in slime up to v0.1.
+
+    That function has no ``tp_group``.
+    """
     assert target.module is not None
     own = any(isinstance(node, ast.FunctionDef) and node.name == _CALCULATE for node in target.module.body)
     return f"the module has a {_CALCULATE} of its own" if own else None
@@ -178,7 +184,7 @@ def verl_logits_processor(wrapped: Any, instance: Any, args: tuple[Any, ...], kw
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether the function is this patch's wrapper, without anybody's wrapper on top of it."""
-    from ..engine.wrapper import SwitchableWrapper  # it imports wrapt, which `list` and `doctor` do without
+    """Return whether the function is this patch's wrapper, without another wrapper around it."""
+    from ..engine.wrapper import SwitchableWrapper  # here, since `list` and `doctor` work without wrapt
 
     return type(function) is SwitchableWrapper and function.is_on and function.path[0] == patch.name

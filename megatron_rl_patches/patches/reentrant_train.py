@@ -65,11 +65,14 @@ class ReentrantTrainOptions:
                 )
 
 
-# --- when a site is left alone: judged from the target's code
+# --- reasons why a site is left alone, judged from the target's code
 
 
 def _disable_is_harmless(target: TargetSource) -> str | None:
-    """Megatron looks up a handle for every submodule, also where there is none: that is the ``KeyError``."""
+    """Return why the site is left alone; ``None`` if a loop looks up a handle for every submodule.
+
+    The look-up raises ``KeyError`` for a submodule without a handle.
+    """
     for loop in _walk(target, ast.For):
         looked_up = [
             node
@@ -92,7 +95,10 @@ def _tests_handles_first(target: TargetSource) -> bool:
 
 
 def _train_is_reentrant(target: TargetSource) -> str | None:
-    """A loop is not re-entrant if it fails on leftovers of an earlier call, or leaves some when it raises."""
+    """Return why the loop is left alone; ``None`` if it fails after an earlier call, or leaves state behind.
+
+    A loop that does not clean up leaves state behind when it raises.
+    """
     fails = _asserts_no_sync_func(target.function) or _calls_interval_timer(target, "start")
     cleans_up = any(node.finalbody or node.handlers for node in _walk(target, ast.Try))
     if fails or not cleans_up:
@@ -117,13 +123,16 @@ def _asserts_no_sync_func(tree: ast.AST | None) -> bool:
 
 
 def _save_is_safe(target: TargetSource) -> str | None:
-    """Megatron-LM's: switches hooks (up to 0.15), and stops a timer that only ``train()`` starts."""
+    """Return why Megatron-LM's function is left alone.
+
+    ``None`` if it stops a timer that only ``train()`` starts, or switches hooks as up to 0.15.
+    """
     hooks = _restores_hooks(target)
     return None if _calls_interval_timer(target, "stop") else hooks
 
 
 def _calls_interval_timer(target: TargetSource, method: str) -> bool:
-    """``timers('interval-time', ...).method(...)``"""
+    """Return whether the function calls ``timers('interval-time', ...).method(...)``."""
     return any(
         isinstance(call.func, ast.Attribute)
         and call.func.attr == method

@@ -1,18 +1,18 @@
 """After a resume the learning-rate schedule is at the step that the checkpoint says, not at twice that.
 
 ============  ====================================  =====================================  ===================
-framework     function                              what is around it                      left alone when
+framework     function                              what runs around it                     left alone when
 ============  ====================================  =====================================  ===================
 slime, miles  ``initialize_model_and_optimizer``    the step of loading is set at its end  it does not advance
                                                                                            the scheduler
 slime, miles  ``load_checkpoint``                   that step is recorded
 ============  ====================================  =====================================  ===================
 
-OpenClaw-RL vendors slime with slime's module names. What is around the functions is in
+OpenClaw-RL vendors slime with slime's module names. The code around the functions is in
 :mod:`..frameworks.resumed_scheduler`.
 
-Not patched: Megatron-LM, which loads the schedule and leaves it at that, and frameworks in which a schedule
-that was saved is never restored: the opposite fault.
+Not patched: Megatron-LM, which does not advance the schedule after loading it, and frameworks with the
+opposite fault, which never restore a schedule that was saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
-    """``opt_param_scheduler.step(...)`` after loading is the fault."""
+    """Return why the site is left alone; ``None`` if it has the fault, ``opt_param_scheduler.step(...)``."""
     assert target.function is not None
     advances = any(
         isinstance(node, ast.Call)

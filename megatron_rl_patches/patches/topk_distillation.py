@@ -115,7 +115,7 @@ def validate(
     if framework_args.loss_type != distillation_arguments.LOSS_TYPE:
         return wrapped(*args, **kwargs)
     distillation_arguments.select_loss(framework_args, asdict(options))
-    result = wrapped(*args, **kwargs)  # it may read a file that sets the options anew
+    result = wrapped(*args, **kwargs)  # may read a file that overrides the options
     build(TopKDistillationOptions, {name: getattr(framework_args, name) for name in asdict(options)})
     distillation_arguments.check_arguments(framework_args)
     return result

@@ -92,7 +92,7 @@ def preserved_hooks(model: Model) -> Iterator[None]:
 
 def _is_mismatch(error: KeyError | AssertionError, chunk: Chunk) -> bool:
     """Return whether upstream stopped because handles and modules differ, not in the all-gather after it."""
-    if chunk.remove_forward_pre_hook_handles:  # those of a submodule that was removed
+    if chunk.remove_forward_pre_hook_handles:  # handles of a submodule that was removed are left
         return True
     return isinstance(error, KeyError) and any(error.args[0] is module for module in chunk.module.modules())
 

@@ -197,7 +197,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         MegatronRLPatchesError: the function has no parameter named ``model``, its body runs after the call (a
             generator or a coroutine function), or the target is a class, or neither chunks nor a function.
     """
-    function = functools.partial(target).func if callable(target) else None  # that of a partial
+    function = functools.partial(target).func if callable(target) else None  # unwraps partials
     if inspect.isclass(function):
         raise MegatronRLPatchesError(
             f"{function.__qualname__} is a class; decorate the method that takes the model chunks as 'model'"
@@ -209,7 +209,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
     bind = _model_binder(target)
     options.setdefault("installs", installs_sync_functions(target))
 
-    # The attributes of a function are copied; those of an object are its own state.
+    # A function's attributes are copied to the wrapper. An object's attributes are its own state and are not.
     @functools.wraps(target, updated=("__dict__",) if inspect.isroutine(target) else ())
     def train(*args: Any, **kwargs: Any) -> Any:
         arguments = bind(args, kwargs)

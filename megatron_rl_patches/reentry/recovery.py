@@ -22,7 +22,7 @@ from .forward_pre_hooks import synchronize
 _log = logging.getLogger("megatron_rl_patches")
 _interrupted: weakref.WeakSet[Any] = weakref.WeakSet()
 
-# Generators that put DDP into "not the last microbatch": its own, and the schedule's over several chunks.
+# Generators that switch off DDP's gradient reduction: no_sync of DDP, and the schedule's for several chunks.
 _NO_SYNC_GENERATORS = frozenset({"no_sync", "multi_no_sync"})
 
 
@@ -35,7 +35,7 @@ def recover(model: Model, error: BaseException) -> None:
     :func:`synchronize_interrupted`. A bucket group whose recovery fails is logged, since the caller has to
     see ``error``.
     """
-    # The mark comes first, because a second Ctrl-C may end the waiting.
+    # The chunks are marked first, because a second Ctrl-C may interrupt the waiting below.
     _interrupted.update(model)
     _close_abandoned_no_sync(error)
     for chunk in model:
@@ -62,7 +62,7 @@ def synchronize_interrupted(model: Model, optimizer: Any = None) -> None:
         if getattr(chunk, "use_forward_hook", False):
             for process_group, groups in _by_process_group(chunk):
                 if _any_rank_was(interrupted, process_group, groups):
-                    _interrupted.add(chunk)  # until the gather is done
+                    _interrupted.add(chunk)  # stays marked until the gather is done
                     _fill_mxfp8_gather_buffer(chunk, optimizer)
                     _gather_parameters(groups)
         elif interrupted:

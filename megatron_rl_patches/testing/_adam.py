@@ -54,6 +54,6 @@ def _keeping_states(set_state: Callable[..., None]) -> Callable[..., None]:
 def replacements() -> list[Replacements]:
     """Return what of ``torch.optim`` is replaced while the redirect is on."""
     adam = torch.optim.Adam
-    # Loading a state is setting it.
+    # torch's load_state_dict() calls __setstate__.
     adapted = {"__init__": _as_fused(adam.__init__), "__setstate__": _keeping_states(adam.__setstate__)}
     return [(adam, adapted)]

@@ -114,7 +114,7 @@ class Event:
 
 
 def _device_count() -> int:
-    """Return how many ranks share this machine, as each has a GPU of its own; torchrun tells it."""
+    """Return how many ranks share this machine, as each has a GPU of its own; torchrun sets the number."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

@@ -1,4 +1,4 @@
-"""What megatron-core gets wrong where there is no TransformerEngine."""
+"""Repairs of faults that megatron-core has where TransformerEngine is not installed."""
 
 from __future__ import annotations
 
@@ -53,20 +53,21 @@ def _with_states(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 class _Gap(NamedTuple):
     module: str
     attribute: str
-    adapt: Callable[[Any], Any]  # of the attribute's value to what takes its place; None if it is missing
+    adapt: Callable[[Any], Any]  # makes the new value from the attribute's value, None if it is missing
 
 
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _GAPS = (
-    # megatron-core 0.12 calls this without parameters in every optimizer step, and it raises.
+    # megatron-core 0.12 calls this function without parameters in every optimizer step, and it raises then.
     _Gap("megatron.core.fp8_utils", "_quantize_param_shard_impl", _accepting_no_parameters),
-    # Up to megatron-core 0.18, is_te_min_version compares it with a version, also if it is None.
+    # Up to megatron-core 0.18, is_te_min_version compares _te_version with a version even if it is None.
     _Gap("megatron.core.utils", "_te_version", _known_te_version),
-    # The router compares it with None, but the import that failed has left it undefined.
+    # The router compares te_general_gemm with None, but the failed import has left the name undefined.
     _Gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original),
-    # Before the first step no state holds the count of steps, so a checkpoint cannot be loaded.
+    # Before the first optimizer step the state has no count of steps, and loading a checkpoint needs one.
     _Gap(_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer.state_dict", _with_states),
-    # It wants the count of steps from the checkpoint, where it is missing or old; it has been set before.
+    # This method reads the count of steps from the checkpoint, which may lack it or have an old one. The
+    # state already has the right count, so that one is passed on.
     _Gap(_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", _keeping_steps),
 )
 _undo: ExitStack | None = None  # while the gaps are filled

@@ -19,7 +19,7 @@ def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     """Make the fork of the process that has collected the tests a rank of its own."""
     manager = session.config.pluginmanager
     capture: Any = manager.getplugin("capturemanager")
-    # The forks share the position in the file that output is captured in.
+    # Forks share the position in the file that captures output, so each rank opens a file of its own.
     sys.stdout.flush()
     capture.stop_global_capturing()
     capture.start_global_capturing()
@@ -32,7 +32,7 @@ def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
     _correct_rank_numbers(rank)
     _free_groups()
-    # Some tests count on others before them to have done it; in Megatron's CI a process runs many files.
+    # Some tests rely on an earlier test for this, since in Megatron's CI a process runs many files.
     utils().initialize_distributed()
 
 
@@ -86,7 +86,7 @@ def _free_groups() -> None:
 def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) -> None:
     number, follower = test
     item = session.items[number]
-    # Megatron's CI runs tests with this mark with the option that its conftest declares.
+    # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
     session.config.option.experimental = item.get_closest_marker("experimental") is not None
     hook = session.config.hook
     sender = _Sender(session.config, send)
@@ -128,5 +128,5 @@ def _place_of(frame: TracebackEntry) -> str:
     place = f"at {frame.path}:{frame.lineno + 1}"
     try:
         return f"{place}: {' '.join(str(frame.statement).split())}"
-    except AssertionError:  # there is no source
+    except AssertionError:  # the source file does not exist
         return place

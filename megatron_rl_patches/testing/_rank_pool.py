@@ -69,14 +69,15 @@ class _Rank(NamedTuple):
 
 
 class RankPool:
-    """Forks of this process, made when the first test is to be run, and anew after each that did not go well.
+    """Ranks that are forks of this process, made for the first test and again after each test that failed.
 
     Args:
         size: how many ranks there are.
         folder: for the files of the ranks.
         prepare: called in each rank when it has been forked, with its number and a folder that is new and
             the same for all ranks.
-        run: runs a test, given as to :meth:`run`, and calls its last argument with what it has to tell.
+        run: called in each rank as ``run(test, send)`` with the test that :meth:`run` gets;
+            ``send(value, is_failure)`` passes a value to the :class:`StepOutcome`.
     """
 
     def __init__(

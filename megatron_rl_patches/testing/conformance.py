@@ -18,7 +18,7 @@ from ..errors import MegatronRLPatchesError
 from . import verdicts
 from .verdicts import Result, read_results
 
-# Of pytest: all passed, some failed, nothing was selected.
+# Exit codes of pytest: all tests passed, some failed, none was selected.
 _EXIT_CODES = (0, 1, 5)
 
 
@@ -106,8 +106,8 @@ def run_at_smallest(
 ) -> Iterator[Result]:
     """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
 
-    Only tests that need more ranks or fail are tried again, and not where their message tells that it is
-    in vain. ``verdicts.final`` tells the results in the end.
+    Only tests that need more ranks or fail run again, unless their message shows that this number of ranks
+    does not help either. ``verdicts.final`` selects one result per test in the end.
     """
     results = Path(results)
     for count in ranks:
@@ -123,7 +123,7 @@ def run_at_smallest(
 def run_with_patches(
     checkout: Path | str, patches: str, *, results: Path | str, hang_after: float = 60.0
 ) -> Iterator[Result]:
-    """Run with patches, at the same number of ranks, what could run without according to ``results``."""
+    """Run with patches the tests that could run without them according to ``results``, at as many ranks."""
     results = Path(results)
     by_ranks: dict[int, list[str]] = {}
     for result in verdicts.final_of(results):
@@ -157,7 +157,7 @@ def repeated_changes(
 ) -> list[Change]:
     """Run tests whose verdict has changed once more, both ways, and return those that change again.
 
-    A test that depends on timing, or on the tests before it, may differ from itself.
+    A test that depends on timing, or on the tests before it, may give another verdict without any patch.
     """
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         results = Path(folder, "results")
@@ -182,7 +182,7 @@ def _verdict(result: Result) -> tuple[str, str]:
 
 
 def _may_pass_at(ranks: int, result: Result) -> bool:
-    # Tests say in many ways that there are too few ranks, and some just fail.
+    # Messages of tests that lack ranks differ, and some tests fail without such a message.
     unsettled = result.reason == verdicts.MORE_RANKS or result.outcome == verdicts.FAILED
     return unsettled and ranks > result.ranks and ranks % verdicts.ranks_needed(result.message) == 0
 
@@ -199,7 +199,7 @@ def _started(command: Sequence[str], checkout: Path, output: int) -> subprocess.
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a run of which nobody wants the rest, so that it ends its ranks and removes their files."""
+    """Interrupt pytest if it still runs, so that it ends its ranks and removes their files."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):

@@ -82,7 +82,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         megatron_rl_patches.apply(*names)
     try:
         import_module("tests.unit_tests.conftest")
-    except Exception as error:  # of packages of the wrong version, too
+    except Exception as error:  # packages of the wrong version raise other errors than ImportError
         options.noconftest = True
         early_config.pluginmanager.register(_megatron_fixtures)
         early_config.issue_config_time_warning(

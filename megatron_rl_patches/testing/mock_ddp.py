@@ -201,5 +201,5 @@ class MockOptimizer:
         return True, 0.0, None
 
     def _copy_main_params_to_param_buffer(self) -> None:
-        # What it would copy for mxfp8 parameters is not mocked, only that it was called.
+        # The mock records the call. The copy for mxfp8 parameters is not mocked.
         self.calls.append("_copy_main_params_to_param_buffer")

@@ -77,7 +77,7 @@ class MockModule:
 
     @property
     def _modules(self) -> dict[str, MockModule]:
-        # Where torch modules have their children.
+        # torch modules keep their children under this name.
         return {str(number): child for number, child in enumerate(self.children)}
 
     @classmethod

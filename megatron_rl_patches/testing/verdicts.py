@@ -1,4 +1,4 @@
-"""What became of a test of Megatron-LM's on a CPU, and why it could not run if it could not."""
+"""Results of Megatron-LM's tests on a CPU: the outcome of each test, and why it could not run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def parse_results(lines: bytes) -> Iterator[Result]:
 
 
 def final_of(path: Path, patches: str = "") -> list[Result]:
-    """Return what :func:`final` says of the results in a file that were obtained with these patches."""
+    """Return :func:`final` of the results in a file that were obtained with these patches."""
     return final(result for result in read_results(path) if result.patches == patches)
 
 
@@ -85,25 +85,25 @@ def final(results: Iterable[Result]) -> list[Result]:
     return list(chosen.values())
 
 
-# Packages of CUDA kernels, which can be imported where there is a GPU only, or do nothing without one.
+# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
 _KERNELS = (
     r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
     r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
 )
-# The first pattern that is found decides.
+# The first pattern that matches the message gives the reason.
 _RAISED = [
     (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
     (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
     (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
     (TRANSFORMER_ENGINE, r"transformer.?engine|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >="),
-    # Mocks take the place of its classes in Megatron where it is not installed.
+    # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
     (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
     (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module)'|fp8_utils' has no attribute"),
     (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|str is not a Module subclass"),
     (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
-    # Torch's own norm, which takes the place of fused ones, refuses some of their options.
+    # Without fused norms Megatron uses torch's, which refuses some of their options.
     (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm"),
-    # Tests that look at where a tensor is.
+    # These tests check on which device a tensor is.
     (CUDA_KERNEL, r"assert 'cpu' == 'cuda'|assert .*\.is_cuda\b|/hybrid_optimizer\.py:\d+: gpu_param = "),
     (CUDA_KERNEL, r"assert device\(type='cpu'\) == device\(type='cuda'|must be on CUDA devices"),
     (CUDA_KERNEL, r"assert self\.main_grad\.allocation_stream =="),
@@ -115,7 +115,7 @@ _RAISED = [
     (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
     (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
 ]
-# The authors of the tests say why they are skipped.
+# Reasons with which the authors of the tests skip them.
 _SKIPPED = [
     (MORE_RANKS, r"(?i)world.?size|\d gpus|\d ranks|[} ]gpus\b"),
     (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
@@ -142,6 +142,6 @@ _NEEDED = re.compile(
 
 
 def ranks_needed(message: str) -> int:
-    """Return what the number of ranks must be a multiple of by the message; 1 if it does not tell."""
-    found = _NEEDED.search(message)
-    return int(found[found.lastindex or 0]) if found else 1
+    """Return a divisor that the number of ranks must have according to the message; 1 if it names none."""
+    match = _NEEDED.search(message)
+    return int(match[match.lastindex or 0]) if match else 1

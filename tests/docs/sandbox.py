@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STAND_IN_HOST = ROOT / "tests" / "packaging" / "stand_in"
+STAND_IN_MEGATRON = ROOT / "tests" / "packaging" / "stand_in"
 RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
 OURS = re.compile(r"MEGATRON_RL_PATCHES\w*")
 
@@ -69,7 +69,7 @@ class Sandbox:
         program = self.folder / name
         program.parent.mkdir(parents=True, exist_ok=True)
         trainer = Path(__file__).with_name("trainer.py").read_text()
-        program.write_text(f"import sys; sys.path.insert(0, {str(STAND_IN_HOST)!r})\n{trainer}")
+        program.write_text(f"import sys; sys.path.insert(0, {str(STAND_IN_MEGATRON)!r})\n{trainer}")
 
     def run(self, code: str, *, checkout: str = "", timeout: float = 200) -> subprocess.CompletedProcess[str]:
         """Run the lines in a shell; ``checkout`` is a folder whose packages they can import."""

@@ -26,7 +26,7 @@ PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
 
-HOST = """
+FRAMEWORK = """
 def evaluate(model):
     print("evaluated")
     return 1.0
@@ -53,7 +53,7 @@ def _replace(file: Path, old: str, new: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy with the files of the page, and the edits that it tells of."""
+    """A copy with the files of the page, and with the edits that it asks for."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("megatron_rl_patches", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -90,11 +90,11 @@ def test_every_file_of_the_page_is_used() -> None:
 
 
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
-    told = _tests(repository, "root")
-    assert "1 failed" in told and "test_the_startup_trigger_knows_every_root" in told, told
+    output = _tests(repository, "root")
+    assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
     _add_root(repository)
-    told = _tests(repository)
-    assert re.search(r"^\d+ passed", told, re.MULTILINE), told
+    output = _tests(repository)
+    assert re.search(r"^\d+ passed", output, re.MULTILINE), output
     assert "quiet-eval" in _run("-m", "megatron_rl_patches", "list", path=repository).stdout
 
 
@@ -113,7 +113,7 @@ def test_a_package_of_ones_own(tmp_path: Path) -> None:
         OURS: FILES[OURS],
         "framework/__init__.py": "",
         "framework/training/__init__.py": "",
-        "framework/training/loop.py": HOST,
+        "framework/training/loop.py": FRAMEWORK,
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -24,7 +24,7 @@ import megatron_rl_patches
 ROOT = Path(__file__).parents[2]
 UNRELATED = "import bystander, decimal"
 FIRES = "import megatron.bystander"
-IMPORTS_THE_HOST = "import megatron.core.distributed.distributed_data_parallel"
+IMPORTS_MEGATRON = "import megatron.core.distributed.distributed_data_parallel"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl_patches.settings import VARIABLE
 
-from .environments import FIRES, IMPORTS_THE_HOST, UNRELATED, Environment, set_aside
+from .environments import FIRES, IMPORTS_MEGATRON, UNRELATED, Environment, set_aside
 
 ON = {VARIABLE: "reentrant-train"}  # of which the stand-in has all
 NOT_ACTIVATED = "megatron_rl_patches: not activated, going on without: "
@@ -48,8 +48,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 @pytest.fixture(scope="module")
 def loaded(environment: Environment) -> list[Path]:
     """The files that a process loads when it imports the framework."""
-    tell = f"import sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}')))"
-    outcome = environment.run(f"{IMPORTS_THE_HOST}; {tell}", ON)
+    print_files = (
+        f"import sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}')))"
+    )
+    outcome = environment.run(f"{IMPORTS_MEGATRON}; {print_files}", ON)
     assert "2 applied" in outcome.complaint
     return sorted(map(Path, outcome.stdout.split()))
 
@@ -66,7 +68,7 @@ def damaged(file: Path, damage: str) -> Iterator[None]:
 def test_every_file_gone_in_turn(environment: Environment, loaded: list[Path]) -> None:
     for file in loaded:
         with damaged(file, "gone"):
-            complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+            complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
         if file.name == "__init__.py" or file.parent.name == "patches":
             continue  # what is left is a namespace, or the patches there are
         assert complaint.startswith(NOT_ACTIVATED) and file.stem in complaint
@@ -87,7 +89,7 @@ def test_a_damage_that_shows_only_when_the_framework_is_imported(
         text = file.read_text()
         with set_aside(file):
             file.write_text(text[: re.search(rf"^(@.*\n)?(def|class) {last}\b", text, re.MULTILINE).start()])
-            complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+            complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
         assert last in complaint, (name, last)
 
 
@@ -98,7 +100,7 @@ def test_some_files_damaged(environment: Environment, loaded: list[Path], data: 
     with ExitStack() as stack:
         for file in files:
             stack.enter_context(damaged(file, data.draw(st.sampled_from(sorted(DAMAGES)))))
-        code = data.draw(st.sampled_from([UNRELATED, FIRES, IMPORTS_THE_HOST]))
+        code = data.draw(st.sampled_from([UNRELATED, FIRES, IMPORTS_MEGATRON]))
         complaint = environment.run(code, ON).complaint
         assert not complaint or complaint.startswith(PACKAGE)
 
@@ -107,14 +109,14 @@ def test_files_that_are_not_needed_yet(environment: Environment, loaded: list[Pa
     files = set((environment.site_packages / PACKAGE).rglob("*.py")) - set(loaded)
     assert len(files) > 50
     with set_aside(*files):
-        assert "2 applied" in environment.run(IMPORTS_THE_HOST, ON).complaint
+        assert "2 applied" in environment.run(IMPORTS_MEGATRON, ON).complaint
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_startup_module_damaged_or_left_behind_alone(environment: Environment, damage: str) -> None:
     with damaged(environment.site_packages / STARTUP, damage):
-        complaints = {environment.run(code, ON).complaint for code in (UNRELATED, FIRES, IMPORTS_THE_HOST)}
-        assert environment.run(IMPORTS_THE_HOST, {}).complaint == ""
+        complaints = {environment.run(code, ON).complaint for code in (UNRELATED, FIRES, IMPORTS_MEGATRON)}
+        assert environment.run(IMPORTS_MEGATRON, {}).complaint == ""
     if damage == "most of its lines":  # all but what it would complain with
         return
     [complaint] = complaints
@@ -124,19 +126,19 @@ def test_startup_module_damaged_or_left_behind_alone(environment: Environment, d
 def test_startup_file_and_module_left_behind(environment: Environment) -> None:
     with set_aside(environment.site_packages / PACKAGE):
         assert environment.run(UNRELATED, ON).complaint == ""
-        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
     assert complaint.startswith(f"{NOT_ACTIVATED}ModuleNotFoundError: No module named '{PACKAGE}'")
 
 
 @pytest.mark.parametrize("of_startup_module", [False, True], ids=["package", "startup module"])
 def test_damaged_bytecode(environment: Environment, of_startup_module: bool) -> None:
-    environment.run(IMPORTS_THE_HOST, ON)
+    environment.run(IMPORTS_MEGATRON, ON)
     cache = environment.site_packages / ("" if of_startup_module else PACKAGE) / "__pycache__"
     name = STARTUP.removesuffix(".py") if of_startup_module else "activation"
     [file] = cache.glob(f"{name}.*.pyc")
     with set_aside(file):
         file.write_bytes(file.with_name(f"{file.name}.aside").read_bytes()[:30])
-        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
     assert complaint.startswith(NOT_ACTIVATED) and "EOFError" in complaint
 
 
@@ -162,6 +164,6 @@ def test_wrapt_is_not_what_it_should_be(environment: Environment, kind: str) -> 
             folder.mkdir()
             (folder / "__init__.py").write_text(text)
         assert environment.run(UNRELATED, ON).complaint == ""
-        complaint = environment.run(IMPORTS_THE_HOST, ON).complaint
+        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
     assert complaint.startswith(NOT_ACTIVATED)
     assert "wrapt" in complaint or kind in ("raises", "no classes", "other hooks")

@@ -41,7 +41,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.megatron import LossFunc
 from megatron_rl_patches.losses.objectives.distillation import Divergence
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at, is_spoilt
+from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax
 
 from .strange_logits import (
     Logits,
@@ -152,8 +152,8 @@ def check_log_probs(
     else:
         options["entropy_grad"] = differentiated == 2
         found = vocab_parallel_log_probs_and_entropy(view, targets, **options)
-    for values, wanted in zip(found, expected, strict=False):
-        assert agree(values, wanted, of_values(dtype))
+    for values, reference in zip(found, expected, strict=False):
+        assert agree(values, reference, of_values(dtype))
     mine = backward(list(found[:differentiated]), weights[:differentiated], view)
     assert mine.dtype == dtype
     if keep_mask is not None:
@@ -179,8 +179,8 @@ def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
     found = vocab_parallel_log_probs_at(
         view, indices, rows=rows, temperature=temperature, with_tail=True, block_bytes=data.draw(BLOCKS)
     )
-    for values, wanted in zip(found, expected, strict=True):
-        assert agree(values, wanted, of_values(dtype))
+    for values, reference in zip(found, expected, strict=True):
+        assert agree(values, reference, of_values(dtype))
     # What is -inf is no id, or has no derivative in the definition.
     weights = [
         torch.where(values.detach() == -torch.inf, 0.0, torch.rand(values.shape, generator=generator) + 0.1)
@@ -190,9 +190,9 @@ def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
         torch.where(weight == 0, 0.0, values) for weight, values in zip(weights, expected, strict=True)
     ]
     gradient = backward(counted, weights, leaf)
-    flows = torch.zeros(len(seen), dtype=torch.bool)
-    flows[slice(None) if rows is None else rows] = (weights[0] > 0).any(1) | (weights[1] > 0)
-    gradient = torch.where(flows[:, None], gradient, 0.0)
+    has_grad = torch.zeros(len(seen), dtype=torch.bool)
+    has_grad[slice(None) if rows is None else rows] = (weights[0] > 0).any(1) | (weights[1] > 0)
+    gradient = torch.where(has_grad[:, None], gradient, 0.0)
     mine = backward(list(found), weights, view)
     assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
 
@@ -206,8 +206,8 @@ def test_topk(data: st.DataObject) -> None:
     found = vocab_parallel_topk(logits.leaf_and_view()[1], k, rows=rows, temperature=temperature)
     selected = seen.double() if rows is None else seen.double()[rows]
     order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    spoilt = is_spoilt(selected)
-    assert torch.equal(found.indices[~spoilt], order[~spoilt])
+    without_softmax = has_no_softmax(selected)
+    assert torch.equal(found.indices[~without_softmax], order[~without_softmax])
     assert all(len(set(row)) == k for row in found.indices.tolist())
     assert ((found.indices >= 0) & (found.indices < seen.shape[1])).all()
     expected = dense_log_probs_at(selected, found.indices, temperature=temperature)

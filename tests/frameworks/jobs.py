@@ -29,7 +29,7 @@ class BrokenBatch(Exception):
 
 
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches that breaks when told to."""
+    """An endless stream of batches that raises on request."""
 
     _error: Exception | None = None
     _break_at = -1

@@ -141,17 +141,17 @@ def _revision(one: Known) -> str:
 def _patches(one: Known) -> str:
     findings = one.judged().statuses
     fit = dict.fromkeys(f.patch for f in findings if f.state == "fits")
-    held_back = dict.fromkeys(f.patch for f in findings if f.is_fault)
-    told = [patch for patch in fit if patch not in held_back]
-    return ", ".join(told + [f"**not** {patch}" for patch in held_back]) or "none is needed"
+    faults = dict.fromkeys(f.patch for f in findings if f.is_fault)
+    effective = [patch for patch in fit if patch not in faults]
+    return ", ".join(effective + [f"**not** {patch}" for patch in faults]) or "none is needed"
 
 
 def _run_for_real(one: Known, runs: Sequence[Run], names: dict[str, str]) -> str:
-    told = [_told(run, names) for run in runs if run["source"] == one.identity]
-    return "<br>".join(told) or "judged only"
+    lines = [_line(run, names) for run in runs if run["source"] == one.identity]
+    return "<br>".join(lines) or "judged only"
 
 
-def _told(run: Run, names: dict[str, str]) -> str:
+def _line(run: Run, names: dict[str, str]) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for suite, ranks in run["suites"].items():
         by_ranks.setdefault(tuple(ranks), []).append(suite)

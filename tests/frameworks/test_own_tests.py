@@ -44,7 +44,7 @@ PATCHES = "all,topk-distillation"
 
 
 def _run(paths: list[str], tests: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
-    told = folder / "outcomes.json"
+    record = folder / "outcomes.json"
     repository = Path(__file__).parents[2]
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")
@@ -53,12 +53,12 @@ def _run(paths: list[str], tests: Iterable[str], folder: Path, **variables: str)
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, *paths, repository))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "OWN_TESTS_OUTCOMES": str(told),
+        "OWN_TESTS_OUTCOMES": str(record),
     }
     options = ["-q", "-p", "outcomes", "-p", "no:cacheprovider", "--override-ini=addopts="]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     subprocess.run(command, cwd=paths[0], env=environ | variables, timeout=1200, check=False)
-    outcomes: dict[str, Any] = json.loads(told.read_text())
+    outcomes: dict[str, Any] = json.loads(record.read_text())
     return outcomes
 
 

@@ -73,8 +73,8 @@ def judge(source: str) -> Verdicts:
     verdicts: Verdicts = {}
     for f in judge_all(open_source(source), registry.patches().values(), Settings()):
         if f.state != "absent":
-            told = f.state if f.state == "fits" else f"{f.state}: {f.reason}"
-            verdicts.setdefault(f.framework, {}).setdefault(f.patch, {})[f.target] = told
+            verdict = f.state if f.state == "fits" else f"{f.state}: {f.reason}"
+            verdicts.setdefault(f.framework, {}).setdefault(f.patch, {})[f.target] = verdict
     return verdicts
 
 

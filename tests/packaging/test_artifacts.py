@@ -58,9 +58,9 @@ def test_startup_line_is_one_plain_line_and_harmless_when_unset(artifacts):
 
 
 def test_install_puts_the_startup_files_into_site_packages(installed):
-    there = {path.name for path in installed.site_packages.iterdir()}
-    editable = any(name.startswith("__editable__") for name in there)
-    assert STARTUP_FILES - ({"_megatron_rl_patches_startup.py"} if editable else set()) <= there
+    file_names = {path.name for path in installed.site_packages.iterdir()}
+    editable = any(name.startswith("__editable__") for name in file_names)
+    assert STARTUP_FILES - ({"_megatron_rl_patches_startup.py"} if editable else set()) <= file_names
 
 
 def test_uninstall_removes_everything(disposable):

@@ -22,7 +22,7 @@ from megatron_rl_patches.testing import spawn_ranks
 from tests.real.sent_bytes import sent_bytes
 from tests.real.test_vocab_parallel_ranks import mine
 from tests.unit.losses.logits.dense import relative_error
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at, errors, is_spoilt, random_indices
+from tests.unit.losses.logits.dense_topk import dense_log_probs_at, errors, has_no_softmax, random_indices
 from tests.unit.losses.logits.test_log_probs import EXTREMES, random_logits
 
 T, V, K = 11, 1004, 8
@@ -116,8 +116,8 @@ def check_extremes(group: dist.ProcessGroup) -> None:
         leaf = logits[:, mine(group, 1000)].clone().requires_grad_()
         log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         expected = dense_log_probs_at(logits, indices)
-        for values, wanted in zip((log_probs, tail), expected, strict=True):
-            assert torch.allclose(values.double(), wanted, rtol=2e-6, atol=1e-6)
+        for values, reference in zip((log_probs, tail), expected, strict=True):
+            assert torch.allclose(values.double(), reference, rtol=2e-6, atol=1e-6)
         sum(values[values > -float("inf")].sum() for values in (log_probs, tail)).backward()
         assert leaf.grad is not None
         assert leaf.grad.isfinite().all()
@@ -136,7 +136,7 @@ def check_poisons(group: dist.ProcessGroup) -> None:
     for value in (float("nan"), float("inf")):
         logits = random_logits(T, V)
         logits[2, 5] = logits[7, V - 2] = value
-        part, fine = logits[:, mine(group)], ~is_spoilt(logits)
+        part, fine = logits[:, mine(group)], ~has_no_softmax(logits)
         found = vocab_parallel_topk(part, K, tp_group=group)
         assert found.indices[fine].equal(
             logits[fine].sort(dim=1, descending=True, stable=True).indices[:, :K]
@@ -145,8 +145,8 @@ def check_poisons(group: dist.ProcessGroup) -> None:
             (found.indices, (found.log_probs, found.tail_log_prob)),
             (indices, vocab_parallel_log_probs_at(part, indices, tp_group=group, with_tail=True)),
         ):
-            for one, wanted in zip(values, dense_log_probs_at(logits, ids), strict=True):
-                assert torch.allclose(one.double(), wanted, rtol=2e-6, atol=1e-6, equal_nan=True)
+            for one, reference in zip(values, dense_log_probs_at(logits, ids), strict=True):
+                assert torch.allclose(one.double(), reference, rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
 def check_no_rows(group: dist.ProcessGroup) -> None:

@@ -122,17 +122,17 @@ def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
 
 def check_poisons(group: dist.ProcessGroup) -> None:
     """What is NaN or infinite on one rank spoils its row on all of them, and no other row."""
-    spoilt = torch.arange(T) % 5 == 3
+    not_finite = torch.arange(T) % 5 == 3
     for value in (float("nan"), float("inf")):
         for column in (5, V - 2):
             logits = random_logits(T, V)
-            logits[spoilt, column] = value
+            logits[not_finite, column] = value
             part = logits[:, mine(group)].clone().requires_grad_()
             found = vocab_parallel_log_probs_and_entropy(part, torch.arange(T), tp_group=group, fused=False)
             sum(values.sum() for values in found).backward()
             assert part.grad is not None
             for values in (*found, part.grad.sum(1)):
-                assert torch.equal(values.isnan(), spoilt)
+                assert torch.equal(values.isnan(), not_finite)
 
 
 def check_no_rows(group: dist.ProcessGroup) -> None:

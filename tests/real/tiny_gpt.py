@@ -174,7 +174,7 @@ def inference_model(options: Options) -> list[Any]:
 
 
 def trains_mtp_without_labels() -> bool:
-    """Whether this release takes the tokens as labels of multi-token prediction, where a call gives none."""
+    """Return whether this release takes the tokens as labels of multi-token prediction without labels."""
     process = getattr(multi_token_prediction, "process_mtp_loss", None)
     return process is not None and "input_ids" in inspect.signature(process).parameters
 

@@ -31,7 +31,7 @@ def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
 
 class TestChoice:
     @pytest.mark.parametrize(
-        ("environ", "told"),
+        ("environ", "message"),
         [
             ({"MEGATRON_RL_PATCHES": "nonsense"}, "unknown patch 'nonsense'; known: "),
             ({"MEGATRON_RL_PATCHES_STRICT": "maybe"}, "expected 1 or 0"),
@@ -39,9 +39,9 @@ class TestChoice:
             ({"MEGATRON_RL_PATCHES_STRIKT": "1"}, "MEGATRON_RL_PATCHES_STRIKT: no such variable; known: "),
         ],
     )
-    def test_problems(self, environ: dict[str, str], told: str) -> None:
+    def test_problems(self, environ: dict[str, str], message: str) -> None:
         (problem,) = choice_of(environ).problems
-        assert told in problem
+        assert message in problem
 
 
 FIRES = Startup("file", True, "")

@@ -40,7 +40,7 @@ def parameters_on_meta(*, use_cuda: bool) -> Iterator[None]:
         replace(torch.distributed, "all_reduce", _all_reduce_if_real)
         if not use_cuda:
             replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            # The method, not the class: other threads may ask isinstance(..., torch.cuda.Stream).
+            # Only the method is replaced: other threads may call isinstance(..., torch.cuda.Stream).
             replace(torch.cuda.Stream, "__new__", lambda *args, **kwargs: object())
         stack.enter_context(_CudaIfReal(use_cuda))
         stack.enter_context(rng_tracker_that_does_not_fork())
@@ -80,8 +80,8 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
         if is_made:
             with _lock:
                 _made_trackers.remove(tracker)
-                # Blocks of other threads get the same tracker, so the last one to end forgets it. Whoever
-                # seeds Megatron later still chooses what kind of tracker it gets.
+                # Blocks of other threads use the same tracker, so only the last one to end removes it. Code
+                # that seeds Megatron later can then choose its kind of tracker.
                 is_last = tracker not in _made_trackers and cuda_rng_tracker() is tracker
                 if is_last and not tracker.get_states():
                     megatron_random._CUDA_RNG_STATE_TRACKER = None

@@ -178,13 +178,13 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
 @contextmanager
 def _constructing(own: Any, target: torch.device) -> Iterator[None]:
     """Let this thread construct modules without memory, initialization and data-parallel wrappers."""
-    # Initialization is wasted: a checkpoint will overwrite it.
+    # Weights need not be initialized, since a checkpoint will overwrite them.
     changes: dict[str, Any] = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
-    if target.type == "meta":  # with it, constructors put together the weights of all TP ranks
+    if target.type == "meta":  # with this option, constructors build the weights of all TP ranks
         changes["use_cpu_initialization"] = False
     with (
         parameters_on_meta(use_cuda=target.type == "cuda"),
-        # This comes before it fails on meta parameters, or allocates gradient buffers.
+        # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
         replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
         replaced(own, **changes),
     ):
@@ -205,6 +205,6 @@ def _finish_as_get_model_does(chunk: Any, model_type: Any, stage: int | None) ->
     for parameter in chunk.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if chunk.config.bf16 or chunk.config.fp16:
-        # The wrapper converts the parameters, except those that Megatron keeps in float32. On the meta
-        # device this is free; the wrapper itself is thrown away.
+        # The constructor converts the parameters, except those that Megatron keeps in float32. On the meta
+        # device this costs nothing. The wrapper itself is not needed.
         Float16Module(chunk.config, chunk)

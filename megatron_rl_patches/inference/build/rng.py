@@ -23,7 +23,7 @@ def preserved_rng() -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     tracker = cuda_rng_tracker()
     tracked = {} if tracker is None else tracker.get_states()
-    # Generators move in place.
+    # Drawing changes a generator in place, so its state is copied.
     moving = {state: state.get_state() for state in tracked.values() if isinstance(state, torch.Generator)}
     has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     try:
@@ -34,7 +34,7 @@ def preserved_rng() -> Iterator[None]:
         np.random.set_state(numpy_state)
         for generator, state in moving.items():
             generator.set_state(state)
-        # The body may have made the tracker.
+        # The tracker may have been made within the block.
         if (tracker := cuda_rng_tracker()) is not None:
             if tracked:
                 tracker.set_states(tracked)

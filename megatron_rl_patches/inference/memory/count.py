@@ -57,7 +57,7 @@ def count_parameters(
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "CUDA_VISIBLE_DEVICES": "",
-            # The patches have no part in this, and their messages would only confuse.
+            # Counting needs no patches, and their messages would confuse.
             "MEGATRON_RL_PATCHES": "0",
         },
     )
@@ -131,7 +131,7 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # Some releases take their own wrapper file for TransformerEngine, and then fail on its classes.
+    # Some releases set HAVE_TE if their own wrapper file can be imported, and then fail on missing classes.
     multi_latent_attention.HAVE_TE = False
     positions = description.learned_absolute_position_embeddings
 
@@ -141,7 +141,7 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
             config, use_transformer_engine=False, **_accepted(get_gpt_decoder_block_spec, staged)
         )
         for layer in layers.layer_specs:
-            # It has no parameters, and the local one refuses latent attention.
+            # Core attention has no parameters, and the local implementation refuses latent attention.
             layer.submodules.self_attention.submodules.core_attention = IdentityOp
         return GPTModel(
             config,

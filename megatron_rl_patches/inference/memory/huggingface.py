@@ -32,7 +32,8 @@ _NAMES_OF_KIND = {
         "v_head_dim": "v_head_dim",
     },
 }
-# A field that a file lacks has the default of its library, which is also Megatron's only for these.
+# A field that config.json lacks has the default of Hugging Face's class for its kind. Megatron has the same
+# default for these fields and kinds only. Any other missing field must be given.
 _DEFAULTS_AGREE = {
     "num_query_groups": ("llama",),
     "kv_channels": ("llama", "mistral", "mixtral", "qwen2"),
@@ -42,8 +43,8 @@ _DEFAULTS_AGREE = {
 def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescription:
     """Describe the language model of a Hugging Face configuration.
 
-    Of a configuration for text and images only the text part counts. Post-norms of Gemma, a few thousandths
-    of a percent of its parameters, are left out, as Megatron's ``GPTModel`` has none.
+    Of a configuration for text and images only the text part counts. Gemma's post-norms are left out, since
+    Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the parameters.
 
     Args:
         config: the content of ``config.json``.
@@ -56,7 +57,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     if not isinstance(config, Mapping):
         raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
     text = config.get("text_config") or config
-    if "num_layers" in overrides:  # patterns of layers depend on it
+    if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
         text = {**text, "num_hidden_layers": overrides["num_layers"]}
     kind = str(text.get("model_type", config.get("model_type")))
     if kind not in _KINDS:
@@ -69,9 +70,9 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     attention = {} if kind == "deepseek_v3" else _GROUPED_ATTENTION
     names = _NAMES | attention | _NAMES_OF_KIND.get(kind, {})
     fields = {ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None}
-    # By default only Gemma's are tied.
+    # Where the file does not say it, only Gemma ties the embedding and the output layer.
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma")))
-    # All of these have a gated MLP, RMSNorm and rotary embeddings, and no biases but those of attention.
+    # All kinds have a gated MLP, RMSNorm and rotary embeddings, and no biases except those of attention.
     fields |= {
         "swiglu": True,
         "add_bias_linear": False,

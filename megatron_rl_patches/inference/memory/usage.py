@@ -76,7 +76,7 @@ def memory_report(device: int | None = None) -> MemoryReport:
     """
     machine = psutil.virtual_memory()
     host = HostMemory(psutil.Process().memory_info().rss, machine.available, machine.total)
-    # Asking the driver would create a context, of some hundred MiB, in a process that has none.
+    # A call of the driver would create a CUDA context of some hundred MiB in a process without one.
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
         return MemoryReport(None, host)
     index = torch.cuda.current_device() if device is None else device

@@ -108,7 +108,7 @@ def forward_only(
             scores = [
                 torch.cat(batch.layout.gather_responses(part, context_parallel.group)) for part in parts
             ]
-            # This is in place of the logits, which the schedule would hold while the next microbatch runs.
+            # Return a dummy: the schedule would keep the logits while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
 
         (size, width), *_ = shapes
@@ -191,7 +191,8 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     try:
         for chunk in chunks:
             chunk.eval()
-        # Megatron forks it for dropout. There is none in eval mode, and it may not have been seeded.
+        # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no dropout
+        # in eval mode, so nothing is lost if the tracker does not fork.
         tracker = cuda_rng_tracker()
         unseeded = tracker is None or not tracker.get_states()
         with rng_tracker_that_does_not_fork() if unseeded else nullcontext():
@@ -200,7 +201,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for chunk in chunks:
-            # The stage keeps the last activation that it received; drop it.
+            # The stage keeps the last activation that it received. This frees it.
             get_attr_wrapped_model(chunk, "set_input_tensor")([None])
 
 

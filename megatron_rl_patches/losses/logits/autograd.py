@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class DifferentiableOnce(torch.autograd.Function):
     """Return a gradient as it is, and refuse to differentiate it.
 
-    ``once_differentiable`` does not do: where the weights of the loss are constants, it lets the gradient
-    pass for a constant.
+    torch's ``once_differentiable`` is not enough: if the incoming gradients are constants, it returns a
+    gradient that does not require grad, and a second derivative is silently wrong.
     """
 
     @staticmethod
@@ -77,14 +77,14 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """Return ``ctx.saved_tensors``; say in the words of these losses why that is not possible."""
+    """Return ``ctx.saved_tensors``, or raise an error that names the argument that was overwritten."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
         if "inplace" not in str(error):
             raise
-        # Autograd names the dtype, [torch.LongTensor [5]] or [CPUBoolType [5, 8]], and the logits are the
-        # only floats that others can write.
+        # Autograd's message names the dtype, [torch.LongTensor [5]] or [CPUBoolType [5, 8]]. The logits are
+        # the only saved floats that other code can write to.
         if integers := re.search(r"\[[\w.]*(Long|Bool)", str(error)):
             name = "keep_mask" if integers[1] == "Bool" else "rows or indices"
             raise InvalidInputError(

@@ -109,7 +109,7 @@ def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:
 def _as_slice(rows: Tensor) -> slice | Tensor:
     """Return a slice for consecutive rows, which are then read without a copy.
 
-    Rows on a GPU stay as they are: to look at their values would make the host wait.
+    Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.
     """
     if rows.device.type != "cpu":
         return rows
@@ -126,7 +126,8 @@ def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _require(ok: Tensor, expected: str, values: Tensor) -> None:
-    if ok.device.type == "cuda":  # The device stops there. To look at the values would make the host wait.
+    if ok.device.type == "cuda":
+        # Reading the values would make the CPU wait for the GPU. A kernel checks them and stops the device.
         torch._assert_async(ok.all(), f"expected {expected}")
     elif not ok.all():
         raise InvalidInputError(f"expected {expected}; found {values[~ok][:5].tolist()}")

@@ -1,4 +1,4 @@
-"""Block functions, compiled where that pays and a compiler is at hand; otherwise run as they are."""
+"""Block functions, which are compiled for large logits if there is a compiler, and else run eagerly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .rows import SelectedRows
 # Compiling the first function of a process takes some ten seconds, others one or two.
 WORTHWHILE_ELEMENTS = 1 << 24
 RETRY_SECONDS = 300.0
-_VARIANTS = 64  # of one function: dtypes, with or without temperature, mask, entropy, ...
+_VARIANTS = 64  # compiled variants of one function: dtypes, with or without temperature, mask, entropy, ...
 
 _log = logging.getLogger(__name__)
 _no_retry_before = 0.0
@@ -80,7 +80,7 @@ def _has_compiler(device: str) -> bool:
 
 
 def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
-    # Imported with the first compiled call: it takes a second.
+    # This import takes a second, so only compiled calls do it.
     import torch._dynamo.config as config
 
     # torch 2.6 has the limit under its former name.

@@ -1,4 +1,4 @@
-"""Logits that are computed when somebody looks at them, and that the losses of this package never look at."""
+"""Logits that are computed when code reads their values, which the losses of this package never do."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def defer(
     """Return :class:`DeferredLogits` of whole sequences.
 
     Args:
-        hidden: ``[..., h]``, whose gradient need not be reduced any more.
-        layer: computes the logits ``[..., V / tp]`` with a graph, for code that looks at them.
+        hidden: ``[..., h]``, whose gradient needs no further reduction.
+        layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
     head = _Head(hidden, weight, bias, options, layer)
     return cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ def defer(
 def dense(logits: Tensor) -> Tensor:
     """Return ordinary logits: deferred ones are computed, without a warning, and others returned."""
     if isinstance(logits, DeferredLogits):
-        logits._contents.before_write()  # by whoever gets them
+        logits._contents.before_write()  # the caller may write to the returned tensor
         return cast("Tensor", _ToDense.apply(logits))  # type: ignore[no-untyped-call]
     return logits
 
@@ -142,7 +142,7 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
 
 
 class DeferredLogits(Tensor):
-    """Logits that have a shape, a dtype and a device, and no values until somebody looks at them.
+    """Logits that have a shape, a dtype and a device, and no values until some code reads them.
 
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to a more
     precise dtype, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses`
@@ -180,10 +180,11 @@ class DeferredLogits(Tensor):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a loss may compute values and gradients in tiles, past these logits and their graph.
+        """Whether a loss may compute values and gradients in tiles, without these logits and their graph.
 
-        Nobody has looked at the values or waits for the gradient, and between the output layer and here there
-        are only operations whose gradient is known: no autograd function, for instance, that has its own.
+        This is so as long as no code has read the values, no hook waits for the gradient of the logits, and
+        the graph from the output layer to here holds only operations whose gradient this class knows. An
+        autograd function of other code, for instance, is none of these.
         """
         contents = self._contents
         if contents.values is not None or contents.head.has_hooks:
@@ -203,10 +204,10 @@ class DeferredLogits(Tensor):
         """Return rows of these logits ``[T, V / tp]`` for the functions that read tiles."""
         head = self._contents.head
         head.check_unchanged()
-        numbers = self._rows[index]
-        rows: slice | Tensor = numbers
-        if self._contents.rows is None and isinstance(index, slice) and numbers.stride() == (1,):
-            rows = slice(numbers.storage_offset(), numbers.storage_offset() + len(numbers))
+        row_indices = self._rows[index]
+        rows: slice | Tensor = row_indices
+        if self._contents.rows is None and isinstance(index, slice) and row_indices.stride() == (1,):
+            rows = slice(row_indices.storage_offset(), row_indices.storage_offset() + len(row_indices))
         keeps = torch.is_grad_enabled() and self.requires_grad
         source = replace(
             head.all_rows(),
@@ -301,7 +302,7 @@ class DeferredLogits(Tensor):
         self._contents.head.has_hooks = True
         super().retain_grad()
 
-    # These read the storage, which only the values have.
+    # The following read the storage, which logits without values do not have.
 
     def data_ptr(self) -> int:
         return self._plain("data_ptr").data_ptr()
@@ -322,10 +323,10 @@ class DeferredLogits(Tensor):
 
 @dataclass(eq=False)
 class _Head:
-    """What the logits are computed from, and the output layer's own way to do it.
+    """The tensors that the logits are computed from, and the output layer's own function that does so.
 
     Attributes:
-        has_hooks: somebody waits for the gradient of the logits themselves.
+        has_hooks: whether a hook waits for the gradient of the logits themselves.
     """
 
     hidden: Tensor
@@ -336,7 +337,7 @@ class _Head:
     has_hooks: bool = False
 
     def __post_init__(self) -> None:
-        self.token = object()  # by which a graph is known to begin here
+        self.token = object()  # identifies graphs that begin at this output layer
         self._versions = self._version()
 
     def all_rows(self) -> HeadLogits:
@@ -361,14 +362,14 @@ class _Lazy:
     def __init__(self, head: _Head, compute: Callable[[], Tensor]) -> None:
         self._head, self._compute = head, compute
         self.values: Tensor | None = None
-        #: Values that are computed from these, which must not have been overwritten by then.
+        #: Values that will be computed from these. They are computed before these are overwritten.
         self.copies: weakref.WeakSet[_Lazy] = weakref.WeakSet()
 
     def get(self) -> Tensor:
         if self.values is None:
             hidden = self._head.hidden
             self._head.check_unchanged()
-            # Whoever looks first must not decide what others see.
+            # The autograd and autocast modes of the first reader must not change what later readers get.
             with (
                 torch.inference_mode(hidden.is_inference()),
                 torch.no_grad(),
@@ -376,7 +377,7 @@ class _Lazy:
             ):
                 values = self._compute().detach()
             self.values = values.reshape(-1, values.shape[-1])
-            del self._compute  # and what it refers to
+            del self._compute  # frees the tensors that it refers to
         return self.values
 
 
@@ -404,14 +405,14 @@ class _Contents:
 
     @property
     def values(self) -> Tensor | None:
-        """The values, if somebody has looked at them."""
+        """The values, if some code has read them."""
         return self.lazy.values
 
     def __len__(self) -> int:
         return self.head.hidden.shape[:-1].numel() if self.rows is None else len(self.rows)
 
     def divide_in_place(self, divide: Callable[[Tensor], Tensor], divisor: float) -> None:
-        """Note a division; copies that were taken before keep the values of before."""
+        """Record a division in place. Copies that were taken before it keep the undivided values."""
         before, has_copies = self.lazy, len(self.lazy.copies) > 0
         self.lazy = _Lazy(self.head, lambda: divide(before.get().clone() if has_copies else before.get()))
         self.divisor *= divisor
@@ -425,7 +426,7 @@ class _Contents:
 class _Defer(torch.autograd.Function):
     """Makes deferred logits a function of hidden states, weight and bias.
 
-    In backward only gradients of code that looked at the logits get here.
+    Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
     """
 
     @staticmethod
@@ -467,7 +468,7 @@ def _sum(logits: DeferredLogits) -> Tensor:
 
 
 def _largest(logits: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
-    """Return the largest logit of each row without a gradient; ``None`` where that is not what was asked."""
+    """Return the largest logit of each row without a gradient; ``None`` for any other call."""
     if not isinstance(logits, DeferredLogits) or (logits.requires_grad and torch.is_grad_enabled()):
         return None
     is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
@@ -479,7 +480,7 @@ def _largest(logits: Any, dim: Any = None, keepdim: bool = False, **others: Any)
 
 
 def _warn(operation: str, logits: DeferredLogits) -> None:
-    """Say once for each line of code why logits were made."""
+    """Warn that logits were made, once for each line of code that caused it."""
     frame = sys._getframe()
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -501,7 +502,7 @@ _KNOWN_NODES = frozenset(
 
 
 def _comes_from(node: Any, head: _Head) -> bool:
-    """Whether a graph leads from the output layer here by nothing but operations that are followed."""
+    """Return whether the graph from the output layer to ``node`` holds only operations that are followed."""
     nodes = [node]
     while nodes:
         node = nodes.pop()
@@ -594,7 +595,7 @@ def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits |
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     contents, shape = logits._contents, logits.shape
-    # Without grad mode the values change, and their gradient does not.
+    # Without grad mode, autograd leaves the gradient undivided, but a loss in tiles would divide it.
     past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.requires_grad)
     if past_the_graph or logits._positions.numel() != len(contents):
         return None
@@ -605,7 +606,10 @@ def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> Deferre
 
 
 def _number(divisor: Any, logits: DeferredLogits) -> float | None:
-    """Return what all logits are divided by, also if it is given for each row; ``None``: no such number."""
+    """Return the number that all logits are divided by, or ``None`` if rows have different divisors.
+
+    A divisor per row counts if all rows have the same one.
+    """
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
         per_row = per_row and _broadcasts(divisor, logits)
@@ -622,7 +626,7 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
 
 
 def _broadcasts(divisor: Tensor, logits: Tensor) -> bool:
-    """Whether the quotient has the shape of the logits."""
+    """Return whether the quotient has the shape of the logits."""
     leading = logits.shape[-divisor.dim() :] if divisor.dim() <= logits.dim() else ()
     return all(a in (1, b) for a, b in zip(divisor.shape, leading, strict=bool(divisor.dim())))
 

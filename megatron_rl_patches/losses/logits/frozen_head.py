@@ -25,7 +25,7 @@ from .source import LogitSource, Tile
 
 
 class WholeSoftmax(NamedTuple):
-    """What is known of each row once all ranks' logits have been read, float64 ``[n]``."""
+    """Statistics of each row over the whole vocabulary, float64 ``[n]``."""
 
     max_logit: Tensor
     sum_exp: Tensor
@@ -35,7 +35,11 @@ class WholeSoftmax(NamedTuple):
 
 
 class Derivatives:
-    """Sums over this rank's columns, of all columns but the target's."""
+    """Sums over this rank's columns but the target's, from which :meth:`finish` computes both derivatives.
+
+    ``_exp`` holds the sums of ``exp(z) * weight[column]``, and ``_z_exp`` those of
+    ``z * exp(z) * weight[column]``, with ``z`` relative to ``_max_logit``.
+    """
 
     def __init__(self, head: HeadLogits, with_entropy: bool, options: VocabParallelOptions) -> None:
         self._head, self._options = head, replace(options, inplace_backward=True)
@@ -65,7 +69,7 @@ class Derivatives:
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = highest.clamp(min=torch.finfo(self._head.dtype).min)
         shift = (self._max_logit[rows] - reference) / self._options.temperature
-        shift.clamp_(min=softmax.exp_floor(torch.float64))  # nothing has been added yet
+        shift.clamp_(min=softmax.exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         scale, shift = shift.exp().to(self._exp.dtype)[:, None], shift.to(self._exp.dtype)[:, None]
         weight = self._head.weight.detach()[tile.columns]
@@ -89,15 +93,15 @@ class Derivatives:
         """Return this rank's part of d log_prob / d hidden and d entropy / d hidden, ``[n, h]`` each."""
         temperature, dtype = self._options.temperature, self._exp.dtype
         shift = (self._max_logit - whole.max_logit) / temperature
-        share = shift.exp() / (whole.sum_exp * temperature)
+        local_weight = (shift.exp() / (whole.sum_exp * temperature)).to(dtype)[:, None]
         is_local = local_target >= 0
         target_row = self._head.weight.detach()[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(is_local, -whole.log_prob.expm1() / temperature, 0.0)
-        of_log_prob = target_row * at_target.to(dtype)[:, None] - self._exp * share.to(dtype)[:, None]
+        of_log_prob = target_row * at_target.to(dtype)[:, None] - self._exp * local_weight
         if self._z_exp is None:
             return of_log_prob, None
         assert whole.mean_z is not None
         z = (whole.target_logit - whole.max_logit) / temperature
         at_target = torch.where(is_local, whole.log_prob.exp() * (whole.mean_z - z) / temperature, 0.0)
         of_others = self._z_exp + self._exp * (shift - whole.mean_z).to(dtype)[:, None]
-        return of_log_prob, target_row * at_target.to(dtype)[:, None] - of_others * share.to(dtype)[:, None]
+        return of_log_prob, target_row * at_target.to(dtype)[:, None] - of_others * local_weight

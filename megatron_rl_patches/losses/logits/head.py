@@ -23,8 +23,11 @@ from .source import Inputs, Tile, TileGradient
 
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
-_ALIGNMENT = 256  # of a tile's columns, see softmax.stretches
-_CONVERTED_COLUMNS = 512  # that are converted to float32 at a time, where there is no mixed product
+# Larger tiles have a multiple of so many columns, see softmax.stretches.
+_ALIGNMENT = 256
+# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
+# to float32 at a time.
+_CONVERTED_COLUMNS = 512
 
 
 class MainGradient(Protocol):
@@ -67,9 +70,9 @@ class HeadLogits:
         bias: ``[V / tp]``.
         index: the ``n`` selected rows; a row may occur more than once.
         block_bytes: see :class:`.SelectedRows`.
-        inplace_backward: whether the caller asked for it; there is nothing to overwrite.
-        keeps_tiles: whether a backward will come, for which tiles may be kept.
-        kept_tiles: those that were, by their first row and column.
+        inplace_backward: the caller's option. It has no effect, since there are no logits to overwrite.
+        keeps_tiles: whether tiles may be kept for a backward.
+        kept_tiles: the tiles that have been kept, by their first row and column.
     """
 
     hidden: Tensor
@@ -104,7 +107,7 @@ class HeadLogits:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the hidden states alone have a gradient."""
+        """Whether a backward needs the gradient of the hidden states, and no other gradient."""
         has_bias_gradient = self.bias is not None and self.bias.requires_grad
         return (
             self.keeps_tiles
@@ -301,7 +304,7 @@ def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, whose dtype may be more precise than that of both; in its precision."""
+    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:

@@ -44,7 +44,7 @@ class StorageClaim:
 
     Attributes:
         asked_for: whether ``inplace_backward`` was set, as it is on all ranks or on none.
-        reason: why the logits of this rank cannot be overwritten, as a position in ``_REASONS``; 0: they can.
+        reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
     """
 
     def __init__(self, asked_for: bool, reason: int = 0) -> None:
@@ -68,7 +68,7 @@ class StorageClaim:
         stop with a device-side assertion, which their processes see at some later call of CUDA.
         """
         if gathered.device.type == "cuda" and not self.reason:
-            # To look at the values would make the host wait.
+            # Reading the values would make the CPU wait for the GPU.
             torch._assert_async((gathered == 0).all(), "another rank refused inplace_backward")
             return
         reasons = [int(reason) for reason in gathered.tolist()]
@@ -100,14 +100,14 @@ def _reason_against(logits: Tensor) -> str | None:
     if repeats or storage.nbytes() != logits.numel() * logits.element_size():
         return _PART
     earlier = getattr(storage, _CLAIM, None)
-    # Checkpointing calls a second time, within backward, for the same loss.
+    # Activation checkpointing computes the same loss a second time, within backward.
     if earlier is not None and earlier() is not None and torch._C._current_graph_task_id() == -1:
         return _CLAIMED
     return None
 
 
 def mark_overwritten(logits: Tensor) -> None:
-    """Record that the logits hold a gradient, for as long as nobody writes to them."""
+    """Record that the logits hold a gradient. The record is void once something writes to them again."""
     storage = logits.untyped_storage()
     setattr(storage, _CLAIM, None)
     setattr(storage, _GRADIENT_VERSION, logits._version)

@@ -47,7 +47,7 @@ def vocab_parallel_log_probs(
     fused: bool | str = "auto",
     ignore_index: int = -100,
 ) -> Tensor:
-    """Log-probability of a target token in each selected row.
+    """Return the log-probability of a target token in each selected row.
 
     Args:
         logits: ``[T, V / tp]`` in float32, bfloat16, float16 or float64: on rank ``r`` of the group the
@@ -112,7 +112,7 @@ def vocab_parallel_log_probs_and_entropy(
     ignore_index: int = -100,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of a target token, and entropy in nats, of each selected row.
+    """Return the log-probability of a target token, and the entropy in nats, of each selected row.
 
     Both come from the same pass over the logits and the same collective. The arguments are those of
     :func:`vocab_parallel_log_probs`; a keep-mask costs a second pass.
@@ -225,7 +225,7 @@ class LogProbsAndEntropy(torch.autograd.Function):
             return log_prob, entropy
         saved = [value for one in softmaxes for value in one]
         target_logit = target_logit.to(source.dtype)
-        # The caller may change what is returned, so a copy of it is saved.
+        # The caller may change the returned tensor, so a copy is saved.
         save_source(ctx, source, keep_mask, local_target, valid, target_logit, log_prob.clone(), *saved)
         return log_prob, entropy
 

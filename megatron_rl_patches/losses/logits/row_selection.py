@@ -29,7 +29,7 @@ def viewed_rows(
     except RuntimeError:
         return None
     parts = list(result) if isinstance(result, (list, tuple)) else [result]
-    # The dimension of the columns is the one of stride 0. It is last, and whole.
+    # The dimension of the columns has stride 0. It must still be the last one and complete.
     if any(part.dim() == 0 or part.shape[-1] != width or part.stride(-1) != 0 for part in parts):
         return None
     of_parts = [part[..., 0] for part in parts]
@@ -37,7 +37,7 @@ def viewed_rows(
 
 
 def selects_rows(indices: Sequence[Tensor | None], dimensions: int) -> bool:
-    """Return whether indexing logits of so many dimensions leaves their last one whole."""
-    # A mask takes as many dimensions as it has, and anything else one.
+    """Return whether indexing leaves the last of so many dimensions complete."""
+    # A mask indexes as many dimensions as it has, and any other index one.
     taken = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
     return sum(taken) < dimensions

@@ -86,7 +86,7 @@ class SelectedRows:
         if not in_place:
             return torch.zeros_like(logits)
         others = torch.ones(len(logits), dtype=torch.int8, device=logits.device).index_fill_(0, self.index, 0)
-        # Sorting brings the other rows to the front. nonzero() would make the host wait for a GPU.
+        # Sorting brings the other rows to the front. nonzero() would make the CPU wait for the GPU.
         return logits.index_fill_(0, others.argsort(descending=True)[: len(logits) - self.n], 0.0)
 
     def read_and_write_views(
@@ -126,7 +126,11 @@ class SelectedRows:
 
 
 def _default_block_bytes(logits: Tensor) -> int:
-    """On a CPU what the cache holds, on a GPU what keeps it busy; 1% of the logits bounds or raises it."""
+    """Return the default of ``block_bytes``.
+
+    On a CPU this is what stays in the cache, 2 MiB per thread, but at most 1% of the logits, and at least
+    1 MiB. On a GPU it is what keeps the device busy: 64 MiB, or 1% of the logits if that is more.
+    """
     one_percent = logits.numel() * logits.element_size() // 100
     if logits.device.type == "cpu":
         return max(min(2 * _MIB * torch.get_num_threads(), one_percent), _MIB)

@@ -126,12 +126,16 @@ def _read_blocks(
 
 
 def _compiled_blocks(rows: SelectedRows) -> list[slice]:
-    """Consecutive rows are read where they are, and need no buffers: larger blocks mean fewer calls."""
+    """Return the blocks for a compiled function.
+
+    Consecutive rows are read without a copy, so no buffer has to fit into the cache, and larger blocks mean
+    fewer calls.
+    """
     return rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
 
 
 class _PassResult(NamedTuple):
-    """What one pass over all rows has found."""
+    """The statistics that one pass over all rows collects."""
 
     max_logit: Tensor  # [n]
     largest: Tensor  # int64 [n], the stretch of the largest logit
@@ -221,7 +225,7 @@ def merge(parts: Tensor, temperature: float) -> Tensor:
     max_logit, largest = max_logits.max(0)
     z = (max_logits - torch.where(max_logit == _MINUS_INF, 0.0, max_logit)) / temperature
     weights = z.exp()
-    # The largest part's own weight, 1, is what the result leaves out.
+    # The weight of the largest part, 1, is left out: the result is the sum minus 1.
     sum_exp_minus_1 = (weights * sums).sum(0) + weights.scatter(0, largest[None], 0.0).sum(0)
     result = [max_logit, torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)]
     if sums_z_exp:
@@ -254,7 +258,7 @@ def gradient(
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else rows.scratch(blocks, buffers)
     temperature = rows.scalar(options.temperature)
-    # A GPU would have to be asked for its answer, and masks rows at no cost.
+    # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
     all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
     for block in blocks:
         work = None if scratch is None else scratch[:, : block.stop - block.start]
@@ -310,7 +314,7 @@ def block_gradient(
 def _contribution(
     x: Tensor, part: Part, temperature: Tensor | None, z_out: Tensor | None, exp_out: Tensor | None
 ) -> Tensor:
-    """Return ``exp(z) * (a + b * z)``; the buffers may be one where there is no ``b``."""
+    """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
     max_logit, a, b = part
     assert max_logit is not None and a is not None
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
@@ -338,7 +342,7 @@ def stretches(x: Tensor) -> Tensor:
 
 @lru_cache
 def _width_of_stretches(columns: int) -> int:
-    """Return a divisor of the number of columns near ``_STRETCH``; all of them, where there is none."""
+    """Return a divisor of ``columns`` near ``_STRETCH``, or ``columns`` itself if there is none."""
     width = math.gcd(columns, _STRETCH)
     if width >= _SHORTEST_STRETCH:
         return width
@@ -352,7 +356,7 @@ def _sum_of_columns(x: Tensor) -> Tensor:
 
 
 def scaled_(z: Tensor, temperature: Tensor | None) -> Tensor:
-    """Divide differences of logits, in place. ``x / temperature`` before the difference would be rounded."""
+    """Divide differences ``z`` of logits in place. To divide the logits first would add a rounding error."""
     return z if temperature is None else z.div_(temperature)
 
 

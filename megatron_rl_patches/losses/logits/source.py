@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     columns: slice  # of this rank's V / tp
 
 
-#: Computes the gradient ``[rows, columns]`` of a tile. If told so, it overwrites the tile's logits.
+#: Computes the gradient ``[rows, columns]`` of a tile. If the bool is true, it overwrites the tile's logits.
 TileGradient = Callable[[Tile, bool], Tensor]
 Inputs = tuple[Tensor | None, ...]
 
@@ -63,7 +63,7 @@ class LogitSource(Protocol):
         """Claim the storage that a backward in place overwrites, if there is one."""
 
     def saved(self) -> tuple[Inputs, Callable[..., LogitSource]]:
-        """Return the tensors that backward reads, and a function that makes the source of them again.
+        """Return the tensors that backward reads, and a function that restores the source from them.
 
         The function holds no tensor, so that autograd alone decides how long they live.
         """

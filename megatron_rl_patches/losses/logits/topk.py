@@ -38,7 +38,7 @@ def vocab_parallel_topk(
     temperature: float = 1.0,
     block_bytes: int | None = None,
 ) -> TopKDistribution:
-    """The k most probable tokens of each selected row, from the most probable on; of equals the lowest ids.
+    """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
 
     One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``8 * k + 8`` bytes per
     row and rank in float32. No autograd graph.
@@ -102,8 +102,9 @@ def vocab_parallel_log_probs_at(
     inplace_backward: bool = False,
     block_bytes: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of given tokens of each selected row, and of all others together; differentiable.
+    """Return log-probabilities of given tokens of each selected row, and of all others together.
 
+    The result is differentiable.
     For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
     gradient and a block of rows, or with ``inplace_backward`` the block alone, whatever ``K`` is.
 

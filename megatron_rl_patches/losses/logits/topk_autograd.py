@@ -60,7 +60,7 @@ def _largest_of_rank(source: LogitSource, k: int, temperature: float) -> tuple[T
             logits, order = torch.cat([earlier[0], logits], 1).sort(dim=1, descending=True, stable=True)
             columns = torch.cat([earlier[1], columns], 1).gather(1, order)
             displaced = logits[:, k:].T.double()
-            # Each on its own is a tail without further terms.
+            # Each displaced logit is a tail of one term.
             singles = torch.stack([displaced, torch.zeros_like(displaced)], 1)
             tail = _merged_tail([earlier[2], tail, *singles], temperature)
         by_first_row[tile.rows.start] = logits[:, :k], columns[:, :k], tail
@@ -87,7 +87,7 @@ class LogProbsAt(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """``indices`` are ``[n, K]``, negative for none."""
         ctx.set_materialize_grads(False)
-        # What becomes log_probs holds the logits at the ids until the loop.
+        # Until the loop, log_probs holds the logits at the ids.
         log_probs, local_tail = _statistics_of_rank(source, indices, options)
         tail = _sum_over_ranks(log_probs, local_tail, options, claim)
         max_logit = tail.new_empty(source.n)
@@ -106,7 +106,7 @@ class LogProbsAt(torch.autograd.Function):
 
         ctx.options, ctx.claim = options, claim
         save_source(ctx, source, indices, local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail)
-        # The caller may change what is returned, so it is no tensor that is saved.
+        # The caller may change the returned tensors, so none of them is a saved tensor.
         return log_probs, log_tail.to(source.dtype, copy=True)
 
     @staticmethod
@@ -228,7 +228,10 @@ def _sum_over_ranks(
 
 
 def _repeated_or_none(indices: Tensor) -> Tensor:
-    """Return where an id is none, or stands at another place of its row as well and is counted there."""
+    """Return a mask of the entries that must not be counted, bool ``[n, K]``.
+
+    These are negative ids, and all but one occurrence of an id that its row contains several times.
+    """
     ids, order = indices.sort(1)
     repeated = ids < 0
     repeated[:, 1:] |= ids[:, 1:] == ids[:, :-1]

@@ -117,7 +117,7 @@ def _tail_statistics(x: Tensor, spare: Tensor, temperature: Tensor | None) -> Te
 
 
 class Gradients(NamedTuple):
-    """What the gradient of the logits is computed from, for each row over the whole vocabulary.
+    """The values per row, over the whole vocabulary, from which the gradient of the logits is computed.
 
     With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
 
@@ -131,7 +131,7 @@ class Gradients(NamedTuple):
     log_tail: Tensor  # [n] float64, log-probability of the tail
     g: Tensor  # [n, K]
     h: Tensor  # [n]
-    has_grad: Tensor  # [n] bool, whether g or h is not zero; a row without keeps a gradient of 0, NaN or not
+    has_grad: Tensor  # [n] bool: g or h is not zero. Other rows get a gradient of 0, even if they hold NaN
 
     def of_tail(self, block: slice, g_total: Tensor, temperature: float) -> tuple[SoftmaxGradient, Tensor]:
         """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""

@@ -28,7 +28,8 @@ from .reduction import LossAndCount, Normalization, check_normalization, metrics
 Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 
-# An infinite ratio would turn gradients of zero into NaN. No trainer means a ratio of more than e^20.
+# Log-ratios are clamped here: an infinite ratio would turn gradients of zero into NaN, and no useful ratio
+# exceeds e^20.
 _MAX_LOG_RATIO = 20.0
 
 

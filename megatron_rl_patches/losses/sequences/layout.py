@@ -203,7 +203,7 @@ class SequenceLayout:
             return parts  # all ranks know this, so none of them waits in an all-reduce
 
         requires_grad = values.requires_grad and torch.is_grad_enabled()
-        # The additional last row tells ranks without tokens whether the values of the others require grad.
+        # The additional last row shows ranks without tokens whether the values of the others require grad.
         summed = values.new_zeros((length + 1, *values.shape[1:]))
         summed.index_copy_(0, self.response_index, values.detach())
         summed[length] = requires_grad and len(values) > 0

@@ -25,5 +25,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish() -> None:
     applied = [site.target for site in megatron_rl_patches.status() if site.state == "applied"]
-    told = {"outcomes": _outcomes, "applied": applied}
-    Path(os.environ["OWN_TESTS_OUTCOMES"]).write_text(json.dumps(told))
+    record = {"outcomes": _outcomes, "applied": applied}
+    Path(os.environ["OWN_TESTS_OUTCOMES"]).write_text(json.dumps(record))

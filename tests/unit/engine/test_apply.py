@@ -161,7 +161,7 @@ def train(model):
 """
 
 
-def test_a_half_imported_module_is_settled_later(tagged: Tagged) -> None:
+def test_a_half_imported_module_is_patched_later(tagged: Tagged) -> None:
     name = tagged("train", files={"model": HALF, "later": ""})
     module = load(f"{name}.model")
     assert module.SEEN == ["waiting"]
@@ -172,7 +172,7 @@ def test_a_half_imported_module_is_settled_later(tagged: Tagged) -> None:
     assert module.train("m") == PLAIN
 
 
-def test_a_half_imported_module_is_settled_when_asked(tagged: Tagged) -> None:
+def test_a_half_imported_module_is_patched_when_status_is_called(tagged: Tagged) -> None:
     name = tagged("train", files={"model": HALF})
     module = load(f"{name}.model")
     assert states() == {"train": "applied"}
@@ -263,7 +263,7 @@ def test_a_module_removed_and_imported_again_is_patched_again(tagged: Tagged) ->
     assert load(f"{name}.model").train("m") == PATCHED
 
 
-def test_an_import_that_no_hook_saw_is_settled_when_asked(tagged: Tagged) -> None:
+def test_an_import_that_no_hook_saw_is_patched_when_status_is_called(tagged: Tagged) -> None:
     name = tagged("train")
     apply()
     location = importlib.machinery.PathFinder.find_spec(f"{name}.model", load(name).__path__)

@@ -71,7 +71,9 @@ def test_ranks_that_agree() -> None:
 
 
 def test_ranks_that_differ_are_named_on_every_rank() -> None:
-    told: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
-    assert len(set(told)) == 1
-    assert "slime.backends.megatron_utils.model.train: rank 1: not selected; most ranks: waiting" in told[0]
-    assert "rank 0:" not in told[0]
+    messages: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
+    assert len(set(messages)) == 1
+    assert (
+        "slime.backends.megatron_utils.model.train: rank 1: not selected; most ranks: waiting" in messages[0]
+    )
+    assert "rank 0:" not in messages[0]

@@ -105,11 +105,11 @@ def test_all_sites_of_a_framework_or_none(engine: Engine, tagged: Tagged, first:
     apply()
     for module in (first, "model", "other"):
         importlib.import_module(f"{name}.{module}")
-    told = verdicts()
-    assert told["model.run"][0] == "missing"
-    for held in ("model.train", "other.go"):
-        assert told[held][0] == "missing"
-        assert told[held][1].startswith(f"held back: {name}.model.run")
+    states = verdicts()
+    assert states["model.run"][0] == "missing"
+    for other in ("model.train", "other.go"):
+        assert states[other][0] == "missing"
+        assert states[other][1].startswith(f"another site cannot take effect: {name}.model.run")
     assert sys.modules[f"{name}.model"].train("m") == ("trained", "m", 1)
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
@@ -183,9 +183,9 @@ def test_a_target_that_cannot_be_wrapped_fails_and_nothing_stays(
     engine["tagging"] = patch_of(name, "train", "Trainer.step")
     apply()
     module = importlib.import_module(f"{name}.model")
-    told = verdicts()
-    assert told["model.Trainer.step"] == ("failed", "wrapping it raised TypeError: frozen")
-    assert told["model.train"][0] == "failed"
+    states = verdicts()
+    assert states["model.Trainer.step"] == ("failed", "wrapping it raised TypeError: frozen")
+    assert states["model.train"][0] == "failed"
     assert module.train("m") == "m"
 
 

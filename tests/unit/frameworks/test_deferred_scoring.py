@@ -132,17 +132,17 @@ def test_all_samples_in_one_pass_are_those_one_by_one(layout: Layout, temperatur
         scores = framework.patched(logits, temperature)
     assert (scored.call_count, framework.calls) == (1, 2)
     for name in ("log_probs", "entropy"):
-        for value, wanted in zip(scores[name], expected[name], strict=True):
+        for value, reference in zip(scores[name], expected[name], strict=True):
             assert type(value) is Tensor and value.requires_grad
-            torch.testing.assert_close(value, wanted)
+            torch.testing.assert_close(value, reference)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
 
 
 def test_a_buffer_of_tokens_may_be_filled_again_for_each_sample() -> None:
     logits, framework = model_logits(1, T, V), Framework(reused_buffer)
     expected, scores = framework.unpatched(logits), framework.patched(logits)
-    for value, wanted in zip(scores["log_probs"], expected["log_probs"], strict=True):
-        torch.testing.assert_close(value, wanted)
+    for value, reference in zip(scores["log_probs"], expected["log_probs"], strict=True):
+        torch.testing.assert_close(value, reference)
 
 
 def test_an_entropy_that_is_a_metric_has_no_gradient() -> None:
@@ -159,8 +159,8 @@ def test_values_that_are_used_early_are_computed_early(layout: Layout) -> None:
     logits = model_logits(1, T, V)
     framework = Framework(layout, finish=lambda x: F.pad(x.clamp(min=-3).float(), (1, 0)).mul_(2))
     expected, scores = framework.unpatched(logits), framework.patched(logits)
-    for value, wanted in zip(scores["log_probs"], expected["log_probs"], strict=True):
-        torch.testing.assert_close(value, wanted)
+    for value, reference in zip(scores["log_probs"], expected["log_probs"], strict=True):
+        torch.testing.assert_close(value, reference)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
 
 

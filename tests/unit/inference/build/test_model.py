@@ -89,9 +89,9 @@ def test_virtual_stages_by_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("was", [{}, {"bf16": True, "params_dtype": torch.bfloat16}])
 def test_the_dtype_is_the_copys(dtype: str, was: dict[str, Any]) -> None:
     own = inference_copy(_config(**was), dtype)
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    expected = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     assert (own.bf16, own.fp16) == (dtype == "bf16", dtype == "fp16")
-    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == wanted
+    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == expected
 
 
 def test_members_that_cannot_be_copied_are_shared() -> None:

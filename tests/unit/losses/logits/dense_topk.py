@@ -15,7 +15,7 @@ from .dense import relative_error
 NO_ENTRY = -100
 
 
-def is_spoilt(logits: Tensor) -> Tensor:
+def has_no_softmax(logits: Tensor) -> Tensor:
     """The rows without a softmax: with NaN or +inf in them, or nothing but -inf."""
     return ~(logits < math.inf).all(1) | (logits == -math.inf).all(1)
 
@@ -29,13 +29,13 @@ def dense_log_probs_at(
     relative to the row's largest logit, and its gradient one of two softmaxes.
     """
     z = (logits.double() if rows is None else logits.double()[rows]) / temperature
-    spoilt, none = is_spoilt(z), indices < 0
-    z = z + torch.where(spoilt, math.nan, 0.0)[:, None]
+    without_softmax, none = has_no_softmax(z), indices < 0
+    z = z + torch.where(without_softmax, math.nan, 0.0)[:, None]
     log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
     inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)  # the last column is for no id
     inside.scatter_(1, torch.where(none, z.shape[1], indices), True)
     others = z.masked_fill(inside[:, :-1], -math.inf)
-    empty = (others == -math.inf).all(1) & ~spoilt
+    empty = (others == -math.inf).all(1) & ~without_softmax
     others = torch.where(empty[:, None], 0.0, others)
     top, top_of_others = (x.detach().amax(1, keepdim=True) for x in (z, others))
     total = (z - top).logsumexp(1)
@@ -104,8 +104,8 @@ def errors(
     assert leaf.grad is not None
     assert mine.grad.dtype == mine.dtype
     in_log_probs, in_tail = (
-        relative_error(values[ok], wanted[ok], wanted[ok].abs())
-        for values, wanted, ok in zip(found, expected, finite, strict=True)
+        relative_error(values[ok], reference[ok], reference[ok].abs())
+        for values, reference, ok in zip(found, expected, finite, strict=True)
     )
     of_row = leaf.grad.abs().amax(1, keepdim=True)
     return Errors(in_log_probs, in_tail, relative_error(mine.grad, leaf.grad[:, columns], of_row))

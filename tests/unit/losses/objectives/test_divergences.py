@@ -157,16 +157,16 @@ def test_nothing_is_nan_where_probabilities_are_zero(name: str) -> None:
 @of_each
 def test_nan_spoils_its_own_token(name: str) -> None:
     student, teacher = (logits.requires_grad_() for logits in pair(6, 8, 1.0, 1.0))
-    spoilt = torch.zeros(N, dtype=torch.bool)
+    has_nan = torch.zeros(N, dtype=torch.bool)
     with torch.no_grad():
         student[1, 3] = teacher[4, 0] = torch.nan
-    spoilt[[1, 4]] = True
+    has_nan[[1, 4]] = True
     ids = torch.arange(3).expand(N, -1)
     at_ids = vocab_parallel_log_probs_at(student, ids, with_tail=True)
     found = DIVERGENCES[name][0](*at_ids, scored(teacher.detach(), ids))
     [gradient] = torch.autograd.grad(found.sum(), student)
-    assert torch.equal(found.isnan(), spoilt)
-    assert gradient[~spoilt].isfinite().all()
+    assert torch.equal(found.isnan(), has_nan)
+    assert gradient[~has_nan].isfinite().all()
 
 
 def test_ruled_out_by_both_adds_nothing() -> None:

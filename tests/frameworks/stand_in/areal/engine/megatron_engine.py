@@ -1,4 +1,4 @@
-"""In the shape of AReaL's: the registry builds, and is not told whether the engine has an optimizer."""
+"""In the shape of AReaL's: the registry builds, and does not know whether the engine has an optimizer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class TestFacts:
         assert found.with_live(module, "train").replaced_by is None
         module.train = test_somewhere_else
         assert found.with_live(module, "train").replaced_by == f"{__name__}.test_somewhere_else"
-        module.train = len  # no code to tell by
+        module.train = len  # a function without Python code
         assert found.with_live(module, "train").replaced_by is None
         module.train = test_somewhere_else
         del module.__file__
@@ -71,24 +71,24 @@ def verdict(text: str, folder: Path, **options: Any) -> tuple[str, str]:
     (folder / "framework").mkdir(exist_ok=True)
     (folder / "framework" / "__init__.py").write_text("")
     (folder / "framework" / "model.py").write_text(text)
-    told = judge_site(Site("framework.model", "train", tag, **options), Folder(folder))
-    assert told.fingerprint == "" or len(told.fingerprint) == 12
-    return told.state, told.reason
+    judgement = judge_site(Site("framework.model", "train", tag, **options), Folder(folder))
+    assert judgement.fingerprint == "" or len(judgement.fingerprint) == 12
+    return judgement.state, judgement.reason
 
 
 class TestVerdicts:
     def test_words(self, tmp_path: Path) -> None:
         generator = "it is a generator or a coroutine function: it runs after the call is over"
         plain = "def train(model): return model.config"
-        told = {
-            "uses": verdict(plain, tmp_path, parameters=("data", "steps")),
-            "mentions": verdict(plain, tmp_path, requires_names=("data", "config", "steps")),
+        verdicts = {
+            "parameters": verdict(plain, tmp_path, parameters=("data", "steps")),
+            "requires_names": verdict(plain, tmp_path, requires_names=("data", "config", "steps")),
             "generator": verdict("def train(model): yield", tmp_path),
             "coroutine": verdict("async def train(model): ...", tmp_path),
         }
-        assert told == {
-            "uses": ("drifted", "it no longer takes data, steps"),
-            "mentions": ("drifted", "its body no longer uses data, steps"),
+        assert verdicts == {
+            "parameters": ("drifted", "it no longer takes data, steps"),
+            "requires_names": ("drifted", "its body no longer uses data, steps"),
             "generator": ("drifted", generator),
             "coroutine": ("drifted", generator),
         }
@@ -99,16 +99,21 @@ class TestVerdicts:
         assert reason.startswith("framework.model cannot be parsed: ")
 
     def test_no_such_module(self) -> None:
-        told = judge(Site("framework.model", "train", tag), None)
-        assert (told.state, told.reason) == ("missing", "no source of module framework.model is found")
+        judgement = judge(Site("framework.model", "train", tag), None)
+        assert (judgement.state, judgement.reason) == (
+            "missing",
+            "no source of module framework.model is found",
+        )
 
     def test_in_the_source_but_not_in_the_module(self, framework: Framework, tmp_path: Path) -> None:
         name = framework()
         module: Any = importlib.import_module(f"{name}.model")
         del module.train
-        told = judge_site(Site(f"{name}.model", "train", tag), Folder(tmp_path), module)
-        assert told.state == "missing"
-        assert told.reason.startswith(f"{name}.model.train is in the source but not in the module: <module")
+        judgement = judge_site(Site(f"{name}.model", "train", tag), Folder(tmp_path), module)
+        assert judgement.state == "missing"
+        assert judgement.reason.startswith(
+            f"{name}.model.train is in the source but not in the module: <module"
+        )
 
     def test_a_function_that_somebody_replaced(self, framework: Framework, engine: Engine) -> None:
         name = framework()
@@ -116,8 +121,8 @@ class TestVerdicts:
         module.train = test_somewhere_else
         engine["tagging"] = patch_of(name, "train")
         apply()
-        [told] = status()
-        assert (told.state, told.reason) == (
+        [judgement] = status()
+        assert (judgement.state, judgement.reason) == (
             "conflict",
             f"replaced by {__name__}.test_somewhere_else, which has no __wrapped__ to say what it stands "
             "for; put this patch in place before it, give it functools.wraps, or exclude this patch",
@@ -216,10 +221,10 @@ class TestOwnFaults:
         name = framework()
         engine["tagging"] = patch_of(name, "train")
 
-        def settle(*args: Any, **kwargs: Any) -> Any:
+        def apply_ready(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("a file\nis damaged")
 
-        self.break_it = lambda: monkeypatch.setattr(installer.installer, "_settle", settle)
+        self.break_it = lambda: monkeypatch.setattr(installer.installer, "_apply_ready", apply_ready)
         return name
 
     def test_one_line(self, broken: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +254,7 @@ def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Pat
     gone = f"{name}.model.gone: {name}.model does not define gone"
     judged = [(f.patch, f.framework, f.target, f.state, f.reason) for f in statuses]
     assert judged == [
-        ("tagging", name, f"{name}.model.train", "missing", f"held back: {gone}"),
+        ("tagging", name, f"{name}.model.train", "missing", f"another site cannot take effect: {gone}"),
         ("tagging", name, f"{name}.model.gone", "missing", gone.partition(": ")[2]),
         ("other", name, f"{name}.model.save", "fits", "has the bug that the patch fixes"),
         ("other", "nowhere", "nowhere.model.train", "absent", "no nowhere in checkout"),
