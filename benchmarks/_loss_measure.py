@@ -142,9 +142,9 @@ class _Bench:
         """Agreed on by all ranks, which meet here."""
         without_faults = sum(not turn.faults for turn in turns)
         wants_more = without_faults < MIN_TURNS or time.perf_counter() < deadline
-        wanted = torch.tensor([float(wants_more and len(turns) < MAX_TURNS)])
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(wanted.item())
+        goes_on = torch.tensor([float(wants_more and len(turns) < MAX_TURNS)])
+        dist.all_reduce(goes_on, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(goes_on.item())
 
     def _memory(self, loss: Loss, mode: str) -> float:
         logits = self._logits()
@@ -183,7 +183,7 @@ class _Bench:
         [gradient] = torch.autograd.grad(expected[:used], leaf, list(weights[:used]))
 
         found_gradient, *found = self._run(loss, self._logits(), mode)
-        errors = [_error(values, wanted) for values, wanted in zip(found, expected, strict=False)]
+        errors = [_error(values, exact) for values, exact in zip(found, expected, strict=False)]
         entropy_error = None if mode == LOG_PROBS else errors[1]
         return errors[0], entropy_error, _error(found_gradient, gradient[:, self.columns])
 

@@ -1,4 +1,4 @@
-"""Where, with what and when figures were measured: in words, on every page and plot."""
+"""A line for every page and plot: the machine, the versions and the date of the measurement."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 
-def told() -> str:
-    """One line: device, versions and date."""
+def description() -> str:
+    """Return one line with device, versions and date."""
     cores = f"{os.cpu_count()} CPU cores"
     device = f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
@@ -21,5 +21,5 @@ def told() -> str:
 
 
 def stamp(figure: Any) -> None:
-    """Write it at the foot of a matplotlib figure, whose constrained layout leaves room for it."""
-    figure.supxlabel(told(), x=0.995, ha="right", fontsize=6, color="0.4")
+    """Write the description at the foot of a matplotlib figure with constrained layout."""
+    figure.supxlabel(description(), x=0.995, ha="right", fontsize=6, color="0.4")

@@ -28,7 +28,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.testing import spawn_ranks
 from tests.unit.losses.live_bytes import live_bytes
 
-from ._machine import stamp, told
+from ._machine import description, stamp
 from .bench_loss import WARM_HEAP
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -233,7 +233,7 @@ def render(results: Sequence[Result], large: Sequence[Result]) -> str:
         "logits made in float32, as Megatron returns them, with plain autograd or with",
         "[`lean-loss`](../patches/lean-loss.md), and [deferred](../losses.md#logits-that-never-exist).",
         "",
-        f"{told()}.",
+        f"{description()}.",
         "",
         "![Memory and time](../images/head_memory_and_time.png)",
         "",

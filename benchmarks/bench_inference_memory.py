@@ -90,7 +90,7 @@ def render(results: Sequence[Result]) -> str:
             "`python -m benchmarks.bench_inference_memory`: bytes of all live tensor storages of a rank,",
             "less those before the model was built, beside what `estimate_memory` says. Training: real",
             "`DistributedDataParallel` and Adam, after a real step. Inference-only: `build_inference_model`.",
-            f"{_machine.told()}.",
+            f"{_machine.description()}.",
             f"Claim: estimate and reality agree within {TOLERANCE:.0%}.",
             "",
             *_table(

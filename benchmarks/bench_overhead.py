@@ -134,7 +134,7 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "",
             f"`python -m benchmarks.bench_overhead`: {rounds} batches of {BATCH} calls each, bare and",
             "patched in turns; median of the differences, per call. Real megatron-core, one rank, CPU.",
-            f"{_machine.told()}.",
+            f"{_machine.description()}.",
             "",
             "| call | bare (µs) | patched (µs) | added (µs) | claim (µs) |",
             "|---|---|---|---|---|",

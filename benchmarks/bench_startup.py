@@ -111,7 +111,7 @@ def render(results: Sequence[Result], pairs: int) -> str:
             "",
             f"`python -m benchmarks.bench_startup`: {pairs} pairs of starts of a virtual environment",
             "without and with the package, back to back; median of the differences.",
-            f"{_machine.told()}.",
+            f"{_machine.description()}.",
             f"Claim: below {LIMIT_MS:g} ms each.",
             "",
             "| | start without (ms) | added (ms) | 95% interval of the median |",

@@ -190,11 +190,11 @@ class _Bench:
         leaf = logits[:, self.columns].clone().requires_grad_()
         values = at_ids(leaf * 1, ids, self.group)
         exact = logits.double().requires_grad_()
-        wanted = dense_log_probs_at(exact, ids)[: len(values)]
+        reference = dense_log_probs_at(exact, ids)[: len(values)]
         if not values[which]:
             return torch.full_like(leaf, float("nan")), exact.detach()[:, self.columns]
         [found] = torch.autograd.grad([value.sum() for value in values[which]], leaf)
-        [expected] = torch.autograd.grad([value.sum() for value in wanted[which]], exact)
+        [expected] = torch.autograd.grad([value.sum() for value in reference[which]], exact)
         return found.double(), expected[:, self.columns]
 
     def _copy(self) -> None:
@@ -214,7 +214,7 @@ def render(results: Sequence[Result]) -> str:
             "",
             "`python -m benchmarks.bench_topk`: log-probabilities at K given ids of each row and of the",
             "tail, forward and backward, and the selection of the K most probable ids.",
-            f"{_machine.told()}; one thread per rank.",
+            f"{_machine.description()}; one thread per rank.",
             "",
             "- Memory: peak of live bytes beyond the logits, results and gradient included, × a rank's",
             "  logits.",
