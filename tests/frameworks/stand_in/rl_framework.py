@@ -116,23 +116,6 @@ def train_steps(
         disable_forward_pre_hook(model)
 
 
-@torch.no_grad()
-def forward_only(
-    args: SimpleNamespace, model: Sequence[DDP], data_iterator: Sequence[Any], num_microbatches: Sequence[int]
-) -> list[dict[str, torch.Tensor]]:
-    for iterator in data_iterator:
-        iterator.reset()
-    for model_module in model:
-        model_module.eval()
-    get_model_config(model[0]).timers = None
-    results: list[dict[str, torch.Tensor]] = []
-    for microbatches in num_microbatches:
-        results += run_microbatches(args, data_iterator, model, microbatches, forward_only=True)
-    for model_module in model:
-        model_module.train()
-    return results
-
-
 def train_one_step(
     args: SimpleNamespace,
     data_iterator: Sequence[Any],

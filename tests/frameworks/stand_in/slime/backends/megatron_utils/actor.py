@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from .model import forward_only, save, train
+import torch
+
+from .data import DataIterator
+from .model import save, train
 
 
 class MegatronTrainActor:
@@ -21,8 +24,42 @@ class MegatronTrainActor:
         state = self.model, self.optimizer, self.opt_param_scheduler
         train(rollout_id, *state, data_iterator, num_microbatches, sizes)
 
-    def compute_log_prob(self, data_iterator: Sequence[Any], num_microbatches: Sequence[int]) -> list[Any]:
-        return forward_only(self.args, self.model, data_iterator, num_microbatches)
-
     def save_model(self, iteration: int) -> None:
         save(iteration, self.model, self.optimizer, self.opt_param_scheduler)
+
+
+class WeightsBackuper:
+    def __init__(self, model: Any) -> None:
+        self.model, self.backup_tags = model, dict[str, dict[str, torch.Tensor]]()
+
+    def backup(self, tag: str) -> None:
+        state = self.model.state_dict()
+        self.backup_tags[tag] = {
+            name: value.clone() for name, value in state.items() if torch.is_tensor(value)
+        }
+
+    def restore(self, tag: str) -> None:
+        self.model.load_state_dict(self.backup_tags[tag], strict=False)
+
+
+class MegatronTrainRayActor(MegatronTrainActor):
+    """Takes rollouts, and swaps the weights of other models into its own."""
+
+    def __init__(self, *state: Any) -> None:
+        super().__init__(*state)
+        self.weights_backuper = WeightsBackuper(self.model[0].module)
+        self.weights_backuper.backup("actor")
+
+    def load_other_checkpoint(self, model_tag: str, path: str) -> None:
+        self.model[0].module.load_state_dict(torch.load(f"{path}/weights.pt"), strict=False)
+        self.weights_backuper.backup(model_tag)
+
+    def _switch_model(self, target_tag: str) -> None:
+        self.weights_backuper.restore(target_tag)
+
+    def train_actor(self, rollout_id: int, rollout_data: dict[str, Any]) -> None:
+        indices = rollout_data["micro_batch_indices"]
+        state = self.model, self.optimizer, self.opt_param_scheduler
+        iterator = DataIterator(rollout_data, indices)
+        train(rollout_id, *state, [iterator], [len(indices)], [len(rollout_data["tokens"])])
+        self.weights_backuper.backup("actor")

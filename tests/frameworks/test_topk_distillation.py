@@ -1,0 +1,150 @@
+"""``topk-distillation`` on the stand-in for slime and real megatron-core, with one rank and with two."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches import Settings, apply, status
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+
+NAME = "topk-distillation"
+K, TEMPERATURE = 24, 0.8
+TOTALS, RESPONSES = [9, 7, 12], [4, 3, 6]
+TEACHERS = ("math", "code")
+
+
+def _rollout() -> dict[str, Any]:
+    import torch
+
+    from tests.real import tiny_gpt
+
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "tokens": [torch.randint(tiny_gpt.VOCABULARY, (total,), generator=generator) for total in TOTALS],
+        "total_lengths": TOTALS,
+        "response_lengths": RESPONSES,
+        "loss_masks": [torch.ones(response, dtype=torch.int) for response in RESPONSES],
+        "micro_batch_indices": [[2], [0, 1]],
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    """Of slime's command line."""
+    from slime.utils.arguments import get_slime_extra_args_provider, slime_validate_args
+
+    parser = get_slime_extra_args_provider()(argparse.ArgumentParser())
+    options = ["--loss-type", "topk_opd_loss", "--rollout-temperature", str(TEMPERATURE)]
+    args = parser.parse_args(options)
+    slime_validate_args(args)
+    return args
+
+
+def _dense_loss(probs: dict[str, Any]) -> Any:
+    """Sum over samples of the mean reverse KL between K + 1 buckets, from whole distributions ``[n, V]``."""
+    import torch
+
+    ids = probs["actor"].topk(K, dim=1).indices
+    buckets = {name: p.gather(1, ids) for name, p in probs.items()}
+    p, *q = (torch.cat([top, 1 - top.sum(1, keepdim=True)], 1) for top in buckets.values())
+    kl = (p * (p / (sum(q) / len(q))).log()).sum(1)
+    return sum(part.mean() for part in kl.split([RESPONSES[i] for i in (2, 0, 1)]))
+
+
+def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
+    """Of all response tokens, over the whole vocabulary."""
+    import torch
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+    from slime.backends.megatron_utils.model import logits_of
+
+    parts = []
+    for indices in rollout["micro_batch_indices"]:
+        tokens = torch.cat([rollout["tokens"][index] for index in indices])
+        with torch.no_grad():
+            logits = gather_from_tensor_model_parallel_region(logits_of(model, tokens[None]))[0]
+        end = 0
+        for index in indices:
+            end += TOTALS[index]
+            parts.append(logits[end - RESPONSES[index] - 1 : end - 1])
+    return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
+
+
+def _distilled(folder: Path, tp: int) -> dict[str, Any]:
+    with cpu_backend():
+        import torch
+        from megatron.core import parallel_state
+
+        from megatron_rl_patches.frameworks.distillation_loss import KEYS, topk_opd_loss
+        from tests.frameworks.jobs import SlimeJob
+        from tests.real import tiny_gpt
+
+        # Of a checkpoint each rank has its own part.
+        paths = {name: folder / name / str(torch.distributed.get_rank()) for name in TEACHERS}
+        for path in paths.values():
+            path.mkdir(parents=True)
+        teachers = tuple((name, str(path)) for name, path in paths.items())
+        apply(NAME, "reentrant-train", settings=Settings(opd_top_k=K, opd_teachers=teachers))
+        job = SlimeJob(parallelism=tiny_gpt.Parallelism(tp=tp))
+        vars(job.args).update(vars(_arguments()))
+        from slime.backends.megatron_utils import actor as actor_module
+        from slime.backends.megatron_utils import data, model
+
+        losses: list[float] = []
+
+        def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
+            keys = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
+            batch = data.get_batch(iterator, keys)
+
+            def loss_of(logits: Any) -> Any:
+                loss, metrics = topk_opd_loss(
+                    job.args, batch, logits, lambda x: sum(part.mean() for part in x.split(lengths))
+                )
+                losses[-1] += float(metrics["loss"])
+                return loss, metrics
+
+            lengths = batch["response_lengths"]
+            return model.logits_of(chunk, batch["tokens"]), loss_of
+
+        job.args.forward_step_func = forward_step
+        [chunk], rollout = job.model, _rollout()
+        probs = {"actor": _probabilities(chunk, rollout)}
+        actor = actor_module.MegatronTrainRayActor(job.args, job.model, job.optimizer, job.scheduler)
+        own = actor.weights_backuper.backup_tags["actor"]
+        generator = torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
+        for name, path in paths.items():
+            weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in own.items()}
+            # What is whole on every rank must be the same there.
+            for n, w in chunk.module.named_parameters():
+                if not getattr(w, "tensor_model_parallel", False):
+                    torch.distributed.broadcast(weights[n], 0)
+            torch.save(weights, path / "weights.pt")
+            chunk.module.load_state_dict(weights, strict=False)
+            probs[name] = _probabilities(chunk, rollout)
+        actor._switch_model("actor")
+        for number in range(4):
+            losses.append(0.0)
+            actor.train_actor(number, rollout)
+        return {
+            "losses": losses,
+            "expected": float(_dense_loss(probs)),
+            "left": sorted(set(KEYS) & set(rollout)),
+            "teachers": sorted(actor.weights_backuper.backup_tags),
+            "states": {site.state for site in status() if site.patch == NAME},
+        }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_student_approaches_its_teachers(ranks: int, tmp_path: Path) -> None:
+    seen = spawn_ranks(_distilled, ranks, tmp_path, ranks)
+    for one in seen:
+        assert one["states"] == {"applied"}
+        assert one["losses"] == seen[0]["losses"]
+        assert one["losses"][0] == pytest.approx(one["expected"], rel=1e-4)
+        assert one["losses"][-1] < 0.8 * one["losses"][0]
+        assert one["left"] == []
+        assert one["teachers"] == ["actor", "opd_code", "opd_math"]
