@@ -23,7 +23,6 @@ from megatron_rl_patches.settings import VARIABLE, Settings, parse_selection
 from tests.docs import pages
 from tests.docs.pages import ROOT, Block
 from tests.docs.sandbox import Call, Sandbox
-from tests.unit.patches import slime_like
 from tests.unit.test_cli_estimate import GEMMA_3_27B
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
@@ -61,9 +60,6 @@ def _make_checkouts(folder: Path) -> None:
         (folder / place).mkdir(parents=True)
         package = folder / place / "slime"
         shutil.copytree(stand_in, package)
-        (package / "utils" / "arguments.py").write_text(slime_like.ARGUMENTS)
-        (package / "backends" / "megatron_utils" / "data.py").write_text(slime_like.DATA)
-        (package / "backends" / "megatron_utils" / "actor.py").write_text(slime_like.ACTOR)
     git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
     for command in (
         ["init", "-q", "-b", "main"],
