@@ -25,6 +25,9 @@ CHECKOUTS = {
     "verl": "VERL_DIR",
     "nemo-rl": "NEMO_RL_DIR",
     "OpenClaw-RL": "OPENCLAW_DIR",
+    "SkyRL": "SKYRL_DIR",
+    "AReaL": "AREAL_DIR",
+    "TRL": "TRL_DIR",
 }
 LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
 

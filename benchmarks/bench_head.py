@@ -5,13 +5,16 @@
 Each way takes turns with the others in one run; time is given in that of the logits made with ``lean-loss``.
 Memory is the peak of what is allocated during forward and backward, without the gradients of hidden states
 and weight, in float32 logits. Writes docs/benchmarks/head.md and a plot.
+
+Heads of other frameworks stand beside ours where NEMO_RL_DIR, SKYRL_DIR, AREAL_DIR, TRL_DIR and
+TRL_BEFORE_DIR (an unpacked wheel of a release before 1.13) name checkouts; the page says why one is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,6 +31,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.testing import spawn_ranks
 from tests.unit.losses.live_bytes import live_bytes
 
+from ._head_candidates import BASE, DEFERRED, NAIVE, Head, load_heads, revisions
 from ._machine import description, stamp
 from .bench_loss import WARM_HEAP
 
@@ -110,11 +114,12 @@ def _half_kept(x: Inputs) -> Tensor:
     return _deferred(x, keep_bytes=rows * len(x.weight) * x.hidden.element_size() // 2)
 
 
-NAIVE, BASE, HALF_KEPT = "naive autograd", "logits made, `lean-loss`", "deferred, half of the tiles kept"
-WAYS: dict[str, Callable[[Inputs], Tensor]] = {
+Way = Callable[[Inputs], Tensor]
+HALF_KEPT = "deferred, half of the tiles kept"
+WAYS: dict[str, Way] = {
     NAIVE: naive,
     BASE: made,
-    "deferred": _deferred,
+    DEFERRED: _deferred,
     HALF_KEPT: _half_kept,
 }
 
@@ -168,14 +173,20 @@ def measure(setups: Sequence[Setup], seconds: float, with_time: bool) -> list[Re
     return [_measure(setup, seconds, with_time) for setup in setups]
 
 
-def _measure(setup: Setup, seconds: float, with_time: bool) -> Result:
+def _measure(
+    setup: Setup,
+    seconds: float,
+    with_time: bool,
+    all_ways: Mapping[str, Way] = WAYS,
+    modes: Sequence[Mode] = MODES,
+) -> Result:
     result = Result(setup)
-    for mode in MODES if with_time else MODES[:1]:
+    for mode in modes if with_time else modes[:1]:
         x = inputs_of(setup, mode)
         gradients = sum(t.nbytes for t in (x.hidden, x.weight) if t.requires_grad)
         peaks, times = result.peak.setdefault(mode.name, {}), result.seconds.setdefault(mode.name, {})
         left_out = {HALF_KEPT} if not mode.trains else set() if with_time else {NAIVE}
-        ways = {name: way for name, way in WAYS.items() if name not in left_out}
+        ways = {name: way for name, way in all_ways.items() if name not in left_out}
         for name, way in ways.items():
             step(way, x, mode)  # compiles
             peaks[name] = live_bytes(lambda: step(way, x, mode)).peak - gradients  # noqa: B023
@@ -190,11 +201,21 @@ def _measure(setup: Setup, seconds: float, with_time: bool) -> Result:
                 taken[name].append(time.perf_counter() - start)
         times.update({name: median(values) for name, values in taken.items()})
     if with_time:
-        result.errors = _errors(setup)
+        result.errors = _errors(setup, all_ways, _log_probs)
     return result
 
 
-def _errors(setup: Setup) -> dict[str, tuple[float, float]]:
+def _log_probs(x: Inputs, log_p: Tensor) -> Tensor:
+    return log_p.gather(1, x.targets[:, None]).squeeze(1)
+
+
+def _entropies(x: Inputs, log_p: Tensor) -> Tensor:
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def _errors(
+    setup: Setup, ways: Mapping[str, Way], exactly: Callable[[Inputs, Tensor], Tensor]
+) -> dict[str, tuple[float, float]]:
     small = Setup(64, setup.hidden, setup.vocabulary, setup.dtype)
     x = inputs_of(small, MODES[0])
     exact = Inputs(
@@ -211,11 +232,11 @@ def _errors(setup: Setup) -> dict[str, tuple[float, float]]:
         if setup.dtype != torch.float32:
             rounded = linear(x.hidden.to(setup.dtype), x.weight.to(setup.dtype)).double()
             logits = logits + (rounded - logits).detach()
-        return (logits / TEMPERATURE).log_softmax(-1).gather(1, x.targets[:, None]).squeeze(1)
+        return exactly(x, (logits / TEMPERATURE).log_softmax(-1))
 
     expected = step(reference, exact, MODES[0])
     errors = {}
-    for name, way in WAYS.items():
+    for name, way in ways.items():
         found = step(way, x, MODES[0])
         relative = [
             ((a.double() - b).abs().max() / b.abs().max()).item()
@@ -225,7 +246,125 @@ def _errors(setup: Setup) -> dict[str, tuple[float, float]]:
     return errors
 
 
-def render(results: Sequence[Result], large: Sequence[Result]) -> str:
+FROZEN = MODES[2]
+
+
+@dataclass
+class Beside:
+    """What one run found of the heads of other frameworks and of ours."""
+
+    results: list[Result] = field(default_factory=list)
+    #: For each result, head -> errors of the entropies and of their gradient, and the peak with it, in bytes.
+    entropies: list[dict[str, tuple[float, float, int]]] = field(default_factory=list)
+    #: Head -> why it does not run here.
+    missing: dict[str, str] = field(default_factory=dict)
+    #: Heads that compute a frozen weight's gradient.
+    computes_frozen: set[str] = field(default_factory=set)
+    revisions: list[str] = field(default_factory=list)
+
+
+def measure_beside(setups: Sequence[Setup], large: Sequence[Setup], seconds: float) -> Beside:
+    heads, missing = load_heads()
+    beside = Beside(missing=missing, revisions=list(revisions().values()))
+    ways = {name: _part(head, 0) for name, head in heads.items()}
+    with_entropy = {name: _part(head, 1) for name, head in heads.items() if _has_entropy(head)}
+    beside.computes_frozen = {name for name, way in ways.items() if _computes_frozen(QUICK[0], way)}
+    for setup in large:
+        beside.results.append(_measure(setup, seconds, False, ways))
+        beside.entropies.append({})
+    for setup in setups:
+        result = _measure(setup, seconds, True, ways, (MODES[0], FROZEN))
+        x = inputs_of(setup, MODES[0])
+        gradients = x.hidden.nbytes + x.weight.nbytes
+        errors = _errors(setup, with_entropy, _entropies)
+        peaks = {name: live_bytes(lambda: step(way, x, MODES[0])).peak for name, way in with_entropy.items()}  # noqa: B023
+        beside.results.append(result)
+        beside.entropies.append({name: (*errors[name], peaks[name] - gradients) for name in errors})
+    return beside
+
+
+def _part(head: Head, number: int) -> Way:
+    """Return the way to the head's log-probabilities, or with 1 to its entropies."""
+    return lambda x: head(x.hidden, x.weight, x.targets, TEMPERATURE, number == 1)[number]
+
+
+def _has_entropy(head: Head) -> bool:
+    return len(head(torch.ones(2, 4), torch.ones(8, 4), torch.arange(2), 1.0, True)) == 2
+
+
+def _computes_frozen(setup: Setup, way: Way) -> bool:
+    """Say whether backward makes a gradient of the weight that nobody asked for."""
+    x = inputs_of(Setup(8, setup.hidden, setup.vocabulary, setup.dtype), FROZEN)
+    made: list[Tensor] = []
+
+    def hook(gradients: Sequence[Tensor | None], _: Any) -> None:
+        made.extend(g for g in gradients if g is not None and g.shape == x.weight.shape)
+
+    log_probs = way(x)
+    nodes = [log_probs.grad_fn]
+    for node in nodes:
+        if node is not None:
+            node.register_hook(hook)
+            nodes.extend(following for following, _ in node.next_functions)
+    torch.autograd.grad(log_probs.sum(), x.hidden)
+    return bool(made)
+
+
+def _left_out(result: Result, name: str, entropy: tuple[float, float, int] | None) -> list[str]:
+    """Say what a head does not do, by what this run measured."""
+    if name in (NAIVE, BASE):
+        return ["makes the logits"]
+    error = result.errors[name][0]
+    left_out = ["the temperature"] * (error > 1e-2) or ["exact values"] * (error > 1e-4)
+    if entropy is None:
+        left_out.append("the entropy")
+    elif entropy[1] > 0.1:
+        left_out.append("the entropy's gradient")
+    elif entropy[2] > 1.5 * result.peak["all rows"][name]:
+        left_out.append("the entropy's gradient in chunks")
+    return left_out
+
+
+def render_beside(beside: Beside) -> list[str]:
+    lines = [
+        "",
+        "## Beside the chunked heads of others",
+        "",
+        "Each as its framework calls it, on one rank and one thread, in turns, in the units above; errors",
+        f"at temperature {TEMPERATURE}. The last column says what this run shows: values that are not those",
+        "at the temperature, or off by more than 1e-4; no entropy; an entropy whose gradient is missing, or",
+        "takes the logits of all chunks at once; a frozen weight's gradient that is computed all the same.",
+        "What takes more ranks, or a model, is not compared here.",
+        "",
+        "| setup | head | memory | time | time, frozen head | log-probs, gradients: errors "
+        "| entropy, gradient: errors | memory with the entropy's gradient | leaves out |",
+        f"|{' --- |' * 9}",
+    ]
+    for result, entropies in zip(beside.results, beside.entropies, strict=True):
+        for name, peak in result.peak["all rows"].items():
+            cells = [str(result.setup), name, f"{peak / result.logits_bytes:.3f}", *["–"] * 6]
+            if result.errors:
+                seconds = [result.seconds[mode] for mode in ("all rows", FROZEN.name)]
+                cells[3:5] = [f"{of_mode[name] / of_mode[BASE]:.2f}" for of_mode in seconds]
+                cells[5] = "{:.1e}, {:.1e}".format(*result.errors[name])
+                entropy = entropies.get(name)
+                if entropy is not None:
+                    cells[6:8] = [
+                        "{:.1e}, {:.1e}".format(*entropy),
+                        f"{entropy[2] / result.logits_bytes:.3f}",
+                    ]
+                frozen = ["the saving of a frozen weight"] * (name in beside.computes_frozen)
+                cells[8] = "; ".join([*_left_out(result, name, entropy), *frozen]) or "–"
+            lines.append(f"| {' | '.join(cells)} |")
+    if beside.revisions:
+        lines += ["", f"Others: {', '.join(beside.revisions)}."]
+    if beside.missing:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in beside.missing.items())
+        lines += ["", f"Left out: {reasons}."]
+    return lines
+
+
+def render(results: Sequence[Result], large: Sequence[Result], beside: Beside) -> str:
     lines = [
         "# The output layer and its loss",
         "",
@@ -260,6 +399,7 @@ def render(results: Sequence[Result], large: Sequence[Result]) -> str:
     for result in results:
         cells = ["{:.1e}, {:.1e}".format(*result.errors[way]) for way in WAYS]
         lines.append(f"| {result.setup} | {' | '.join(cells)} |")
+    lines += render_beside(beside)
     return "\n".join(lines) + "\n"
 
 
@@ -306,7 +446,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setups, large = (QUICK, QUICK) if options.quick else (SETUPS, LARGE)
     [results] = spawn_ranks(measure, 1, setups, options.seconds, True, timeout=3600, env=WARM_HEAP)
     [of_large] = spawn_ranks(measure, 1, large, 0.0, False, timeout=3600)
-    page = render(results, of_large)
+    [beside] = spawn_ranks(measure_beside, 1, setups, large, options.seconds, timeout=3600, env=WARM_HEAP)
+    page = render(results, of_large, beside)
     print(page)
     if not options.quick:
         PAGE.write_text(page)
