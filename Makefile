@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    mutation lint format bench docs clean
+    mutation lint format bench gpu docs clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | docs | clean"
+	@echo "make venv | demo | lint | format | bench | gpu | docs | clean"
 	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four) | test-frameworks | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
@@ -82,6 +82,10 @@ format: venv
 bench: venv
 	set -e; for module in benchmarks/bench_*.py; do \
 	    $(BIN)/python -m benchmarks.$$(basename $$module .py); done
+
+# On a machine with a GPU whose Python has torch; nothing is installed. JSON: make gpu GPU_ARGS="--json FILE"
+gpu:
+	$(PYTHON) -m benchmarks.bench_head_gpu $(GPU_ARGS)
 
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict

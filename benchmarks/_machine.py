@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from importlib.metadata import version
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -15,9 +17,15 @@ def description() -> str:
     """Return one line with device, versions and date."""
     cores = f"{os.cpu_count()} CPU cores"
     device = f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    versions = ", ".join(_versions("torch", "megatron-core"))
     python = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
     return f"{device}, {versions}, {python}, {datetime.date.today().isoformat()}"
+
+
+def _versions(*packages: str) -> Iterator[str]:
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            yield f"{package} {version(package)}"
 
 
 def stamp(figure: Any) -> None:
