@@ -139,4 +139,5 @@ def _loss(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
     from ..losses.output_layer import loss_of_labels
 
     arguments = bind(wrapped, args, kwargs).arguments
-    return loss_of_labels(wrapped, instance.output_layer, arguments["labels"], arguments["logits"])
+    layer = getattr(instance, "output_layer", None)
+    return loss_of_labels(wrapped, layer, arguments["labels"], arguments["logits"])

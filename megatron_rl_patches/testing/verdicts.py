@@ -95,7 +95,10 @@ _RAISED = [
     (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
     (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
     (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
-    (TRANSFORMER_ENGINE, r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >="),
+    (
+        TRANSFORMER_ENGINE,
+        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+    ),
     # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
     (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
     (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module)'|fp8_utils' has no attribute"),

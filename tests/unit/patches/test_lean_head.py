@@ -51,3 +51,13 @@ def statuses(**states: Any) -> list[SiteStatus]:
 def test_whether_the_logits_are_made(states: dict[str, str], notes: list[str]) -> None:
     assert patch.notes is not None
     assert patch.notes(statuses(**states)) == notes
+
+
+def test_a_model_without_an_output_layer_computes_its_own_loss() -> None:
+    """T5 has a head of another kind, and inherits the function that computes the loss."""
+    (site,) = [site for site in patch.sites if site.qualname.endswith("compute_language_model_loss")]
+
+    def loss(labels: str, logits: str) -> tuple[str, str]:
+        return labels, logits
+
+    assert site.adapter(loss, object(), ("labels",), {"logits": "logits"}) == ("labels", "logits")
