@@ -267,7 +267,12 @@ class Installer:
 
     def at_exit(self) -> None:
         with without_logging_errors(), self._log_internal_errors():
-            self.announcer.at_exit(self.status())
+            # A module that some releases do without need not be imported.
+            optional = {
+                record.site.target for record in self._records.values() if record.site.optional_module
+            }
+            statuses = [s for s in self.status() if s.state != "waiting" or s.target not in optional]
+            self.announcer.at_exit(statuses)
 
 
 @contextmanager
