@@ -85,7 +85,7 @@ bench: venv
 
 # On a machine with a GPU whose Python has torch; nothing is installed. JSON: make gpu GPU_ARGS="--json FILE"
 gpu:
-	$(PYTHON) -m benchmarks.bench_head_gpu $(GPU_ARGS)
+	$(PYTHON) -m benchmarks.head_on_gpu $(GPU_ARGS)
 
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict

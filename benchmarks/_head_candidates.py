@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from megatron_rl_patches.losses import (
 
 from ._loss_candidates import CHECKOUTS
 from ._loss_candidates import _from_checkout as from_checkout
+from ._machine import commit_of
 
 # (hidden [T, h], weight [V, h], targets [T], temperature, with entropy) -> log-probs and, where asked for and
 # where there is one, the entropies.
@@ -104,11 +104,11 @@ def areal(chunk_size: int) -> Head:
     module = from_checkout("AReaL", "areal.models.mcore.vocab_parallel_head")
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor, t: float, entropy: bool) -> tuple[Tensor, ...]:
-        found = module._ChunkedVocabParallelLMHead.apply(
+        outputs = module._ChunkedVocabParallelLMHead.apply(
             *(hidden, weight, None, targets, t, chunk_size),
             *(False, False, False, dist.group.WORLD, 1.0, False),
         )
-        return found[: 1 + entropy]
+        return outputs[: 1 + entropy]
 
     return head
 
@@ -117,11 +117,11 @@ def trl() -> Head:
     module = from_checkout("TRL", "trl.kernels.chunked_logprob")
 
     def head(hidden: Tensor, weight: Tensor, targets: Tensor, t: float, entropy: bool) -> tuple[Tensor, ...]:
-        outputs = ("entropy",) if entropy else ()
-        found = module.ChunkedLogProbFunction.apply(
-            hidden, weight, None, targets, t, 32768, None, 1.0, outputs
+        names = ("entropy",) if entropy else ()
+        outputs = module.ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, t, 32768, None, 1.0, names
         )
-        return found[: 1 + entropy]
+        return outputs[: 1 + entropy]
 
     return head
 
@@ -173,19 +173,15 @@ def load_heads(
     return heads, missing
 
 
-def revisions() -> dict[str, str]:
-    """Return for each checkout of a framework its release or commit, where it tells one."""
-    found = {}
-    for variable in ("NEMO_RL_DIR", "SKYRL_DIR", "AREAL_DIR", "TRL_DIR", TRL_BEFORE):
-        folder = Path(os.environ.get(variable) or "/nonexistent")
-        for information in folder.glob("trl-*.dist-info"):
-            found[variable] = information.name.removesuffix(".dist-info").replace("-", " ")
-        if (folder / ".git").exists():
-            command = ["git", "-C", str(folder), "rev-parse", "--short=9", "HEAD"]
-            said = subprocess.run(command, capture_output=True, text=True)
-            name = variable.removesuffix("_DIR").replace("_", "-").lower()
-            found[variable] = f"{name} {said.stdout.strip()}"
-    return found
+def revisions() -> list[str]:
+    """Return the release or the commit of each checkout."""
+    variables = {name: CHECKOUTS[name] for name in ("nemo-rl", "SkyRL", "AReaL", "TRL")}
+    versions = []
+    for name, variable in {**variables, "TRL before 1.13": TRL_BEFORE}.items():
+        if folder := os.environ.get(variable):
+            release = next(Path(folder).glob("trl-*.dist-info"), None)
+            versions.append(release.stem.replace("-", " ") if release else f"{name} {commit_of(folder)}")
+    return versions
 
 
 def _definition(file: Path, name: str) -> Any:

@@ -182,10 +182,10 @@ class _Bench:
         used = 2 if mode == ENTROPY_GRAD else 1
         [gradient] = torch.autograd.grad(expected[:used], leaf, list(weights[:used]))
 
-        found_gradient, *found = self._run(loss, self._logits(), mode)
-        errors = [_error(values, exact) for values, exact in zip(found, expected, strict=False)]
+        gradient_of_loss, *values_of_loss = self._run(loss, self._logits(), mode)
+        errors = [_error(values, exact) for values, exact in zip(values_of_loss, expected, strict=False)]
         entropy_error = None if mode == LOG_PROBS else errors[1]
-        return errors[0], entropy_error, _error(found_gradient, gradient[:, self.columns])
+        return errors[0], entropy_error, _error(gradient_of_loss, gradient[:, self.columns])
 
     def _floor(self) -> Floor:
         reads, writes, copies = [], [], []

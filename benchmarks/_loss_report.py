@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -172,19 +171,11 @@ def _versions_of_peers() -> str:
     versions = []
     for package, variable in CHECKOUTS.items():
         if folder := os.environ.get(variable):
-            versions.append(f"{package} {_commit(folder)}")
+            versions.append(f"{package} {_machine.commit_of(folder)}")
     for package in ("slime", "verl", "nemo-rl", "trl", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
     return f"Beside them: {', '.join(versions)}." if versions else ""
-
-
-def _commit(folder: str) -> str:
-    command = ["git", "-C", folder, "rev-parse", "--short=9", "--show-prefix", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    prefix, _, commit = result.stdout.partition("\n")
-    # If there is a prefix, the folder is a part of some other repository.
-    return "(checkout)" if result.returncode or prefix else commit.strip()
 
 
 def _section(result: Result, on_gpu: bool) -> Iterator[str]:

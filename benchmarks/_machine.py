@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,15 @@ def _versions(*packages: str) -> Iterator[str]:
     for package in packages:
         with suppress(PackageNotFoundError):
             yield f"{package} {version(package)}"
+
+
+def commit_of(folder: str) -> str:
+    """Return the commit of a checkout, or "(checkout)" for a folder that is none of its own."""
+    command = ["git", "-C", folder, "rev-parse", "--short=9", "--show-prefix", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    prefix, _, commit = result.stdout.partition("\n")
+    # If there is a prefix, the folder is a part of some other repository.
+    return "(checkout)" if result.returncode or prefix else commit.strip()
 
 
 def stamp(figure: Any) -> None:

@@ -265,7 +265,7 @@ class Beside:
 
 def measure_beside(setups: Sequence[Setup], large: Sequence[Setup], seconds: float) -> Beside:
     heads, missing = load_heads()
-    beside = Beside(missing=missing, revisions=list(revisions().values()))
+    beside = Beside(missing=missing, revisions=revisions())
     ways = {name: _part(head, 0) for name, head in heads.items()}
     with_entropy = {name: _part(head, 1) for name, head in heads.items() if _has_entropy(head)}
     beside.computes_frozen = {name for name, way in ways.items() if _computes_frozen(QUICK[0], way)}

@@ -132,7 +132,7 @@ def problems_of(
         problems.append(f"wrapt {wrapt} is out of range; needed: wrapt{WRAPT_RANGE}")
     if choice.patches and not startup.fires:
         problems.append(f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}")
-    selected = [status for status in statuses if status.patch in choice.patches]
+    selected = _of_selected_patches(choice, statuses)
     # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
     # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
@@ -146,9 +146,13 @@ def problems_of(
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     """Return what the selected patches say about the states of their sites."""
-    selected = [status for status in statuses if status.patch in choice.patches]
+    selected = _of_selected_patches(choice, statuses)
     patches = (registry.patches()[name] for name in choice.patches)
     return [note for patch in patches if patch.notes for note in patch.notes(selected)]
+
+
+def _of_selected_patches(choice: Choice, statuses: Iterable[SiteStatus]) -> list[SiteStatus]:
+    return [status for status in statuses if status.patch in choice.patches]
 
 
 def variables_in(environ: Mapping[str, str]) -> dict[str, str]:

@@ -148,13 +148,13 @@ def check_log_probs(
             vocab_parallel_log_probs(view, targets, **options)
         return
     if kind == "alone":
-        found = (vocab_parallel_log_probs(view, targets, **options),)
+        outputs = (vocab_parallel_log_probs(view, targets, **options),)
     else:
         options["entropy_grad"] = differentiated == 2
-        found = vocab_parallel_log_probs_and_entropy(view, targets, **options)
-    for values, reference in zip(found, expected, strict=False):
+        outputs = vocab_parallel_log_probs_and_entropy(view, targets, **options)
+    for values, reference in zip(outputs, expected, strict=False):
         assert agree(values, reference, of_values(dtype))
-    mine = backward(list(found[:differentiated]), weights[:differentiated], view)
+    mine = backward(list(outputs[:differentiated]), weights[:differentiated], view)
     assert mine.dtype == dtype
     if keep_mask is not None:
         left_out = gradient.isnan().any(1, keepdim=True) & ~gradient.isnan()
@@ -176,10 +176,10 @@ def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
     leaf = seen.double().requires_grad_()
     expected = dense_log_probs_at(leaf, indices, rows, temperature)
     _, view = logits.leaf_and_view()
-    found = vocab_parallel_log_probs_at(
+    outputs = vocab_parallel_log_probs_at(
         view, indices, rows=rows, temperature=temperature, with_tail=True, block_bytes=data.draw(BLOCKS)
     )
-    for values, reference in zip(found, expected, strict=True):
+    for values, reference in zip(outputs, expected, strict=True):
         assert agree(values, reference, of_values(dtype))
     # What is -inf is no id, or has no derivative in the definition.
     weights = [
@@ -193,7 +193,7 @@ def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
     has_grad = torch.zeros(len(seen), dtype=torch.bool)
     has_grad[slice(None) if rows is None else rows] = (weights[0] > 0).any(1) | (weights[1] > 0)
     gradient = torch.where(has_grad[:, None], gradient, 0.0)
-    mine = backward(list(found), weights, view)
+    mine = backward(list(outputs), weights, view)
     assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
 
 
@@ -203,16 +203,16 @@ def test_topk(data: st.DataObject) -> None:
     seen, dtype = logits.seen, logits.values.dtype
     rows, temperature = data.draw(selections(len(seen))), data.draw(TEMPERATURES)
     k = data.draw(st.integers(1, min(7, seen.shape[1])))
-    found = vocab_parallel_topk(logits.leaf_and_view()[1], k, rows=rows, temperature=temperature)
+    outputs = vocab_parallel_topk(logits.leaf_and_view()[1], k, rows=rows, temperature=temperature)
     selected = seen.double() if rows is None else seen.double()[rows]
     order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
     without_softmax = has_no_softmax(selected)
-    assert torch.equal(found.indices[~without_softmax], order[~without_softmax])
-    assert all(len(set(row)) == k for row in found.indices.tolist())
-    assert ((found.indices >= 0) & (found.indices < seen.shape[1])).all()
-    expected = dense_log_probs_at(selected, found.indices, temperature=temperature)
-    assert agree(found.log_probs, expected[0], of_values(dtype))
-    assert agree(found.tail_log_prob, expected[1], of_values(dtype))
+    assert torch.equal(outputs.indices[~without_softmax], order[~without_softmax])
+    assert all(len(set(row)) == k for row in outputs.indices.tolist())
+    assert ((outputs.indices >= 0) & (outputs.indices < seen.shape[1])).all()
+    expected = dense_log_probs_at(selected, outputs.indices, temperature=temperature)
+    assert agree(outputs.log_probs, expected[0], of_values(dtype))
+    assert agree(outputs.tail_log_prob, expected[1], of_values(dtype))
 
 
 @examples(100)

@@ -56,7 +56,7 @@ def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
 
         def run(patches: tuple[str, ...]) -> dict[str, Any]:
             before = bytes_in_use()
-            with applied("reentrant-train", *patches), _warnings() as warnings:
+            with applied("reentrant-train", *patches), _LogitWarnings() as warnings:
                 job = PolicyJob()
                 parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
                 built = bytes_in_use() - before - parameters
@@ -81,7 +81,7 @@ def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
         return {name: run(patches) for name, patches in WAYS.items()}
 
 
-class _warnings(logging.Handler):
+class _LogitWarnings(logging.Handler):
     """Messages about logits that were made."""
 
     def __enter__(self) -> list[str]:

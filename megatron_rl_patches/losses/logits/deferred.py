@@ -475,7 +475,7 @@ def _largest(logits: Any, dim: Any = None, keepdim: bool = False, **others: Any)
     if not is_of_rows or not logits.is_deferred:
         return None
     source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
-    values, indices = (found.view(logits.shape[:-1]) for found in largest_logits(source))
+    values, indices = (of_rows.view(logits.shape[:-1]) for of_rows in largest_logits(source))
     return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
 
 

@@ -79,33 +79,33 @@ def errors(
     weights = [torch.randn(values.shape, generator=generator).double() for values in expected]
     finite = [values > float("-inf") for values in expected]
 
-    def weighted(found: tuple[Tensor, ...]) -> Tensor:
+    def weighted(outputs: tuple[Tensor, ...]) -> Tensor:
         return torch.stack(
             [
                 (torch.where(ok, values, 0.0).double() * weight).sum()
-                for values, weight, ok in zip(found, weights, finite, strict=True)
+                for values, weight, ok in zip(outputs, weights, finite, strict=True)
             ]
         ).sum()
 
     weighted(expected).backward()  # type: ignore[no-untyped-call]
     mine = logits[:, columns].detach().clone().requires_grad_()
-    found = vocab_parallel_log_probs_at(
+    outputs = vocab_parallel_log_probs_at(
         mine * 1 if inplace_backward else mine,
         indices,
         with_tail=True,
         inplace_backward=inplace_backward,
         **options,
     )
-    for values, ok in zip(found, finite, strict=True):
+    for values, ok in zip(outputs, finite, strict=True):
         assert values.dtype == (mine.dtype if mine.dtype == torch.float64 else torch.float32)
         assert (values[~ok] == float("-inf")).all()
-    weighted(found).backward()  # type: ignore[no-untyped-call]
+    weighted(outputs).backward()  # type: ignore[no-untyped-call]
     assert mine.grad is not None
     assert leaf.grad is not None
     assert mine.grad.dtype == mine.dtype
     in_log_probs, in_tail = (
         relative_error(values[ok], reference[ok], reference[ok].abs())
-        for values, reference, ok in zip(found, expected, finite, strict=True)
+        for values, reference, ok in zip(outputs, expected, finite, strict=True)
     )
     of_row = leaf.grad.abs().amax(1, keepdim=True)
     return Errors(in_log_probs, in_tail, relative_error(mine.grad, leaf.grad[:, columns], of_row))

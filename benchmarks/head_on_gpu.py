@@ -1,6 +1,6 @@
 """Memory and time of an output layer with its loss on one GPU, beside its matrix products alone.
 
-    python3 -m benchmarks.bench_head_gpu [--rows N] [--hidden H] [--vocabulary V] [--seconds S] [--json FILE]
+    python3 -m benchmarks.head_on_gpu [--rows N] [--hidden H] [--vocabulary V] [--seconds S] [--json FILE]
 
 It needs torch and this repository, and measures Liger's loss and verl's kernel where they are installed. All
 ways take turns in one run. Memory is the peak that torch's allocator reports during forward and backward,
@@ -153,19 +153,20 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--seconds", type=float, default=20.0, help="of measuring time, for each mode")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    given = parser.parse_args()
+    options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup = Setup(given.rows, given.hidden, given.vocabulary, torch.bfloat16)
-    print(
-        f"{description()}\n{setup}; float32 logits take {4 * given.rows * given.vocabulary / 2**30:.2f} GiB"
-    )
-    figures = measure(setup, given.seconds, device)
+    setup = Setup(options.rows, options.hidden, options.vocabulary, torch.bfloat16)
+    logits_bytes = 4 * options.rows * options.vocabulary
+    print(f"{description()}\n{setup}; float32 logits take {logits_bytes / 2**30:.2f} GiB")
+    figures = measure(setup, options.seconds, device)
     for mode, ways in figures.items():
         print(f"\n{mode:34} {'ms':>8} {'GiB':>7}")
         for name, (milliseconds, peak) in ways.items():
             print(f"{name:34} {milliseconds:8.1f} {peak:7.2f}")
-    if given.json:
-        given.json.write_text(json.dumps({"machine": description(), "setup": str(setup), "figures": figures}))
+    if options.json:
+        options.json.write_text(
+            json.dumps({"machine": description(), "setup": str(setup), "figures": figures})
+        )
 
 
 if __name__ == "__main__":
