@@ -94,6 +94,8 @@ class PatchedAttribute:
         """Wrap the target, and rebind the copies of it that modules of the framework have made already."""
         owner, name = resolve(module, site.qualname)
         current = vars(owner)[name]
+        if isinstance(owner, type) and not isinstance(current, (staticmethod, classmethod)):
+            adapter = _for_instances(owner, adapter)
         wrapper = _find_disabled(current, site) or SwitchableWrapper(current, adapter, site)
         attribute = cls(site, owner, name, wrapper.__wrapped__, wrapper)
         if not attribute.is_in_place():
@@ -153,6 +155,20 @@ class PatchedAttribute:
                 # A module that refuses keeps the old function, like other copies that cannot be reached.
                 with suppress(Exception):
                     setattr(module, name, new)
+
+
+def _for_instances(owner: type, adapter: Adapter) -> Adapter:
+    """Return an adapter for a method, which runs the original for an object that is no instance of the owner.
+
+    wrapt gives such a call to its adapters as one without an instance, and before 1.17 as any other.
+    """
+
+    def of_method(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(instance, owner):
+            return adapter(wrapped, instance, args, kwargs)
+        return wrapped(*args, **kwargs)
+
+    return of_method
 
 
 def _find_disabled(current: Any, site: Site) -> SwitchableWrapper | None:

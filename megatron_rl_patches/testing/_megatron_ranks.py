@@ -85,6 +85,7 @@ def _free_groups() -> None:
 
 def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) -> None:
     number, follower = test
+    _seed()
     item = session.items[number]
     # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
     session.config.option.experimental = item.get_closest_marker("experimental") is not None
@@ -97,6 +98,16 @@ def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) 
         )
     finally:
         session.config.pluginmanager.unregister(sender)
+
+
+def _seed() -> None:
+    """Seed torch as a new process seeds a GPU: always alike, unlike the CPU.
+
+    Without a seed some tests would pass at one time and not at another.
+    """
+    import torch
+
+    torch.manual_seed(torch.Generator().initial_seed())
 
 
 class _Sender:

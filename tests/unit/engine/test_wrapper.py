@@ -8,7 +8,7 @@ import importlib
 import inspect
 import pickle
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -38,6 +38,15 @@ def test_looks_like_the_original(module: ModuleType) -> None:
     assert inspect.ismethod(module.Trainer().step)
     assert module.train == original
     assert hash(module.train) == hash(original)
+
+
+def test_a_method_called_on_an_object_of_another_class_is_the_original(module: ModuleType) -> None:
+    """As tests of frameworks do, which give a simple object for ``self``; adapters expect the class."""
+    trainer, other = module.Trainer, SimpleNamespace()
+    assert trainer.step(other, 1) == trainer.step(other, x=1) == trainer.step(self=other, x=1) == ("step", 1)
+    assert trainer.step(trainer(), 1) == ("patched", ("step", 1))
+    assert trainer.scale(2) == ("patched", 4)
+    assert trainer.build(2) == ("patched", ("Trainer", 2))
 
 
 def test_pickles_by_name(module: ModuleType) -> None:

@@ -114,6 +114,10 @@ def test_skips():
 def test_is_experimental(request):
     assert request.config.getoption("--experimental")
 
+@pytest.mark.parametrize("time", [1, 2])
+def test_draws_what_a_new_process_draws_on_a_gpu(time):
+    assert torch.equal(torch.randn(3, device="cuda"), torch.randn(3, generator=torch.Generator()))
+
 @pytest.mark.parametrize("number", range(torch.cuda.device_count()))
 def test_comes_after_all_that(number):
     assert torch.distributed.is_initialized()
@@ -176,6 +180,8 @@ def test_verdicts_at_one_rank(results: Path) -> None:
         "test_skips_without_transformer_engine": ("not_runnable", "TransformerEngine"),
         "test_skips": ("skipped", ""),
         "test_is_experimental": ("passed", ""),
+        "test_draws_what_a_new_process_draws_on_a_gpu[1]": ("passed", ""),
+        "test_draws_what_a_new_process_draws_on_a_gpu[2]": ("passed", ""),
         "test_comes_after_all_that[0]": ("passed", ""),
         "tests/unit_tests/test_needs_a_package.py": ("not_runnable", "other package"),
     }
