@@ -23,6 +23,7 @@ from .objectives.divergences import (
     opd_advantages,
     reverse_kl,
 )
+from .objectives.full_vocabulary import full_vocabulary_divergence
 from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
 from .objectives.teachers import mix_teachers, route_teachers
@@ -44,6 +45,7 @@ __all__ = [
     "distillation_loss",
     "estimate_kl",
     "forward_kl",
+    "full_vocabulary_divergence",
     "generalized_kl",
     "group_advantages",
     "importance_weighted_reverse_kl",

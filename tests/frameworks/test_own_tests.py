@@ -1,4 +1,4 @@
-"""slime's own CPU tests of what it computes with Megatron, with all patches: what passes without passes with.
+"""The CPU tests that slime and miles have of what they compute with Megatron: the patches change no outcome.
 
 Some of them ask for the very bits of slime's own order of operations. Those pass with a tolerance of float32
 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests/sitecustomize.py``).
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,19 +21,43 @@ from tests.frameworks.checkouts import Checkouts
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 HERE = Path(__file__).parent / "own_tests"
-#: Those that are in the release are run.
-FILES = (
-    "test_advantage_whiten_cp.py",
-    "test_cispo_loss.py",
-    "test_cp_utils.py",
-    "test_discounted_returns.py",
-    "test_logprob_response_spans.py",
-    "test_loss_cp_invariance.py",
-    "test_policy_loss.py",
-    "test_ppo_kl_metric.py",
-    "test_ppo_logprob_entropy.py",
-    "test_value_temperature.py",
+
+
+class Suite(NamedTuple):
+    """Paths of a framework's own tests, and the options of pytest that they need here."""
+
+    paths: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+_SLIME = (
+    "advantage_whiten_cp",
+    "cispo_loss",
+    "cp_utils",
+    "discounted_returns",
+    "dp_schedule",
+    "logprob_response_spans",
+    "loss_cp_invariance",
+    "megatron_argument_validation",
+    "metric_report",
+    "metric_report_dist",
+    "model_provider_freeze",
+    "policy_loss",
+    "ppo_kl_metric",
+    "ppo_logprob_entropy",
+    "process_rollout_data",
+    "train_data_utils",
+    "value_temperature",
 )
+_MILES = "tests/fast/backends/training_utils"
+#: Those that are in the release are run.
+SUITES = {
+    "slime": Suite(tuple(f"tests/test_{name}.py" for name in _SLIME)),
+    # Its conftest needs packages that are not here, the snapshots are downloaded, and one file compiles.
+    "miles": Suite(
+        (_MILES,), ("--noconftest", "-k", "not snapshot", f"--ignore={_MILES}/test_ppo_ratio_numerics.py")
+    ),
+}
 #: Functions that compare with a relative tolerance of 0 and an absolute one of 1e-8, at values around 1.
 EXACT = (
     "test_calculate_log_probs_and_entropy_matches_unfused_reference_single_rank",
@@ -43,7 +67,7 @@ ROUNDING = "5e-7"
 PATCHES = "all,topk-distillation"
 
 
-def _run(paths: list[str], tests: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
+def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
     record = folder / "outcomes.json"
     repository = Path(__file__).parents[2]
     environ = {
@@ -56,25 +80,27 @@ def _run(paths: list[str], tests: Iterable[str], folder: Path, **variables: str)
         "OWN_TESTS_OUTCOMES": str(record),
     }
     options = ["-q", "-p", "outcomes", "-p", "no:cacheprovider", "--override-ini=addopts="]
-    command = [sys.executable, "-m", "pytest", *options, *tests]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     subprocess.run(command, cwd=paths[0], env=environ | variables, timeout=1200, check=False)
     outcomes: dict[str, Any] = json.loads(record.read_text())
     return outcomes
 
 
 @pytest.mark.runs("its own tests", ranks=1)
-def test_slimes_own_tests(checkouts: Checkouts, tmp_path: Path) -> None:
-    paths = checkouts("slime")
-    tests = [f"tests/{name}" for name in FILES if (Path(paths[0]) / "tests" / name).exists()]
+@pytest.mark.parametrize("framework", SUITES)
+def test_its_own_tests(checkouts: Checkouts, tmp_path: Path, framework: str) -> None:
+    paths, suite = checkouts(framework), SUITES[framework]
+    tests = [path for path in suite.paths if (Path(paths[0]) / path).exists()]
     if not tests:
         pytest.skip("this release has none of these tests")
-    plain = _run(paths, tests, tmp_path)
+    plain = _run(paths, [*suite.options, *tests], tmp_path)
     assert not plain["applied"]
-    patched = _run(paths, tests, tmp_path, MEGATRON_RL_PATCHES=PATCHES)
+    patched = _run(paths, [*suite.options, *tests], tmp_path, MEGATRON_RL_PATCHES=PATCHES)
     assert patched["applied"]
     differ = {test for test in plain["outcomes"] if patched["outcomes"].get(test) != plain["outcomes"][test]}
     assert {test.partition("::")[2].partition("[")[0] for test in differ} <= set(EXACT)
     assert "passed" in plain["outcomes"].values()
     if differ:
-        relaxed = _run(paths, sorted(differ), tmp_path, MEGATRON_RL_PATCHES=PATCHES, OWN_TESTS_ATOL=ROUNDING)
+        exact = [*suite.options, *sorted(differ)]
+        relaxed = _run(paths, exact, tmp_path, MEGATRON_RL_PATCHES=PATCHES, OWN_TESTS_ATOL=ROUNDING)
         assert relaxed["outcomes"] == {test: plain["outcomes"][test] for test in differ}

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     deferred_logits,
+    full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
@@ -24,20 +25,30 @@ TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(V, (T, 4), generator=torch.Generator().manual_seed(2))
 
 
-def _whole() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+def _whole(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(S, B, H, generator=generator, dtype=torch.float64)
     return hidden, torch.randn(V, H, generator=generator, dtype=torch.float64)
 
 
-def _losses(logits_tv: Tensor, group: Any) -> tuple[Tensor, list[Tensor]]:
+def _losses(logits_tv: Tensor, teacher_tv: Tensor, group: Any) -> tuple[Tensor, list[Tensor]]:
     """Return a scalar, and everything that all ranks must have alike."""
+    kl = full_vocabulary_divergence(logits_tv, teacher_tv, tp_group=group)
+    mixture = [teacher_tv, logits_tv]
+    mixed = full_vocabulary_divergence(logits_tv, mixture, divergence="jensen_shannon", tp_group=group)
+    short = full_vocabulary_divergence(logits_tv, teacher_tv, num_ids=500, tp_group=group)
     log_probs, entropies = vocab_parallel_log_probs_and_entropy(logits_tv, TOKENS, tp_group=group)
     at, tail = vocab_parallel_log_probs_at(logits_tv, IDS, tp_group=group, with_tail=True)
     topk = vocab_parallel_topk(logits_tv, 7, tp_group=group)
     weights = torch.linspace(-1, 2, T, dtype=torch.float64)
-    loss = ((log_probs + 0.3 * entropies + at.sum(1) - tail) * weights).sum()
-    return loss, [v.detach() for v in (log_probs, entropies, at, tail, topk.log_probs, topk.indices.double())]
+    loss = ((log_probs + 0.3 * entropies + at.sum(1) - tail + kl + mixed - short) * weights).sum()
+    values = log_probs, entropies, at, tail, kl, mixed, short, topk.log_probs, topk.indices.double()
+    return loss, [v.detach() for v in values]
+
+
+def _teacher(rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
+    hidden, weight = _whole(1)
+    return hidden, weight.chunk(size)[rank]
 
 
 def _run(sequence_parallel: bool, frozen: bool, tile_bytes: int | None) -> dict[str, Any]:
@@ -50,7 +61,8 @@ def _run(sequence_parallel: bool, frozen: bool, tile_bytes: int | None) -> dict[
     logits = deferred_logits(
         mine, shard, tp_group=group, sequence_parallel=sequence_parallel, tile_bytes=tile_bytes
     )
-    loss, values = _losses(logits.view(T, -1), group)
+    teacher = deferred_logits(*_teacher(rank, size), tile_bytes=tile_bytes)
+    loss, values = _losses(logits.view(T, -1), teacher.view(T, -1), group)
     loss.backward()  # type: ignore[no-untyped-call]
     return {"values": values, "hidden": mine.grad, "weight": shard.grad}
 
@@ -59,7 +71,10 @@ def _run(sequence_parallel: bool, frozen: bool, tile_bytes: int | None) -> dict[
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_equals_one_rank(sequence_parallel: bool, frozen: bool) -> None:
     hidden, weight = (tensor.requires_grad_() for tensor in _whole())
-    loss, expected = _losses((hidden @ weight.T).view(T, V), None)
+    teacher_hidden, teacher_weight = _teacher()
+    loss, expected = _losses(
+        (hidden @ weight.T).view(T, V), (teacher_hidden @ teacher_weight.T).view(T, V), None
+    )
     loss.backward()  # type: ignore[no-untyped-call]
     ranks = spawn_ranks(_run, 2, sequence_parallel, frozen, 4096)
     for rank in ranks:

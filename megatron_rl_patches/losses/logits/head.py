@@ -137,7 +137,7 @@ class HeadLogits:
     def tiles(self) -> Iterator[Tile]:
         hidden_nh, weight = self._selected_hidden(), self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
-        row_ranges, column_ranges = self._cut()
+        row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
         left = self.options.keep_bytes if self.keeps_tiles and not self.is_frozen else 0
@@ -161,6 +161,12 @@ class HeadLogits:
                     logits, slice(0, shape[0]), self.block_bytes, num_logits=self.n * self.width
                 )
                 yield Tile(selected, rows, columns)
+
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        hidden, weight = self._selected_hidden()[rows], self.weight.detach()[columns]
+        return torch.nn.functional.linear(
+            hidden, weight, None if self.bias is None else self.bias.detach()[columns]
+        )
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         sums = _Gradients(self, self._selected_hidden(), needed)
@@ -194,16 +200,20 @@ class HeadLogits:
         hidden = self.hidden.detach()
         return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
 
-    def _cut(self) -> tuple[list[slice], list[slice]]:
-        """Return the rows and the columns of the tiles."""
+    def sharing(self, count: int) -> HeadLogits:
+        """Return the same rows with smaller tiles, of which so many take the memory of one."""
+        tile_bytes = self.options.elements(self.hidden) * self.hidden.element_size()
+        return replace(self, options=replace(self.options, tile_bytes=max(tile_bytes // count, 1)))
+
+    def cut(self, n: int, width: int) -> tuple[list[slice], list[slice]]:
+        """Return the rows and the columns of the tiles of ``n`` rows and so many columns."""
         elements = self.options.elements(self.hidden)
-        n = max(self.n, 1)
-        most_columns = max(elements // n, min(elements, _FEWEST_COLUMNS))
-        count = -(-self.width // most_columns)
-        columns = -(-self.width // count)
-        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, self.width)
+        most_columns = max(elements // max(n, 1), min(elements, _FEWEST_COLUMNS))
+        count = -(-width // most_columns)
+        columns = -(-width // count)
+        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
         rows = max(min(elements // columns, n), 1)
-        return _ranges(self.n, rows) or [slice(0, 0)], _ranges(self.width, columns)
+        return _ranges(n, rows) or [slice(0, 0)], _ranges(width, columns)
 
 
 class _Gradients:

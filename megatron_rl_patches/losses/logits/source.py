@@ -56,6 +56,9 @@ class LogitSource(Protocol):
     def tiles(self) -> Iterator[Tile]:
         """Yield tiles that cover all rows and columns; the logits of a tile are valid until the next one."""
 
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        """Return logits of some of the selected rows and some columns, without a graph."""
+
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs; ``None`` for one that needs none."""
 
@@ -99,6 +102,9 @@ class DenseLogits:
     def tiles(self) -> Iterator[Tile]:
         detached = replace(self.rows, logits=self.rows.logits.detach())
         yield Tile(detached, slice(0, self.n), slice(0, self.width))
+
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        return self.rows.read(rows, None)[:, columns].detach()
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         (tile,) = self.tiles()

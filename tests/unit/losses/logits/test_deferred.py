@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
@@ -36,6 +35,7 @@ from megatron_rl_patches.losses.logits.options import VocabParallelOptions
 
 from .dense import IGNORE
 from .pairwise import pairwise
+from .sizes import Sizes
 
 B, S, H, V = 2, 7, 12, 1003
 T = B * S
@@ -248,24 +248,6 @@ def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
 # --- what is in memory
 
 
-class Sizes(TorchDispatchMode):
-    """The largest tensor that any operation returns, in elements, and the number of matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.products = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            # What only looks large, as an expanded number, takes no memory.
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DeferredLogits):
-                used = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-                self.largest = max(self.largest, torch.Size(used).numel())
-        self.products += "mm" in str(func)
-        return result
-
-
 @pytest.mark.parametrize("trained", [NAMES, ("hidden",), ()])
 def test_no_tensor_of_rows_and_vocabulary(trained: Sequence[str]) -> None:
     tensors = inputs(torch.float32, trained)
@@ -335,7 +317,7 @@ def test_tiles_have_a_bounded_size_whatever_the_rows_and_the_vocabulary() -> Non
             slice(0, n),
             TileOptions(tile_bytes),
         )
-        rows, columns = head._cut()
+        rows, columns = head.cut(n, width)
         assert [r for part in rows for r in range(part.start, part.stop)] == list(range(n))
         assert [c for part in columns for c in range(part.start, part.stop)] == list(range(width))
         assert max(r.stop - r.start for r in rows) * max(c.stop - c.start for c in columns) * 4 <= tile_bytes

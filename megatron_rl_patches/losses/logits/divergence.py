@@ -1,0 +1,418 @@
+"""The divergence of two distributions over the whole vocabulary, of logits that need not exist.
+
+Student, teachers and old policy are read in tiles, the same rows and columns of each at a time.
+
+A Kullback-Leibler divergence takes one pass. The columns of a tile have conditional distributions ``p_i`` and
+``q_i``, whose normalizers are those of the tile alone, and masses ``P_i`` and ``Q_i``. By the chain rule of
+relative entropy, which holds for tiles and for tensor-parallel ranks alike::
+
+    KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
+
+The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
+They take a second pass and a second collective.
+
+Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
+added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
+correct digits where student and teacher are nearly the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .autograd import all_gather, gradients_of_inputs, save_source
+from .head import HeadLogits
+from .inplace import StorageClaim
+from .rows import SelectedRows
+from .softmax import stretches
+from .source import Inputs, LogitSource, Tile
+
+FullDivergence = Literal["reverse_kl", "forward_kl", "jensen_shannon", "importance_weighted_reverse_kl"]
+
+_MINUS_INF = float("-inf")
+# A log-probability of -inf counts as so many nats, as in objectives/divergences.py.
+_RULED_OUT = -1e4
+# Tensors of a block's size that the functions below have at once.
+_BUFFERS = 8
+# Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
+_SMALL_GAP = 0.25
+
+Gather = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
+
+
+class Logits(NamedTuple):
+    """Logits that are read, and the number that they are divided by."""
+
+    source: LogitSource
+    temperature: float
+
+
+class DivergenceOptions(NamedTuple):
+    """What is computed.
+
+    Attributes:
+        name: one of :data:`FullDivergence`.
+        beta: parameter of ``"jensen_shannon"``.
+        log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
+        num_ids: size of the vocabulary; columns from there on count for nothing.
+        tp_group: ranks that hold the other columns.
+    """
+
+    name: FullDivergence
+    beta: float
+    log_weights: tuple[float, ...]
+    num_ids: int
+    tp_group: dist.ProcessGroup | None
+
+    @property
+    def needs_normalizers(self) -> bool:
+        """Whether a tile's part depends on the normalizers of the whole vocabulary."""
+        return self.name == "jensen_shannon" or len(self.log_weights) > 1
+
+
+def divergence_of(student: Logits, others: Sequence[Logits], options: DivergenceOptions) -> Tensor:
+    """Return the divergence ``[n]`` of the student from the teachers, which come first of ``others``.
+
+    The old policy is the last of them, if the divergence needs one. All have the same ``n`` rows.
+    """
+    source = student.source
+    return _Divergence.apply(  # type: ignore[no-untyped-call]
+        source, student.temperature, others, options, source.claim(), *source.inputs
+    )
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        source: LogitSource,
+        temperature: float,
+        others: Sequence[Logits],
+        options: DivergenceOptions,
+        claim: StorageClaim,
+        *inputs: Tensor | None,
+    ) -> Tensor:
+        pairs = _Pairs(Logits(source, temperature), tuple(others), options)
+        if options.needs_normalizers:
+            count = 1 + len(others)
+            normalizers = _reduce(pairs, _normalizers, _add_exp, [_MINUS_INF] * count, claim.gather)
+            sums = _reduce(pairs, _TwoSums(normalizers, options).of_block, _add, [0.0, 0.0], all_gather)
+            value = sums.sum(0)
+            expected = sums[1] if options.name == "jensen_shannon" else value
+        else:
+            chain = _ChainRule(options)
+            empty = [_MINUS_INF] * (1 + len(others)) + [0.0]
+            *parts, value = _reduce(pairs, chain.of_block, chain.merge, empty, claim.gather)
+            normalizers, expected = torch.stack(parts), value
+        value = value.where((normalizers != _MINUS_INF).all(0), torch.nan)
+
+        ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
+        of_others: list[Tensor | None] = []
+        for other in others:
+            tensors, restore = other.source.saved()
+            ctx.others.append((restore, other.temperature, len(tensors)))
+            of_others += tensors
+        save_source(ctx, source, normalizers, expected, *of_others)
+        return value.to(source.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        return (None,) * 5 + gradients_of_inputs(ctx, _gradients, gradient)
+
+
+def _gradients(ctx: Any, source: LogitSource, saved: list[Any], gradient: Tensor) -> Inputs:
+    normalizers, expected, *tensors = saved
+    remaining, others = iter(tensors), []
+    for restore, temperature, count in ctx.others:
+        others.append(Logits(restore(*itertools.islice(remaining, count)), temperature))
+    pairs = _Pairs(Logits(source, ctx.temperature), tuple(others), ctx.options)
+    weights = (gradient / ctx.temperature)[:, None]
+
+    def of_tile(tile: Tile, in_place: bool) -> Tensor:
+        result = tile.logits.new_gradient(in_place)
+        for block in pairs.blocks(tile):
+            weight = weights[block.rows]
+            xs = block.student, *block.others
+            compared = _Compared.of(xs, normalizers[:, block.rows], ctx.options)
+            derivative = compared.derivative(expected[block.rows, None].to(source.dtype), ctx.options)
+            # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+            values = torch.where(weight == 0, 0.0, weight * derivative)
+            block.read_from.write(result[:, block.columns], block.place, values)
+        return result
+
+    return source.gradients(of_tile, ctx.needs_input_grad[5:])
+
+
+# --- blocks
+
+
+class _Block(NamedTuple):
+    """Some rows of a tile, or of a part of one, in the dtype of the computation.
+
+    Attributes:
+        student: logits divided by the temperature, ``[b, w]``.
+        others: the same of the teachers and the old policy.
+        rows: which of the ``n`` rows these are.
+        columns: which columns of the tile.
+        read_from: what the student's logits were read from.
+        place: which of its rows.
+    """
+
+    student: Tensor
+    others: list[Tensor]
+    rows: slice
+    columns: slice
+    read_from: SelectedRows
+    place: slice
+
+
+class _Pairs(NamedTuple):
+    """The student beside the others."""
+
+    student: Logits
+    others: tuple[Logits, ...]
+    options: DivergenceOptions
+
+    def blocks(self, tile: Tile) -> Iterator[_Block]:
+        """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
+        dtype = self.student.source.dtype
+        for rows, columns in self._parts(tile):
+            index = tile.logits.index
+            part = replace(
+                tile.logits,
+                logits=tile.logits.logits[:, columns],
+                index=_of_slice(index, rows) if isinstance(index, slice) else index[rows],
+            )
+            whole = _shifted(rows, tile.rows.start), _shifted(columns, tile.columns.start)
+            others = [(other.source.part(*whole), other.temperature) for other in self.others]
+            for place in part.blocks(_BUFFERS):
+                block_rows = _shifted(place, whole[0].start)
+                yield _Block(
+                    self._prepared(part.read(place, None), whole[1], self.student.temperature, dtype),
+                    [self._prepared(x[place], whole[1], temperature, dtype) for x, temperature in others],
+                    block_rows,
+                    columns,
+                    part,
+                    place,
+                )
+
+    def _parts(self, tile: Tile) -> list[tuple[slice, slice]]:
+        """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
+        rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
+        heads = [other.source for other in self.others if isinstance(other.source, HeadLogits)]
+        if heads and not isinstance(self.student.source, HeadLogits):
+            rows, columns = heads[0].cut(tile.logits.n, columns[0].stop)
+        return list(itertools.product(rows, columns))
+
+    def _prepared(self, x: Tensor, columns: slice, temperature: float, dtype: torch.dtype) -> Tensor:
+        rank = 0 if self.options.tp_group is None else dist.get_rank(self.options.tp_group)
+        counting = self.options.num_ids - rank * self.student.source.width - columns.start
+        width = columns.stop - columns.start
+        x = x.to(dtype)
+        if temperature != 1:
+            x = x / temperature
+        if counting < width or x.shape[1] < width:
+            counting = max(min(counting, x.shape[1]), 0)
+            filler = x.new_full((len(x), width - counting), _MINUS_INF)
+            x = torch.cat([x[:, :counting], filler], 1)
+        return x
+
+
+def _reduce(
+    pairs: _Pairs,
+    of_block: Callable[[_Block], Tensor],
+    merge: Callable[[Tensor], Tensor],
+    empty: list[float],
+    gather: Gather,
+) -> Tensor:
+    """Return values over all columns, float64 ``[m, n]``, from those of blocks, ``[m, b]``.
+
+    Args:
+        merge: makes values ``[m, n]`` of those of parts, ``[parts, m, n]``.
+        empty: the ``m`` values of no columns at all.
+        gather: gathers ``[m, n]`` of the ranks to ``[tp, m, n]``.
+    """
+    source = pairs.student.source
+    total = torch.tensor(empty, dtype=torch.float64, device=source.device)[:, None].repeat(1, source.n)
+    for tile in source.tiles():
+        for block in pairs.blocks(tile):
+            total[:, block.rows] = merge(torch.stack([total[:, block.rows], of_block(block)]))
+    return merge(gather(total, pairs.options.tp_group))
+
+
+# --- parts of the divergence
+
+
+def _normalizers(block: _Block) -> Tensor:
+    """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
+    return torch.stack([_log_sum_exp(x) for x in (block.student, *block.others)])
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    largest = x.amax(1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    return reference.double() + _sum((x - reference[:, None]).exp()).log()
+
+
+class _ChainRule:
+    """The parts of a divergence that one pass computes: ``[m + 1, n]``.
+
+    These are the logarithms of the masses of student, teacher and perhaps old policy, and the divergence of
+    the conditional distributions.
+    """
+
+    def __init__(self, options: DivergenceOptions) -> None:
+        self._options = options
+
+    def of_block(self, block: _Block) -> Tensor:
+        masses = _normalizers(block)
+        compared = _Compared.of((block.student, *block.others), masses, self._options)
+        return torch.cat([masses, _sum(compared.terms(self._options)[0])[None]])
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 1, n]``."""
+        *masses, values = parts.unbind(1)
+        totals = torch.stack([mass.logsumexp(0) for mass in masses])
+        compared = _Compared.of([mass.T for mass in masses], totals, self._options)
+        share = compared.q if self._options.name == "forward_kl" else compared.p
+        between = compared.terms(self._options)[0]
+        return torch.cat([totals, (share * values.T + between).sum(1)[None]])
+
+
+class _TwoSums:
+    """The sums over all columns that make a divergence when the normalizers ``[m, n]`` are known."""
+
+    def __init__(self, normalizers: Tensor, options: DivergenceOptions) -> None:
+        self._normalizers, self._options = normalizers, options
+
+    def of_block(self, block: _Block) -> Tensor:
+        normalizers = self._normalizers[:, block.rows]
+        compared = _Compared.of((block.student, *block.others), normalizers, self._options)
+        return torch.stack([_sum(term) for term in compared.terms(self._options)])
+
+
+class _LogProbs(NamedTuple):
+    """``log p = x - normalizer`` of ``x`` ``[b, w]`` and a float64 normalizer ``[b]``."""
+
+    x: Tensor
+    normalizer: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, normalizer: Tensor) -> _LogProbs:
+        normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
+        return cls(torch.maximum(x, (normalizer + _RULED_OUT).to(x.dtype)[:, None]), normalizer)
+
+    @property
+    def values(self) -> Tensor:
+        # Rounding the normalizer first, and its remainder after, leaves an error relative to log p.
+        rounded = self.normalizer.to(self.x.dtype)
+        remainder = (self.normalizer - rounded).to(self.x.dtype)
+        return (self.x - rounded[:, None]) - remainder[:, None]
+
+    def minus(self, other: _LogProbs) -> Tensor:
+        """Return ``log p - log q``, exactly zero where both have the same bits."""
+        normalizer = (self.normalizer - other.normalizer).to(self.x.dtype)
+        return (self.x - other.x) - normalizer[:, None]
+
+
+class _Compared(NamedTuple):
+    """The student's and the teacher's probabilities of some columns, ``[b, w]``.
+
+    Attributes:
+        gap: ``log p - log q``.
+        old_gap: ``log p_old - log q``, if there is an old policy.
+    """
+
+    p: Tensor
+    q: Tensor
+    gap: Tensor
+    old_gap: Tensor | None
+
+    @classmethod
+    def of(cls, xs: Sequence[Tensor], normalizers: Tensor, options: DivergenceOptions) -> _Compared:
+        student, *others = (_LogProbs.of(x, z) for x, z in zip(xs, normalizers, strict=True))
+        teachers, old = others[: len(options.log_weights)], others[len(options.log_weights) :]
+        teacher = teachers[0]
+        if len(teachers) > 1:
+            weighted = [
+                one.values + weight for one, weight in zip(teachers, options.log_weights, strict=True)
+            ]
+            mixture = torch.stack(weighted).logsumexp(0)
+            teacher = _LogProbs(mixture, torch.zeros_like(student.normalizer))
+        old_gap = old[0].minus(teacher) if old else None
+        return cls(student.values.exp(), teacher.values.exp(), student.minus(teacher), old_gap)
+
+    def terms(self, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
+        """Return what each column adds to the sums of :class:`_TwoSums`; one of them is zero for most."""
+        if self.old_gap is not None:
+            value = self.p * self.old_gap
+        elif options.name == "reverse_kl":
+            value = _relative_entropy(self.p, self.q, self.gap)
+        elif options.name == "forward_kl":
+            value = _relative_entropy(self.q, self.p, -self.gap)
+        else:
+            gap = self.gap_to_middle(options.beta)
+            middle = self.p + options.beta * (self.q - self.p)
+            of_teacher = _relative_entropy(self.q, middle, gap - self.gap)
+            return options.beta * of_teacher, (1.0 - options.beta) * _relative_entropy(self.p, middle, gap)
+        return value, torch.zeros_like(value)
+
+    def gap_to_middle(self, beta: float) -> Tensor:
+        """Return ``log p - log m`` with ``m = beta q + (1 - beta) p``."""
+        from_p = -torch.log1p(beta * (-self.gap).clamp(max=1.0).expm1())
+        from_q = self.gap - torch.log1p((1.0 - beta) * self.gap.clamp(max=-1.0).expm1())
+        return torch.where(self.gap < -1.0, from_q, from_p)
+
+    def derivative(self, expected: Tensor, options: DivergenceOptions) -> Tensor:
+        """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
+
+        Args:
+            expected: the sum over all columns of ``p`` times what ``p`` is multiplied with here, ``[b, 1]``.
+        """
+        if self.old_gap is not None:
+            return self.p * (self.old_gap - expected)
+        if options.name == "reverse_kl":
+            return self.p * (self.gap - expected)
+        if options.name == "forward_kl":
+            near = -self.p * (-self.gap).clamp(max=1.0).expm1()
+            return torch.where(self.gap.abs() < _SMALL_GAP, near, self.p - self.q)
+        return self.p * ((1.0 - options.beta) * self.gap_to_middle(options.beta) - expected)
+
+
+def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
+    """Return ``p log(p / q) - p + q`` with ``gap = log(p / q)``, with correct digits near zero too."""
+    terms = 11 if p.dtype == torch.float64 else 6
+    # gap + exp(-gap) - 1 = gap^2 / 2 - gap^3 / 6 + gap^4 / 24 - ...
+    series = torch.full_like(gap, (-1.0) ** (terms - 1) / math.factorial(terms + 1))
+    for k in range(terms - 2, -1, -1):
+        series = series.mul_(gap).add_((-1.0) ** k / math.factorial(k + 2))
+    near = series.mul_(gap).mul_(gap).mul_(p)
+    return torch.where(gap.abs() < _SMALL_GAP, near, p * gap + (q - p))
+
+
+def _sum(x: Tensor) -> Tensor:
+    return stretches(x).sum(2).sum(1, dtype=torch.float64)
+
+
+def _add_exp(parts: Tensor) -> Tensor:
+    return parts.logsumexp(0)
+
+
+def _add(parts: Tensor) -> Tensor:
+    return parts.sum(0)
+
+
+def _of_slice(index: slice, part: slice) -> slice:
+    return _shifted(part, index.start)
+
+
+def _shifted(part: slice, start: int) -> slice:
+    return slice(part.start + start, part.stop + start)

@@ -1,0 +1,123 @@
+"""The exact divergence of a student from its teachers, over the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from ..logits.checks import checked_source
+from ..logits.divergence import DivergenceOptions, FullDivergence, Logits, divergence_of
+from ..logits.head import HeadLogits
+from ..logits.options import VocabParallelOptions
+from .divergences import check_beta
+from .teachers import normalize_weights
+
+
+def full_vocabulary_divergence(
+    student: Tensor,
+    teacher: Tensor | Sequence[Tensor],
+    *,
+    divergence: FullDivergence = "reverse_kl",
+    beta: float = 0.5,
+    teacher_weights: Sequence[float] | None = None,
+    old: Tensor | None = None,
+    rows: Tensor | slice | None = None,
+    temperature: float = 1.0,
+    num_ids: int | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+) -> Tensor:
+    """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
+
+    With the student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``::
+
+        reverse_kl                      sum p (log p - log q)
+        forward_kl                      sum q (log q - log p)
+        jensen_shannon                  beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p
+        importance_weighted_reverse_kl  sum p (log p_old - log q)
+
+    They are those of :mod:`.divergences`, summed over all ids instead of k and a tail.
+
+    Args:
+        student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient.
+        teacher: logits or deferred logits ``[n, V / tp]``, one row for each selected row of the student. The
+            hidden sizes may differ. Several teachers are a mixture: their probabilities are averaged.
+        divergence: one of those above.
+        beta: parameter of ``"jensen_shannon"``.
+        teacher_weights: weights of the mixture, not negative; they are divided by their sum. ``None`` weights
+            all teachers alike.
+        old: logits or deferred logits ``[n, V / tp]`` of the policy that sampled, for
+            ``"importance_weighted_reverse_kl"``.
+        rows: which ``n`` of the ``T`` rows of the student; see :func:`.vocab_parallel_log_probs`, as for
+            ``tp_group``, ``inplace_backward`` and ``block_bytes``.
+        temperature: the logits of all are divided by it.
+        num_ids: size of the vocabulary without padding. The distributions are those over the first so many
+            ids. With it, and without tensor parallelism, the logits may be padded to different widths.
+
+    Returns:
+        ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
+        ``tp_group``. A log-probability of -inf counts as -10,000. NaN and +inf make NaN of their own row. A
+        row whose value gets a gradient of zero has a gradient of zero, whatever its logits are.
+
+    Raises:
+        InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
+            all-gather of three or four numbers per row, and a second one of two numbers for
+            ``"jensen_shannon"`` and for a mixture.
+    """
+    teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
+    if divergence not in get_args(FullDivergence):
+        known = get_args(FullDivergence)
+        raise InvalidInputError(f"divergence must be one of {known}, not {divergence!r}")
+    check_beta(beta)
+    if not teachers:
+        raise InvalidInputError("there are no teachers; pass at least one")
+    needs_old = divergence == "importance_weighted_reverse_kl"
+    if needs_old and old is None:
+        raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
+    weights = normalize_weights(teacher_weights, len(teachers))
+    options = VocabParallelOptions(
+        tp_group=tp_group,
+        temperature=temperature,
+        inplace_backward=inplace_backward,
+        block_bytes=block_bytes,
+    )
+    source, student_options = checked_source(student, rows, None, options)
+    named = {f"teacher {number}": logits for number, logits in enumerate(teachers)}
+    if needs_old and old is not None:
+        named["old"] = old
+    others = []
+    for name, logits in named.items():
+        of_other, other_options = checked_source(
+            logits.detach(), None, None, replace(options, inplace_backward=False)
+        )
+        fits = of_other.width == source.width or (num_ids is not None and options.tp_size == 1)
+        if of_other.n != source.n or of_other.device != source.device or not fits:
+            raise InvalidInputError(
+                f"{name} is {list(logits.shape)} on {logits.device}, expected {source.n} rows of "
+                f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
+                "another width need num_ids, and no tensor parallelism"
+            )
+        others.append(Logits(of_other, other_options.temperature))
+    most = min(one.source.width for one in (*others, Logits(source, 1.0))) * options.tp_size
+    if num_ids is not None and not 0 < num_ids <= most:
+        raise InvalidInputError(f"num_ids is {num_ids}, expected from 1 to {most}, which all logits have")
+    if isinstance(source, HeadLogits):
+        source = source.sharing(1 + len(others))
+    return divergence_of(
+        Logits(source, student_options.temperature),
+        others,
+        DivergenceOptions(
+            divergence,
+            beta,
+            tuple(math.log(weight) if weight else -math.inf for weight in weights),
+            source.width * options.tp_size if num_ids is None else num_ids,
+            tp_group,
+        ),
+    )

@@ -1,0 +1,223 @@
+"""Divergences over the whole vocabulary: exact to the last digits, in tiles, from any kind of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import DeferredLogits, deferred_logits, full_vocabulary_divergence
+from megatron_rl_patches.losses.logits.divergence import FullDivergence
+from tests.unit.losses.logits.pairwise import pairwise
+from tests.unit.losses.logits.sizes import Sizes
+
+T, H, TEACHER_H, V = 9, 6, 4, 1100
+BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
+NAMES: tuple[FullDivergence, ...] = get_args(FullDivergence)
+
+
+def dense(
+    name: str, student: Tensor, teachers: Sequence[Tensor], weights: Sequence[float], old: Tensor, beta: float
+) -> Tensor:
+    """Return the formulas as they stand, in float64."""
+    log_p = student.double().log_softmax(1)
+    weighted = [
+        x.double().log_softmax(1) + math.log(weight) for x, weight in zip(teachers, weights, strict=True)
+    ]
+    log_q = torch.stack(weighted).logsumexp(0)
+    p, q = log_p.exp(), log_q.exp()
+    if name == "forward_kl":
+        return (q * (log_q - log_p)).sum(1)
+    if name == "jensen_shannon":
+        log_m = (beta * q + (1 - beta) * p).log()
+        return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
+    return (
+        p * ((old.double().log_softmax(1) if "old" in name or "importance" in name else log_p) - log_q)
+    ).sum(1)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def backward(values: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 2, len(values), dtype=values.dtype)
+    return torch.autograd.grad(values, inputs, weights)
+
+
+CASES: dict[str, Sequence[Any]] = {
+    "divergence": NAMES,
+    "student": ["made", "deferred"],
+    "teacher": ["made", "deferred"],
+    "teachers": [1, 2],
+    "dtype": list(BOUND),
+    "rows": [None, slice(2, 7), torch.tensor([8, 0, 3])],
+    "temperature": [1.0, 0.7],
+    "tile_bytes": [None, 4096, 512],
+    "block_bytes": [None, 1],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['divergence']}, {case['student']}")
+def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
+    dtype, rows = case["dtype"], case["rows"]
+    index = slice(None) if rows is None else rows
+    hidden = random(T, H, seed=0, dtype=dtype).requires_grad_()
+    weight = random(V, H, seed=1, dtype=dtype).requires_grad_()
+    n = len(hidden[index])
+    heads = [(random(n, h, seed=h, dtype=dtype), random(V, h, seed=h + 9, dtype=dtype)) for h in (4, 5)]
+    heads = heads[: case["teachers"]]
+    old_head = hidden.detach()[index] + 0.1, weight.detach()
+    shares = [0.3, 0.7] if len(heads) == 2 else [1.0]
+
+    def logits(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
+        if kind == "made":
+            return linear(hidden, weight)
+        return deferred_logits(hidden, weight, tile_bytes=case["tile_bytes"])
+
+    student = logits(case["student"], hidden, weight)
+    teachers = [logits(case["teacher"], *head) for head in heads]
+    found = full_vocabulary_divergence(
+        student,
+        teachers[0] if len(teachers) == 1 else teachers,
+        divergence=case["divergence"],
+        beta=0.3,
+        teacher_weights=[3, 7] if len(teachers) == 2 else None,
+        old=logits(case["teacher"], *old_head),
+        rows=rows,
+        temperature=case["temperature"],
+        block_bytes=case["block_bytes"],
+    )
+    exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    scaled = [linear(*(x.double() for x in head)) / case["temperature"] for head in (*heads, old_head)]
+    expected = dense(
+        case["divergence"],
+        linear(*exact)[index] / case["temperature"],
+        scaled[:-1],
+        shares,
+        scaled[-1],
+        0.3,
+    )
+    assert found.dtype == dtype
+    largest = max(expected.abs().max().item(), 1.0)
+    assert (found - expected).abs().max() <= BOUND[dtype] * largest
+    for mine, reference in zip(backward(found, hidden, weight), backward(expected, *exact), strict=True):
+        assert (mine - reference).abs().max() <= BOUND[dtype] * reference.abs().max()
+    for one in (student, *teachers):
+        assert not isinstance(one, DeferredLogits) or one._contents.values is None
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_of_equal_distributions_value_and_gradient_are_zero(name: FullDivergence, made: bool) -> None:
+    hidden = random(T, H, seed=0, dtype=torch.float32).requires_grad_()
+    weight = random(V, H, seed=1, dtype=torch.float32).requires_grad_()
+    student = linear(hidden, weight) if made else deferred_logits(hidden, weight)
+    values = full_vocabulary_divergence(student, student, divergence=name, old=student)
+    assert values.abs().max() < 1e-15
+    assert all(gradient.abs().max() < 1e-14 for gradient in backward(values, hidden, weight))
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jensen_shannon"])
+def test_small_divergences_have_correct_digits_in_float32(name: FullDivergence) -> None:
+    teacher = random(T, V, seed=0, dtype=torch.float32) * 2
+    for scale, bound in ((1e-1, 2e-6), (1e-3, 2e-5), (5e-5, 1e-3)):
+        student = teacher + scale * random(T, V, seed=1, dtype=torch.float32)
+        found = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
+        expected = dense(name, student, [teacher], [1.0], teacher, 0.3)
+        assert scale > 1e-4 or expected.max() < 5e-9
+        assert ((found - expected) / expected).abs().max() < bound
+
+
+def test_what_the_teacher_rules_out_costs_a_finite_number_of_nats() -> None:
+    student = random(3, V, seed=0).requires_grad_()
+    teacher = random(3, V, seed=1).index_fill_(1, torch.tensor([5]), -math.inf)
+    p = student.detach().softmax(1)
+    for name in NAMES:
+        value = full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
+        (gradient,) = backward(value, student)
+        assert value.isfinite().all() and gradient.isfinite().all()
+        if name == "reverse_kl":
+            assert (value - 1e4 * p[:, 5]).abs().max() < 2
+    both = student.detach().index_fill(1, torch.tensor([5]), -math.inf)
+    assert full_vocabulary_divergence(both, teacher).max() < 10
+
+
+def test_rows_with_nan_spoil_themselves_alone() -> None:
+    student, teacher, old = (random(4, V, seed=seed) for seed in range(3))
+    student[1, 3], teacher[2, 4], student[3] = math.nan, math.inf, -math.inf
+    student.requires_grad_()
+    for name in NAMES:
+        values = full_vocabulary_divergence(student, teacher, divergence=name, old=old)
+        assert values.isnan().tolist() == [False, True, True, True]
+        mask = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        (gradient,) = torch.autograd.grad(values, student, mask.double())
+        assert gradient.isfinite().all() and gradient[0].any() and not gradient[1:].any()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_vocabularies_that_are_padded_differently(made: bool) -> None:
+    ids, widths = 1000, (1024, 1050)
+    heads = [(random(T, H, seed=w), random(w, H, seed=w + 1).requires_grad_()) for w in widths]
+    student, teacher = (linear(*head) if made else deferred_logits(*head, tile_bytes=2000) for head in heads)
+    expected = dense(
+        "reverse_kl", linear(*heads[0])[:, :ids], [linear(*heads[1])[:, :ids]], [1.0], student, 0
+    )
+    found = full_vocabulary_divergence(student, teacher, num_ids=ids)
+    assert torch.allclose(found, expected, rtol=1e-10)
+    weight = heads[0][1]
+    mine, reference = backward(found, weight)[0], backward(expected, weight)[0]
+    assert torch.allclose(mine, reference, atol=1e-12) and not mine[ids:].any()
+    with pytest.raises(InvalidInputError, match="need num_ids"):
+        full_vocabulary_divergence(student, teacher)
+    with pytest.raises(InvalidInputError, match="num_ids is 1030, expected from 1 to 1024"):
+        full_vocabulary_divergence(student, teacher, num_ids=1030)
+
+
+def test_no_tensor_of_rows_and_vocabulary() -> None:
+    hidden, weight = random(64, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
+    teachers = [deferred_logits(random(64, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
+    for name in NAMES:
+        with Sizes() as sizes:
+            student = deferred_logits(hidden, weight, tile_bytes=64 * 1024)
+            values = full_vocabulary_divergence(student, teachers, divergence=name, old=student)
+            values.sum().backward()  # type: ignore[no-untyped-call]
+        assert sizes.largest < 64 * V / 4
+
+
+def test_the_gradient_may_overwrite_logits_that_are_made() -> None:
+    leaf, teacher = random(T, V, seed=0).requires_grad_(), random(3, V, seed=1)
+    rows = torch.tensor([1, 5, 7])
+    (expected,) = backward(full_vocabulary_divergence(leaf, teacher, rows=rows), leaf)
+    logits = leaf * 1
+    values = full_vocabulary_divergence(logits, teacher, rows=rows, inplace_backward=True)
+    (found,) = backward(values, leaf)
+    assert torch.equal(found, expected)
+    with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
+        full_vocabulary_divergence(logits, teacher, rows=rows)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "name": ({"divergence": "kl"}, "divergence must be one of .*'reverse_kl'.*, not 'kl'"),
+    "no teachers": ({"teacher": []}, "no teachers"),
+    "old": ({"divergence": "importance_weighted_reverse_kl"}, "old is needed, and missing"),
+    "beta": ({"divergence": "jensen_shannon", "beta": 1.0}, "beta is 1.0"),
+    "weights": ({"teacher_weights": [1, 2]}, "for 1 teacher"),
+    "rows": ({"rows": slice(0, 2)}, r"teacher 0 is \[4, 1100\] on cpu, expected 2 rows of 1100 logits"),
+    "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_arguments_that_do_not_fit(case: str) -> None:
+    arguments, message = REFUSED[case]
+    with pytest.raises(InvalidInputError, match=message):
+        full_vocabulary_divergence(
+            **{"student": torch.zeros(4, V), "teacher": torch.zeros(4, V), **arguments}  # type: ignore[arg-type]
+        )
