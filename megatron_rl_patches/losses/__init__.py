@@ -23,6 +23,7 @@ from .objectives.divergences import (
     opd_advantages,
     reverse_kl,
 )
+from .objectives.full_distribution import FullDistribution, OutputHead
 from .objectives.full_vocabulary import full_vocabulary_divergence
 from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
@@ -35,6 +36,8 @@ __all__ = [
     "DeferredLogits",
     "DistillationBatch",
     "DistillationOptions",
+    "FullDistribution",
+    "OutputHead",
     "PolicyBatch",
     "PolicyOptions",
     "SequenceLayout",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.small_models import by_speed
 from tests.real.test_scoring import (
@@ -45,7 +46,7 @@ def _models(options: Any) -> tuple[Any, Any]:
 
 def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distributions] | None:
     with cpu_backend():
-        from megatron_rl_patches.inference import forward_topk
+        from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
         from tests.real import tiny_gpt
 
         student, teacher = _models(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes)))
@@ -73,12 +74,28 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         ):
             with pytest.raises(InvalidInputError, match=message):
                 forward_topk(student, microbatches(), at=None if ids is None else spoil(ids))
+        hidden = forward_hidden_states(teacher, microbatches(), progress=False)
         if own is None:
-            assert of_teacher is None
+            assert of_teacher is None and hidden is None
             return None
+        _check_hidden_states(hidden, output_head(teacher), of_teacher)
         assert by_ids is not None and of_teacher is not None
         assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(of_teacher, by_ids, strict=True))
         return _plain(own), _plain(of_teacher)
+
+
+def _check_hidden_states(hidden: Any, head: Any, topk: Any) -> None:
+    """With the output layer they are the same distributions, on every rank."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    for hidden_lh, of_sample in zip(hidden, topk, strict=True):
+        assert hidden_lh.shape == (len(of_sample), head.weight.shape[1])
+        (logits,) = FullDistribution.of(hidden_lh, head).logits()
+        log_probs = vocab_parallel_log_probs_at(
+            logits, of_sample.indices, tp_group=group, temperature=TEMPERATURE
+        )
+        torch.testing.assert_close(log_probs, of_sample.log_probs, rtol=1e-5, atol=2e-6)
 
 
 def _plain(distributions: Any) -> Distributions:

@@ -42,7 +42,12 @@ def _equal(left: Any, right: Any) -> bool:
 
 def _compare(sizes: dict[str, Any], folder: str) -> None:
     with cpu_backend():
-        from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
+        from megatron_rl_patches.inference import (
+            TeacherPool,
+            forward_log_probs,
+            load_inference_checkpoint,
+            output_head,
+        )
         from tests.real import checkpoints, tiny_gpt
 
         options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes), bf16=True)
@@ -83,6 +88,16 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
             with pool.use(name) as model:
                 assert _equal(scores(model), expected[name][0])
                 assert _equal(_bits(model), expected[name][1])
+        before = live_bytes()
+        heads = {name: pool.head(name) for name in TEACHERS}
+        assert live_bytes() - before == pool.head_bytes
+        for name, head in heads.items():
+            with pool.use(name) as model:
+                own = output_head(model)
+            assert (own is None) == (head is None)
+            assert own is None or head is None or torch.equal(own.weight, head.weight)
+        pool.remove("c")
+        assert pool.head_bytes == sum(heads[name].nbytes for name in "abd" if heads[name] is not None)  # type: ignore[union-attr]
         load_inference_checkpoint(pool.model, folder)
         assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
         with pool.use("b") as model, pool.use("a"), pool.use("b"):

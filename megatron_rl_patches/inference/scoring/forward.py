@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..._chunks import as_chunks, has_base, unwrap
 from ...errors import InvalidInputError
 from ...losses import (
+    DeferredLogits,
+    OutputHead,
     TopKDistribution,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
@@ -172,6 +175,78 @@ def forward_topk(
         progress=progress,
     )
     return None if samples is None else [TopKDistribution(*sample) for sample in samples]
+
+
+def forward_hidden_states(
+    model: Model,
+    microbatches: Sequence[Mapping[str, Any]],
+    *,
+    forward: Forward | None = None,
+    output_device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> list[torch.Tensor] | None:
+    """Return what the output layer gets where it predicts response tokens, after the final norm.
+
+    With the output layer these are the teacher's distributions over the whole vocabulary, in ``2 * h`` bytes
+    per token instead of ``2 * V``::
+
+        hidden = forward_hidden_states(teacher, microbatches)
+        head = output_head(teacher)
+        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+
+    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. No logits are
+    made, and nothing of a microbatch stays on the device after it.
+
+    Returns:
+        Per sample ``[response_length, h]`` in the model's dtype, in the original order, on the last pipeline
+        stage: the same on all its tensor-parallel and context-parallel ranks. In host memory they are pinned
+        if the model is on a GPU. ``None`` on the other stages.
+
+    Raises:
+        InvalidInputError: as :func:`forward_log_probs`; or, on the last stage, the model's output layer is
+            not Megatron's own, or its logits are not its product alone.
+    """
+
+    def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+        if not isinstance(logits_tv, DeferredLogits) or logits_tv.divisor != 1 or not logits_tv.is_deferred:
+            raise InvalidInputError(
+                "the model's logits are not the product of hidden states with Megatron's own output layer, "
+                "so that hidden states do not say what they are: use forward_topk."
+            )
+        return (logits_tv[batch.layout.response_rows].hidden_states(),)  # type: ignore[attr-defined]
+
+    samples = forward_only(
+        model,
+        microbatches,
+        score,
+        forward=forward,
+        vocab_size=None,
+        output_device=output_device,
+        progress=progress,
+    )
+    return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
+
+
+def output_head(model: Model) -> OutputHead | None:
+    """Return this rank's part of a model's output layer; ``None`` on stages other than the last.
+
+    It is the model's own memory, not a copy: see :meth:`.TeacherPool.head` for teachers that are swapped.
+
+    Raises:
+        InvalidInputError: the output layer is not Megatron's own.
+    """
+    chunk = unwrap(as_chunks(model)[-1])
+    if not getattr(chunk, "post_process", True):
+        return None
+    layer = getattr(chunk, "output_layer", None)
+    if layer is None or not has_base(layer, "ColumnParallelLinear"):
+        raise InvalidInputError(
+            f"the output layer of {type(chunk).__name__} is {type(layer).__name__}. Expected: Megatron's "
+            "ColumnParallelLinear."
+        )
+    weight = chunk.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    bias = None if layer.skip_bias_add or layer.bias is None else layer.bias.detach()
+    return OutputHead(weight.detach(), bias)
 
 
 def _problem_with_ids(

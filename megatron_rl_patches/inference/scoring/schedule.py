@@ -104,9 +104,13 @@ def forward_only(
                 bar.update()
             if not _attribute(chunk, "post_process", True):
                 return output, None
-            parts = _scored(output, batch, chunk, score, vocab_size)
+            parts, group = _scored(output, batch, chunk, score, vocab_size), context_parallel.group
             scores = [
-                torch.cat(batch.layout.gather_responses(part, context_parallel.group)) for part in parts
+                [
+                    _copied(of_sample, output_device)
+                    for of_sample in batch.layout.gather_responses(part, group)
+                ]
+                for part in parts
             ]
             # Return a dummy: the schedule would keep the logits while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
@@ -122,7 +126,7 @@ def forward_only(
             forward_only=True,
             collect_non_loss_data=True,
         )
-        return _by_sample(batches, collected[: len(batches)], output_device) if on_last_stage else None
+        return _by_sample(batches, collected[: len(batches)]) if on_last_stage else None
 
 
 def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
@@ -232,15 +236,23 @@ def _scored(
     return score(batch, logits_bsv.flatten(0, 1), group)
 
 
+def _copied(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
+    if not values.is_cuda or torch.device(device).type != "cpu":
+        return values.to(device, copy=True)
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+
+
 def _by_sample(
-    batches: Sequence[Microbatch], scores: Sequence[Sequence[torch.Tensor]], device: torch.device | str
+    batches: Sequence[Microbatch], scores: Sequence[Sequence[Sequence[torch.Tensor]]]
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Cut the scores of the batches into those of the samples, and put these in the original order."""
-    lengths = [length for batch in batches for length in batch.layout.response_lengths]
-    indices = [index for batch in batches for index in batch.indices]
-    kinds = [torch.split(torch.cat(parts).to(device), lengths) for parts in zip(*scores, strict=True)]
-    samples = zip(indices, zip(*kinds, strict=True), strict=True)
-    return [tuple(part.clone() for part in sample) for _, sample in sorted(samples, key=lambda pair: pair[0])]
+    """Put the scores of the samples of all batches in the original order."""
+    samples = [
+        (index, of_sample)
+        for batch, kinds in zip(batches, scores, strict=True)
+        for index, of_sample in zip(batch.indices, zip(*kinds, strict=True), strict=True)
+    ]
+    return [of_sample for _, of_sample in sorted(samples, key=lambda pair: pair[0])]
 
 
 def _attribute(chunk: torch.nn.Module, name: str, default: Any) -> Any:

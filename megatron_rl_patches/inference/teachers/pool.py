@@ -11,6 +11,7 @@ import torch
 
 from ..._chunks import as_chunks
 from ...errors import InferenceOnlyError, InvalidInputError
+from ...losses import OutputHead
 from ..checkpoints.mismatch import Mismatch
 from .weights import HostCopy, Layout, all_nan, layout_of, named_weights, prefixes
 
@@ -54,6 +55,7 @@ class TeacherPool:
         self.model = model
         self._chunks = list(as_chunks(model))
         self._teachers: dict[str, HostCopy] = {}
+        self._heads: dict[HostCopy, OutputHead | None] = {}
         self._in_use: tuple[str, ...] = ()
         # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
         self._resident: HostCopy | None = None
@@ -127,8 +129,10 @@ class TeacherPool:
         if name in self._in_use:
             raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
         del self._teachers[name]
-        if copy not in self._teachers.values() and self._resident is copy:
-            self._resident = None
+        if copy not in self._teachers.values():
+            self._heads.pop(copy, None)
+            if self._resident is copy:
+                self._resident = None
 
     @contextmanager
     def use(self, name: str) -> Iterator[Any]:
@@ -144,6 +148,37 @@ class TeacherPool:
             self._in_use = outer
             if before is not None and (outer or before not in self._teachers.values()):
                 self._swap(before)
+
+    def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
+        """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
+
+        The pool keeps it: ``V / tp * h`` numbers on the device for each teacher that was asked for, see
+        :attr:`head_bytes`.
+
+        Args:
+            name: the teacher.
+            device: where it is kept from the first call on; by default that of the model. From host memory a
+                loss brings it to the device for the length of its call.
+
+        Returns:
+            This rank's part; ``None`` on pipeline stages other than the last.
+
+        Raises:
+            InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.
+        """
+        copy = self._teacher(name)
+        if copy not in self._heads:
+            from ..scoring.forward import output_head
+
+            with self.use(name) as model:
+                head = output_head(model)
+                self._heads[copy] = None if head is None else head.to(device or head.weight.device, copy=True)
+        return self._heads[copy]
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the output layers that :meth:`head` has copied."""
+        return sum(head.nbytes for head in self._heads.values() if head is not None)
 
     def _teacher(self, name: str) -> HostCopy:
         if name not in self._teachers:

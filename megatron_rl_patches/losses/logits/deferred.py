@@ -192,6 +192,11 @@ class DeferredLogits(Tensor):
         has_gradient = self.requires_grad and torch.is_grad_enabled()
         return not has_gradient or _comes_from(self.grad_fn, contents.head)
 
+    def hidden_states(self) -> Tensor:
+        """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
+        hidden = self._contents.head.hidden.detach()
+        return hidden.flatten(0, -2)[self._rows]
+
     @property
     def _rows(self) -> Tensor:
         """Rows of the head's logits, int64 in the shape of this tensor without its last dimension."""

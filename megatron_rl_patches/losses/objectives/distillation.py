@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed
@@ -17,6 +17,8 @@ from ..megatron import LossFunc, checked_divisor
 from ..sequences.layout import SequenceLayout
 from ..sequences.responses import rows_of
 from . import divergences
+from .full_comparison import full_comparison
+from .full_distribution import FullDistribution
 from .policy import check_lengths
 from .reduction import LossAndCount, Normalization, check_normalization, metrics_of, token_weights
 from .teachers import check_same_indices, normalize_weights
@@ -25,6 +27,8 @@ from .topk_distribution import NO_ENTRY, TopKDistribution
 Divergence = Literal[
     "reverse_kl", "forward_kl", "jensen_shannon", "generalized_kl", "importance_weighted_reverse_kl"
 ]
+#: What a teacher is known by: top-k and tail, or hidden states and output layer.
+Distribution: TypeAlias = TopKDistribution | FullDistribution
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ class DistillationOptions:
 class DistillationBatch:
     """The data of a distillation loss, besides the logits, for the responses of one microbatch.
 
-    Each has a :class:`TopKDistribution` of its ``response_length`` positions, all at the same indices; if
-    not, :class:`InvalidInputError` is raised. Under context parallelism every rank has the full responses.
+    The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
+    at the same indices, or :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under
+    context parallelism every rank has the full responses.
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
@@ -73,9 +78,9 @@ class DistillationBatch:
             the divergence ``"importance_weighted_reverse_kl"`` needs.
     """
 
-    teachers: Sequence[Sequence[TopKDistribution]]
+    teachers: Sequence[Sequence[Distribution]]
     loss_masks: Sequence[Tensor]
-    old: Sequence[TopKDistribution] | None = None
+    old: Sequence[Distribution] | None = None
 
     def __post_init__(self) -> None:
         if not (self.loss_masks and self.teachers):
@@ -91,11 +96,26 @@ class DistillationBatch:
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
         if self.old is not None:
             scored["old"] = self.old
+        if (
+            len(kinds := {type(one).__name__ for distributions in scored.values() for one in distributions})
+            > 1
+        ):
+            raise InvalidInputError(f"the distributions are {' and '.join(sorted(kinds))}; pass one kind")
         for name, distributions in scored.items():
-            tails = [distribution.tail_log_prob for distribution in distributions]
-            check_lengths(f"tail_log_probs of {name}", tails, self.response_lengths)
-        for of_response in zip(*scored.values(), strict=True):
-            check_same_indices(of_response)
+            values = [
+                one.hidden[0] if isinstance(one, FullDistribution) else one.log_probs for one in distributions
+            ]
+            check_lengths(
+                f"distributions of {name}", [value[:, 0] for value in values], self.response_lengths
+            )
+        if not self.is_full:
+            for of_response in zip(*scored.values(), strict=True):
+                check_same_indices(of_response)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the distributions are those over the whole vocabulary."""
+        return isinstance(self.teachers[0][0], FullDistribution)
 
     @property
     def response_lengths(self) -> list[int]:
@@ -106,6 +126,8 @@ class DistillationBatch:
         """Raise :class:`InvalidInputError` if the options do not fit the teachers, or lack ``old``."""
         if options.divergence == "importance_weighted_reverse_kl" and self.old is None:
             raise InvalidInputError(f"divergence is {options.divergence!r}: old is needed, and missing")
+        if self.is_full and options.divergence == "generalized_kl":
+            raise InvalidInputError("divergence is 'generalized_kl', which is over k ids: use 'reverse_kl'")
         normalize_weights(options.teacher_weights, len(self.teachers))
 
 
@@ -124,8 +146,13 @@ class Tokens(NamedTuple):
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
-        teachers = [TopKDistribution.cat(teacher).to(device)[index] for teacher in batch.teachers]
-        old = None if batch.old is None else TopKDistribution.cat(batch.old).to(device)[index]
+
+        def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
+            topk = cast("Sequence[TopKDistribution]", distributions)
+            return TopKDistribution.cat(topk).to(device)[index]
+
+        teachers = [selected(teacher) for teacher in batch.teachers]
+        old = None if batch.old is None else selected(batch.old)
         return cls(teachers, old, torch.cat(list(batch.loss_masks)).to(device)[index] != 0)
 
 
@@ -186,23 +213,33 @@ def make_distillation_loss_func(
     options = options or DistillationOptions()
     batch.check_for(options)
     divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
-    tokens = Tokens.of(batch, layout.response_rows.device, layout.response_index)
+    how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
+    compare = (
+        full_comparison(layout, batch, options, how) if batch.is_full else _topk(layout, batch, options, how)
+    )
 
     def loss_func(logits: Tensor) -> LossAndCount:
-        log_probs_nk, tail_n = vocab_parallel_log_probs_at(
-            rows_of(logits, layout),
-            tokens.indices,
-            tp_group=tp_group,
-            rows=layout.response_rows,
-            temperature=temperature,
-            with_tail=True,
-            inplace_backward=inplace_backward,
-        )
-        values = layout.gather_responses(per_token(log_probs_nk, tail_n, tokens, options), cp_group)
+        values = layout.gather_responses(compare(rows_of(logits, layout)), cp_group)
         loss, count, metrics = _summed(torch.cat(values), batch, options)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
     return checkpointed(loss_func, enabled=recompute)
+
+
+def _topk(
+    layout: SequenceLayout, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from logits ``[rows, V / tp]`` to what :func:`per_token` returns."""
+    tokens = Tokens.of(batch, layout.response_rows.device, layout.response_index)
+
+    def compare(logits: Tensor) -> Tensor:
+        rows = layout.response_rows
+        log_probs_nk, tail_n = vocab_parallel_log_probs_at(
+            logits, tokens.indices, rows=rows, with_tail=True, **how
+        )
+        return per_token(log_probs_nk, tail_n, tokens, options)
+
+    return compare
 
 
 def per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: Tokens, options: DistillationOptions) -> Tensor:
@@ -235,10 +272,13 @@ def per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: Tokens, options: Dis
 
 
 def _summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
-    """Return loss, count and metrics from :func:`per_token` of the full responses."""
-    divergence_n, student_tail_n, teacher_tail_n = values_n3.unbind(1)
+    """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
+    divergence_n, *tails = values_n3.unbind(1)
     masks = [mask.to(values_n3.device) for mask in batch.loss_masks]
     weights_n, count = token_weights(masks, options.normalization, options.constant_length, values_n3.dtype)
-    averages = {"divergence": divergence_n, "student_tail": student_tail_n, "teacher_tail": teacher_tail_n}
+    averages = {
+        "divergence": divergence_n,
+        **dict(zip(("student_tail", "teacher_tail"), tails, strict=False)),
+    }
     metrics = metrics_of({"loss": divergence_n}, averages, weights_n, count)
     return (weights_n * divergence_n).sum(), count, metrics

@@ -8,30 +8,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .full_distribution import FullDistribution
 from .topk_distribution import TopKDistribution
 
 T = TypeVar("T")
 
 
+@overload
 def mix_teachers(
     teachers: Sequence[TopKDistribution], weights: Sequence[float] | None = None
-) -> TopKDistribution:
-    """Return the mixture ``sum of weight * probability`` of the teachers' distributions, in their dtype.
+) -> TopKDistribution: ...
+
+
+@overload
+def mix_teachers(
+    teachers: Sequence[FullDistribution], weights: Sequence[float] | None = None
+) -> FullDistribution: ...
+
+
+def mix_teachers(
+    teachers: Sequence[TopKDistribution] | Sequence[FullDistribution], weights: Sequence[float] | None = None
+) -> TopKDistribution | FullDistribution:
+    """Return the mixture ``sum of weight * probability`` of the teachers' distributions.
 
     Args:
-        teachers: distributions of the same ``n`` positions at the same indices.
+        teachers: distributions of the same ``n`` positions, all :class:`TopKDistribution` at the same
+            indices, or all :class:`FullDistribution`. A mixture of these keeps the hidden states of all.
         weights: one weight per teacher, not negative; they are divided by their sum. ``None`` weights all
             teachers alike.
 
     Raises:
         InvalidInputError: there are no teachers, the weights are invalid, or the indices differ.
     """
+    if teachers and all(isinstance(teacher, FullDistribution) for teacher in teachers):
+        return FullDistribution.mixture(
+            cast("Sequence[FullDistribution]", teachers), normalize_weights(weights, len(teachers))
+        )
+    teachers = cast("Sequence[TopKDistribution]", teachers)
     check_same_indices(teachers)
     log_weights = [math.log(w) if w else -math.inf for w in normalize_weights(weights, len(teachers))]
 

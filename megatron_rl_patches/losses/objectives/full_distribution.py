@@ -1,0 +1,134 @@
+"""Next-token distributions over the whole vocabulary, known by hidden states and output layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from ..logits.deferred import DeferredLogits, deferred_logits
+
+
+@dataclass(frozen=True, eq=False)
+class OutputHead:
+    """This rank's part of a model's output layer.
+
+    Attributes:
+        weight: ``[V / tp, h]``.
+        bias: ``[V / tp]``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False) -> OutputHead:
+        """Return a copy on the device, or without ``copy`` tensors that are there already."""
+        tensors = (
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking, copy=copy)
+            for tensor in (self.weight, self.bias)
+        )
+        return OutputHead(*tensors)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class FullDistribution:
+    """Next-token distributions at ``n`` positions, exact: those of one teacher, or a mixture of several.
+
+    It takes ``2 * h`` bytes per position and teacher in bfloat16, while logits take ``2 * V``. ::
+
+        head = pool.head("math")
+        hidden = forward_hidden_states(teacher, microbatches)
+        teacher = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+
+    Attributes:
+        hidden: for each teacher what its output layer gets, ``[n, h]``, after the final norm.
+        heads: the output layer of each teacher; samples of the same teacher share one object.
+        weights: weight of each teacher in the mixture; they are divided by their sum.
+    """
+
+    hidden: tuple[Tensor, ...]
+    heads: tuple[OutputHead, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.hidden) == len(self.heads) == len(self.weights) > 0:
+            raise InvalidInputError(
+                f"there are {len(self.hidden)} hidden states, {len(self.heads)} heads and "
+                f"{len(self.weights)} weights; pass one each per teacher, and at least one teacher"
+            )
+        for hidden, head in zip(self.hidden, self.heads, strict=True):
+            fits = hidden.dim() == 2 and hidden.shape[1:] == head.weight.shape[1:]
+            if not fits or len(hidden) != len(self.hidden[0]):
+                raise InvalidInputError(
+                    f"hidden states are {list(hidden.shape)}, expected [{len(self.hidden[0])}, h] for an "
+                    f"output layer {list(head.weight.shape)} of [V / tp, h]"
+                )
+
+    @staticmethod
+    def of(hidden: Tensor, head: OutputHead) -> FullDistribution:
+        """Return the distributions of one teacher from its hidden states ``[n, h]``."""
+        return FullDistribution((hidden,), (head,), (1.0,))
+
+    @staticmethod
+    def mixture(distributions: Sequence[FullDistribution], weights: Sequence[float]) -> FullDistribution:
+        """Return ``sum of weight * probability`` of distributions at the same positions."""
+        hidden: list[Tensor] = []
+        heads: list[OutputHead] = []
+        shares: list[float] = []
+        for distribution, weight in zip(distributions, weights, strict=True):
+            hidden += distribution.hidden
+            heads += distribution.heads
+            total = sum(distribution.weights)
+            shares += [weight * share / total for share in distribution.weights]
+        return FullDistribution(tuple(hidden), tuple(heads), tuple(shares))
+
+    def __len__(self) -> int:
+        return len(self.hidden[0])
+
+    def __getitem__(self, tokens: slice | Tensor) -> FullDistribution:
+        """Return the distributions at some positions: a slice, an index vector or a mask ``[n]``."""
+        return FullDistribution(tuple(hidden[tokens] for hidden in self.hidden), self.heads, self.weights)
+
+    def split(self, lengths: Sequence[int]) -> list[FullDistribution]:
+        """Return one object per sample, given the number of positions of each sample."""
+        parts = zip(*(torch.split(hidden, list(lengths)) for hidden in self.hidden), strict=True)
+        return [FullDistribution(part, self.heads, self.weights) for part in parts]
+
+    @property
+    def source(self) -> tuple[object, ...]:
+        """What two objects have in common if they are of the same teachers."""
+        return *map(id, self.heads), *self.weights
+
+    @staticmethod
+    def cat(distributions: Sequence[FullDistribution]) -> FullDistribution:
+        """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
+        if len({distribution.source for distribution in distributions}) != 1:
+            raise InvalidInputError(
+                "the distributions are of different teachers; pass those of the same, and at least one"
+            )
+        hidden = zip(*(distribution.hidden for distribution in distributions), strict=True)
+        return FullDistribution(
+            tuple(map(torch.cat, hidden)), distributions[0].heads, distributions[0].weights
+        )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FullDistribution:
+        """Return a copy on the device, output layers included, or tensors that are there already."""
+        hidden = tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self.hidden)
+        heads = tuple(head.to(device, non_blocking=non_blocking) for head in self.heads)
+        return FullDistribution(hidden, heads, self.weights)
+
+    def logits(self) -> list[DeferredLogits]:
+        """Return the deferred logits ``[n, V / tp]`` of each teacher."""
+        pairs = zip(self.hidden, self.heads, strict=True)
+        return [
+            deferred_logits(hidden.to(head.weight.dtype), head.weight.detach(), bias=head.bias)
+            for hidden, head in pairs
+        ]
