@@ -44,9 +44,9 @@ class FullDistribution:
 
     It takes ``2 * h`` bytes per position and teacher in bfloat16, while logits take ``2 * V``. ::
 
-        head = pool.head("math")
+        head = output_head(teacher)
         hidden = forward_hidden_states(teacher, microbatches)
-        teacher = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
 
     Attributes:
         hidden: for each teacher what its output layer gets, ``[n, h]``, after the final norm.

@@ -36,14 +36,13 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    With the student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``::
+    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail. With the
+    student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``:
 
-        reverse_kl                      sum p (log p - log q)
-        forward_kl                      sum q (log q - log p)
-        jensen_shannon                  beta KL(q, m) + (1 - beta) KL(p, m), m = beta q + (1 - beta) p
-        importance_weighted_reverse_kl  sum p (log p_old - log q)
-
-    They are those of :mod:`.divergences`, summed over all ids instead of k and a tail.
+    * ``"reverse_kl"``: ``sum p (log p - log q)``
+    * ``"forward_kl"``: ``sum q (log q - log p)``
+    * ``"jensen_shannon"``: ``beta KL(q, m) + (1 - beta) KL(p, m)``, ``m = beta q + (1 - beta) p``
+    * ``"importance_weighted_reverse_kl"``: ``sum p (log p_old - log q)``
 
     Args:
         student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient.
