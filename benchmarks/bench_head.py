@@ -72,6 +72,11 @@ SETUPS = [
 ]
 # Memory alone, at the sizes of real runs.
 LARGE = [Setup(8192, 256, 65536, torch.float32), Setup(4096, 256, 151936, torch.bfloat16)]
+# Memory and time, as rows and vocabulary grow.
+GROWING = [
+    Setup(rows, 256, vocabulary, torch.float32)
+    for rows, vocabulary in ((1024, 32768), (2048, 32768), (4096, 32768), (1024, 65536), (1024, 131072))
+]
 QUICK = [Setup(256, 64, 8192, torch.float32)]
 MODES = [
     Mode("all rows"),
@@ -203,6 +208,11 @@ def _measure(
     if with_time:
         result.errors = _errors(setup, all_ways, _log_probs)
     return result
+
+
+def measure_growth(setups: Sequence[Setup], seconds: float) -> list[Result]:
+    ways = {BASE: made, DEFERRED: _deferred}
+    return [_measure(setup, seconds, True, ways, MODES[:1]) for setup in setups]
 
 
 def _log_probs(x: Inputs, log_p: Tensor) -> Tensor:
@@ -364,7 +374,26 @@ def render_beside(beside: Beside) -> list[str]:
     return lines
 
 
-def render(results: Sequence[Result], large: Sequence[Result], beside: Beside) -> str:
+def render_growth(growing: Sequence[Result]) -> list[str]:
+    lines = [
+        "",
+        "## Growth",
+        "",
+        "Deferred, all rows: peak beyond the gradients, and time in that of the first.",
+        "",
+    ]
+    lines += ["| setup | float32 logits | memory, MiB | time |", "| --- | --- | --- | --- |"]
+    for result in growing:
+        peak, seconds = (of["all rows"][DEFERRED] for of in (result.peak, result.seconds))
+        first = growing[0].seconds["all rows"][DEFERRED]
+        size = result.logits_bytes >> 20
+        lines.append(f"| {result.setup} | {size} MiB | {peak / 2**20:.0f} | {seconds / first:.2f} |")
+    return lines
+
+
+def render(
+    results: Sequence[Result], large: Sequence[Result], growing: Sequence[Result], beside: Beside
+) -> str:
     lines = [
         "# The output layer and its loss",
         "",
@@ -399,6 +428,7 @@ def render(results: Sequence[Result], large: Sequence[Result], beside: Beside) -
     for result in results:
         cells = ["{:.1e}, {:.1e}".format(*result.errors[way]) for way in WAYS]
         lines.append(f"| {result.setup} | {' | '.join(cells)} |")
+    lines += render_growth(growing)
     lines += render_beside(beside)
     return "\n".join(lines) + "\n"
 
@@ -446,8 +476,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setups, large = (QUICK, QUICK) if options.quick else (SETUPS, LARGE)
     [results] = spawn_ranks(measure, 1, setups, options.seconds, True, timeout=3600, env=WARM_HEAP)
     [of_large] = spawn_ranks(measure, 1, large, 0.0, False, timeout=3600)
+    growing = QUICK if options.quick else GROWING
+    [of_growing] = spawn_ranks(measure_growth, 1, growing, options.seconds, timeout=3600, env=WARM_HEAP)
     [beside] = spawn_ranks(measure_beside, 1, setups, large, options.seconds, timeout=3600, env=WARM_HEAP)
-    page = render(results, of_large, beside)
+    page = render(results, of_large, of_growing, beside)
     print(page)
     if not options.quick:
         PAGE.write_text(page)

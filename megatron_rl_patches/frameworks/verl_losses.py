@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._scoped import Scope
+from ..losses import DeferredLogits
 from . import log_probs
 from .arguments import bind, call
 
@@ -66,8 +67,10 @@ def lm_head_logits_processor(
     """
     bound = bind(wrapped, args, kwargs, defaults=True)
     arguments = bound.arguments
+    if isinstance(arguments["logits"], DeferredLogits):
+        arguments["temperature"] = _also_for_padding(arguments["temperature"])
     if not arguments["calculate_entropy"] or arguments["distillation_only"]:
-        result: dict[str, Any] = wrapped(*args, **kwargs)
+        result: dict[str, Any] = call(wrapped, bound)
         return result
     with _request.enter(EntropyRequest()) as request:
         result = call(wrapped, bound, calculate_entropy=False)
@@ -75,6 +78,19 @@ def lm_head_logits_processor(
     in_float32 = getattr(engine.engine_config, "entropy_from_logits_with_chunking", False)
     entropy = request.entropy if in_float32 else request.entropy.to(arguments["logits"].dtype)
     return {**result, "entropy": entropy}
+
+
+def _also_for_padding(temperature: Tensor) -> Tensor:
+    """Return temperatures in which padding has that of the tokens, if they have all the same.
+
+    verl gives padding a temperature of zero, makes it 1e-8, and drops what comes of it. Deferred logits stay
+    deferred if all rows are divided by the same number.
+    """
+    is_token = temperature > 0
+    if is_token.all() or not is_token.any():
+        return temperature
+    lowest, highest = torch.aminmax(temperature[is_token])
+    return torch.where(is_token, temperature, lowest) if lowest == highest else temperature
 
 
 def _tensor_parallel_group() -> torch.distributed.ProcessGroup | None:

@@ -297,6 +297,8 @@ class VerlJob:
         self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
         self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
         self.temperature = torch.full((1, rows), 0.7)
+        if deferred:
+            self.temperature[:, -2:] = 0.0  # as verl pads it; not elsewhere, since verl makes it 1e-8
         self.weights = torch.linspace(0.5, 1.5, rows)
 
     def logits(self) -> Tensor:

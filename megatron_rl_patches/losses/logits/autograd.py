@@ -58,13 +58,21 @@ def gradients_of_inputs(ctx: Any, compute: Callable[..., Inputs], *gradients: Te
         return (None,) * len(source.inputs)
     with torch.no_grad():
         results: Inputs = compute(ctx, source, list(others), *gradients)
-    if torch.is_grad_enabled():  # create_graph=True
-        sources = *source.inputs, *gradients
-        return tuple(
-            None if result is None else DifferentiableOnce.apply(result, *sources)  # type: ignore[no-untyped-call]
-            for result in results
-        )
-    return results
+    return once_differentiable(results, (*source.inputs, *gradients))
+
+
+def once_differentiable(results: Inputs, sources: Inputs) -> Inputs:
+    """Return gradients that refuse to be differentiated, if autograd asks for such (``create_graph=True``).
+
+    Args:
+        sources: the tensors that the gradients were computed from.
+    """
+    if not torch.is_grad_enabled():
+        return results
+    return tuple(
+        None if result is None else DifferentiableOnce.apply(result, *sources)  # type: ignore[no-untyped-call]
+        for result in results
+    )
 
 
 def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
+from .autograd import once_differentiable
 from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
 from .options import check_group
 from .row_selection import selects_rows, viewed_rows
@@ -131,7 +132,8 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
         logits[..., start:] = float("-inf")
         return logits
     old = logits._contents
-    bias = logits.new_zeros(logits.shape[-1]) if old.head.bias is None else old.head.bias.detach().clone()
+    zeros = old.head.weight.new_zeros(logits.shape[-1])
+    bias = zeros if old.head.bias is None else old.head.bias.detach().clone()
     bias[start:] = float("-inf")
     head, lazy = replace(old.head, bias=bias), old.lazy
     hidden = torch.arange(start, logits.shape[-1], device=logits.device)
@@ -144,9 +146,10 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
 class DeferredLogits(Tensor):
     """Logits that have a shape, a dtype and a device, and no values until some code reads them.
 
-    They stay deferred where rows are selected, reordered or concatenated, where they are converted to a more
-    precise dtype, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses`
-    compute what they need from hidden states and weight. Any other operation makes the logits: once, by the
+    They stay deferred where rows are selected, reordered or concatenated, where they are converted to
+    float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
+    what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
+    operation that reads values makes the logits: once, by the
     output layer's own code, with a warning that names the operation and the line that called it. From then on
     they are ordinary logits, in the same memory for all views of them. A division makes logits of 16 bits
     too, since its quotient is rounded to 16 bits.
@@ -321,6 +324,9 @@ class DeferredLogits(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self._plain("numpy").numpy(force=force)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._plain("__dlpack__").__dlpack__(**options)
+
     def _plain(self, operation: str) -> Tensor:
         self._make(operation)
         return dense(self)
@@ -447,11 +453,13 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        head: HeadLogits = ctx.restore(*ctx.saved_tensors)
-        of_hidden, *others = head.gradients_of(gradient.flatten(0, -2), ctx.needs_input_grad[1:])
+        tensors = ctx.saved_tensors
+        head: HeadLogits = ctx.restore(*tensors)
+        with torch.no_grad():
+            of_hidden, *others = head.gradients_of(gradient.flatten(0, -2), ctx.needs_input_grad[1:])
         if of_hidden is not None:
             of_hidden = of_hidden.view(*gradient.shape[:-1], of_hidden.shape[-1])
-        return None, of_hidden, *others
+        return None, *once_differentiable((of_hidden, *others), (*tensors, gradient))
 
 
 class _ToDense(torch.autograd.Function):
@@ -508,11 +516,12 @@ _KNOWN_NODES = frozenset(
 
 def _comes_from(node: Any, head: _Head) -> bool:
     """Return whether the graph from the output layer to ``node`` holds only operations that are followed."""
-    nodes = [node]
+    nodes, seen = [node], set()
     while nodes:
         node = nodes.pop()
-        if getattr(node, "token", None) is head.token:
+        if node in seen or getattr(node, "token", None) is head.token:
             continue
+        seen.add(node)
         if node is None or node.name() not in _KNOWN_NODES:
             return False
         nodes += [source for source, _ in node.next_functions if source is not None]
@@ -632,8 +641,9 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
 
 def _broadcasts(divisor: Tensor, logits: Tensor) -> bool:
     """Return whether the quotient has the shape of the logits."""
-    leading = logits.shape[-divisor.dim() :] if divisor.dim() <= logits.dim() else ()
-    return all(a in (1, b) for a, b in zip(divisor.shape, leading, strict=bool(divisor.dim())))
+    if divisor.dim() > logits.dim():
+        return False
+    return all(a in (1, b) for a, b in zip(divisor.shape[::-1], logits.shape[::-1], strict=False))
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:

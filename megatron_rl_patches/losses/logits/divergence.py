@@ -9,7 +9,8 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
-They take a second pass and a second collective.
+They take a second pass and a second collective. So does a divergence where one distribution rules a column
+out that another does not: what that costs cannot be said of a part alone.
 
 Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
 added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
@@ -101,17 +102,19 @@ class _Divergence(torch.autograd.Function):
         *inputs: Tensor | None,
     ) -> Tensor:
         pairs = _Pairs(Logits(source, temperature), tuple(others), options)
+        none = [_MINUS_INF] * (1 + len(others))
         if options.needs_normalizers:
-            count = 1 + len(others)
-            normalizers = _reduce(pairs, _normalizers, _add_exp, [_MINUS_INF] * count, claim.gather)
+            once = pairs.without_kept_tiles()
+            normalizers, in_one_pass = _reduce(once, _normalizers, _add_exp, none, claim.gather), False
+        else:
+            chain = _ChainRule(options)
+            parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0], claim.gather)
+            normalizers, value, in_one_pass = parts[:-2], parts[-2], not parts[-1].any()
+            expected = value
+        if not in_one_pass:
             sums = _reduce(pairs, _TwoSums(normalizers, options).of_block, _add, [0.0, 0.0], all_gather)
             value = sums.sum(0)
             expected = sums[1] if options.name == "jensen_shannon" else value
-        else:
-            chain = _ChainRule(options)
-            empty = [_MINUS_INF] * (1 + len(others)) + [0.0]
-            *parts, value = _reduce(pairs, chain.of_block, chain.merge, empty, claim.gather)
-            normalizers, expected = torch.stack(parts), value
         value = value.where((normalizers != _MINUS_INF).all(0), torch.nan)
 
         ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
@@ -180,6 +183,13 @@ class _Pairs(NamedTuple):
     student: Logits
     others: tuple[Logits, ...]
     options: DivergenceOptions
+
+    def without_kept_tiles(self) -> _Pairs:
+        """Return the same for a pass whose tiles backward cannot have, since another pass follows."""
+        source = self.student.source
+        if isinstance(source, HeadLogits):
+            source = replace(source, keeps_tiles=False)
+        return self._replace(student=self.student._replace(source=source))
 
     def blocks(self, tile: Tile) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
@@ -263,10 +273,10 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 class _ChainRule:
-    """The parts of a divergence that one pass computes: ``[m + 1, n]``.
+    """The parts of a divergence that one pass computes: ``[m + 2, n]``.
 
-    These are the logarithms of the masses of student, teacher and perhaps old policy, and the divergence of
-    the conditional distributions.
+    These are the logarithms of the masses of student, teacher and perhaps old policy, the divergence of the
+    conditional distributions, and whether some of them rule a column out that others do not.
     """
 
     def __init__(self, options: DivergenceOptions) -> None:
@@ -274,17 +284,21 @@ class _ChainRule:
 
     def of_block(self, block: _Block) -> Tensor:
         masses = _normalizers(block)
-        compared = _Compared.of((block.student, *block.others), masses, self._options)
-        return torch.cat([masses, _sum(compared.terms(self._options)[0])[None]])
+        xs = block.student, *block.others
+        compared = _Compared.of(xs, masses, self._options)
+        ruled_out = [x == _MINUS_INF for x in xs]
+        differ = torch.stack([(one != ruled_out[0]).any(1) for one in ruled_out[1:]]).any(0)
+        value = _sum(compared.terms(self._options)[0])
+        return torch.cat([masses, value[None], differ.double()[None]])
 
     def merge(self, parts: Tensor) -> Tensor:
-        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 1, n]``."""
-        *masses, values = parts.unbind(1)
+        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 2, n]``."""
+        *masses, values, differ = parts.unbind(1)
         totals = torch.stack([mass.logsumexp(0) for mass in masses])
         compared = _Compared.of([mass.T for mass in masses], totals, self._options)
         share = compared.q if self._options.name == "forward_kl" else compared.p
         between = compared.terms(self._options)[0]
-        return torch.cat([totals, (share * values.T + between).sum(1)[None]])
+        return torch.cat([totals, (share * values.T + between).sum(1)[None], differ.amax(0)[None]])
 
 
 class _TwoSums:

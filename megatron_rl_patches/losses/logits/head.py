@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .autograd import once_differentiable
 from .inplace import StorageClaim
 from .rows import SelectedRows
 from .source import Inputs, Tile, TileGradient
@@ -140,7 +141,7 @@ class HeadLogits:
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
-        left = self.options.keep_bytes if self.keeps_tiles and not self.is_frozen else 0
+        left = self.options.keep_bytes if self.keeps_tiles else 0
         for columns in column_ranges:
             for rows in row_ranges:
                 shape = rows.stop - rows.start, columns.stop - columns.start
@@ -285,6 +286,8 @@ class _SumOfLogits(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         *tensors, hidden_h, weight_h = ctx.saved_tensors
         head: HeadLogits = ctx.restore(*tensors)
+        sources = *head.inputs, gradient
+        gradient = gradient.detach()
         of_hidden = of_weight = of_bias = None
         _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
         if needs_hidden:
@@ -297,7 +300,7 @@ class _SumOfLogits(torch.autograd.Function):
                 of_weight = main.added()
         if needs_bias and head.bias is not None:
             of_bias = (gradient * head.n).to(head.bias.dtype).expand_as(head.bias)
-        return None, of_hidden, of_weight, of_bias
+        return None, *once_differentiable((of_hidden, of_weight, of_bias), sources)
 
 
 def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:

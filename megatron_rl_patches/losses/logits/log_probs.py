@@ -197,6 +197,8 @@ class LogProbsAndEntropy(torch.autograd.Function):
         """``local_target`` ``[n]`` is a column of this rank or -1, ``valid`` ``[n]`` is bool."""
         ctx.set_materialize_grads(False)
         derivatives = Derivatives.of(source, keep_mask, options)
+        if derivatives is not None and isinstance(source, HeadLogits):
+            source = replace(source, keeps_tiles=False)  # backward reads no tiles
         local, target_logit = _local_statistics(source, local_target, keep_mask, options, derivatives)
         sizes = [*map(len, local), 1]
         sent = torch.cat([*local, target_logit[None]]).to(source.dtype)

@@ -15,6 +15,7 @@ from ..logits.checks import checked_source
 from ..logits.divergence import DivergenceOptions, FullDivergence, Logits, divergence_of
 from ..logits.head import HeadLogits
 from ..logits.options import VocabParallelOptions
+from ..logits.source import DenseLogits
 from .divergences import check_beta
 from .teachers import normalize_weights
 
@@ -36,8 +37,8 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail. With the
-    student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``:
+    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail. With
+    the student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``:
 
     * ``"reverse_kl"``: ``sum p (log p - log q)``
     * ``"forward_kl"``: ``sum q (log q - log p)``
@@ -67,8 +68,8 @@ def full_vocabulary_divergence(
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
-            all-gather of three or four numbers per row, and a second one of two numbers for
-            ``"jensen_shannon"`` and for a mixture.
+            all-gather of up to five numbers per row, and a second one of two numbers for
+            ``"jensen_shannon"``, for a mixture, and where only some of the distributions rule an id out.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
     if divergence not in get_args(FullDivergence):
@@ -88,7 +89,8 @@ def full_vocabulary_divergence(
         block_bytes=block_bytes,
     )
     source, student_options = checked_source(student, rows, None, options)
-    named = {f"teacher {number}": logits for number, logits in enumerate(teachers)}
+    # A teacher without weight may hold NaN, and zero times NaN is NaN.
+    named = {f"teacher {number}": logits for number, logits in enumerate(teachers) if weights[number]}
     if needs_old and old is not None:
         named["old"] = old
     others = []
@@ -103,9 +105,14 @@ def full_vocabulary_divergence(
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
                 "another width need num_ids, and no tensor parallelism"
             )
+        if inplace_backward and isinstance(of_other, DenseLogits) and _share_memory(logits, student):
+            raise InvalidInputError(
+                f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
+                "it is read: pass a copy, or inplace_backward=False"
+            )
         others.append(Logits(of_other, other_options.temperature))
     most = min(one.source.width for one in (*others, Logits(source, 1.0))) * options.tp_size
-    if num_ids is not None and not 0 < num_ids <= most:
+    if num_ids is not None and not (isinstance(num_ids, int) and 0 < num_ids <= most):
         raise InvalidInputError(f"num_ids is {num_ids}, expected from 1 to {most}, which all logits have")
     if isinstance(source, HeadLogits):
         source = source.sharing(1 + len(others))
@@ -115,8 +122,12 @@ def full_vocabulary_divergence(
         DivergenceOptions(
             divergence,
             beta,
-            tuple(math.log(weight) if weight else -math.inf for weight in weights),
+            tuple(math.log(weight) for weight in weights if weight),
             source.width * options.tp_size if num_ids is None else num_ids,
             tp_group,
         ),
     )
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -405,6 +405,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "rounded": lambda x: x.half().float(),
     "whole, in place, past the graph": lambda x: [x.detach().div_(2), x + 0][1],
     "a larger quotient": lambda x: x[:1] / torch.full((3, 1, 1), 2.0),
+    "a quotient of more dimensions": lambda x: x.view(T, V) / torch.full((1, T, 1), 2.0),
     "copies of copies": lambda x: [x.clone().clone(), x.mul_(0)][0],
     "copies of a division": lambda x: [(x / 2)[0], x.zero_()][0],
     "copies before a division in place": lambda x: [x.clone().clone(), x.div_(2), x + 0][0],
@@ -612,6 +613,30 @@ def test_an_input_overwritten_before_backward_is_an_error() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "made"])
+def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> None:
+    tensors = inputs()
+    (gradient,) = torch.autograd.grad(reduce(logits_of(tensors)), [tensors["hidden"]], create_graph=True)
+    with pytest.raises(InvalidInputError, match="cannot be differentiated twice"):
+        gradient.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_frozen_head_keeps_tiles_where_backward_reads_them() -> None:
+    tensors = inputs(torch.float32, ("hidden",))
+    with Sizes() as sizes:
+        logits = logits_of(tensors, keep_bytes=1 << 30).view(T, V)
+        vocab_parallel_log_probs_at(logits, TOKENS[:, None]).sum().backward()  # type: ignore[no-untyped-call]
+    assert sizes.products == 2
+
+
+def test_a_graph_that_meets_itself_again_and_again() -> None:
+    """Each of its nodes is visited once: two to the power of 40 paths would take for ever."""
+    x = logits_of(inputs()).view(T, V)
+    for _ in range(40):
+        x = torch.cat([x[:4], x[4:]])
+    assert x.is_deferred  # type: ignore[attr-defined]
+
+
 def test_backward_twice() -> None:
     tensors = inputs(torch.float64)
     loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
@@ -628,9 +653,10 @@ def test_backward_twice() -> None:
         lambda x: [torch.save(x, file := io.BytesIO()), file.seek(0), torch.load(file)][2],
         lambda x: torch.tensor(x.tolist()),
         lambda x: torch.from_numpy(x.numpy()),
+        lambda x: torch.from_dlpack(x),
         lambda x: torch.stack([torch.tensor([v.item() for v in row]) for row in x.view(T, V)]).view(B, S, V),
     ],
-    ids=["pickle", "deepcopy", "torch.save", "tolist", "numpy", "item"],
+    ids=["pickle", "deepcopy", "torch.save", "tolist", "numpy", "dlpack", "item"],
 )
 def test_what_stores_the_values_makes_them_and_says_so(
     store: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
@@ -654,6 +680,14 @@ def test_hidden_columns() -> None:
     assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % (V - 30)), rtol=2e-6)
     assert torch.equal(logits + 0, expected)
     assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, V - 30), expected)
+
+
+def test_hidden_columns_of_16_bit_logits_that_were_converted() -> None:
+    tensors = inputs(torch.bfloat16, ())
+    logits = deferred_logits(tensors["hidden"], tensors["weight"]).float()
+    hidden = deferred.hide_columns(logits, V - 30)
+    assert (vocab_parallel_topk(hidden.view(T, V), 5).indices < V - 30).all()
+    assert (hidden[..., V - 30 :] + 0).isneginf().all()
 
 
 def test_under_inference_mode() -> None:

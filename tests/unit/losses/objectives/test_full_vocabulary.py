@@ -149,6 +149,29 @@ def test_what_the_teacher_rules_out_costs_a_finite_number_of_nats() -> None:
     assert full_vocabulary_divergence(both, teacher).max() < 10
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: FullDivergence) -> None:
+    hidden, weight = random(T, H, seed=0).requires_grad_(), random(V, H, seed=1)
+    bias = torch.zeros(V, dtype=torch.float64).index_fill_(0, torch.arange(700, V), -math.inf)
+    teacher_hidden, found = random(T, H, seed=2), []
+    for tile_bytes in (None, 2000):
+        student = deferred_logits(hidden, weight, tile_bytes=tile_bytes)
+        teacher = deferred_logits(teacher_hidden, weight, bias=bias)
+        values = full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
+        found.append((values, *backward(values, hidden)))
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
+    if name == "reverse_kl":
+        ruled_out = linear(hidden, weight).softmax(1)[:, 700:].sum(1)
+        assert (found[0][0] / (1e4 * ruled_out) - 1).abs().max() < 1e-2
+
+
+def test_a_teacher_without_weight_is_not_read() -> None:
+    student, teacher = random(T, V, seed=0), random(T, V, seed=1)
+    spoiled = torch.full_like(teacher, math.nan)
+    found = full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
+    assert torch.equal(found, full_vocabulary_divergence(student, teacher))
+
+
 def test_rows_with_nan_spoil_themselves_alone() -> None:
     student, teacher, old = (random(4, V, seed=seed) for seed in range(3))
     student[1, 3], teacher[2, 4], student[3] = math.nan, math.inf, -math.inf
@@ -201,6 +224,9 @@ def test_the_gradient_may_overwrite_logits_that_are_made() -> None:
     assert torch.equal(found, expected)
     with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
         full_vocabulary_divergence(logits, teacher, rows=rows)
+    logits = leaf * 1
+    with pytest.raises(InvalidInputError, match="teacher 0 is in the memory of the student's logits"):
+        full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -211,6 +237,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights": ({"teacher_weights": [1, 2]}, "for 1 teacher"),
     "rows": ({"rows": slice(0, 2)}, r"teacher 0 is \[4, 1100\] on cpu, expected 2 rows of 1100 logits"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
+    "num_ids": ({"num_ids": 3.5}, "num_ids is 3.5, expected from 1 to 1100"),
 }
 
 
