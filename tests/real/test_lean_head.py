@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions
@@ -160,3 +161,47 @@ def test_trains_as_without(name: str) -> None:
     assert deferred > 0
     if name == "DP 2":
         assert lean.gathers > 0
+
+
+WIDE = 192  # no other dimension of the model
+
+
+class _LargestLogits(TorchDispatchMode):
+    """The most elements that any tensor of so many columns has."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.elements = width, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if (
+                type(tensor) is torch.Tensor
+                and tensor.shape[-1:] == (self.width,)
+                and 0 not in tensor.stride()
+            ):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def _largest_logits(layout: Layout, tp: int) -> tuple[int, int, int]:
+    """Return these of a run without and of one with the patch, and those of all logits of a microbatch."""
+    with cpu_backend():
+        from tests.real import tiny_gpt
+
+        found = []
+        with mock.patch.object(tiny_gpt, "VOCABULARY", WIDE):
+            for lean in (False, True):
+                with _LargestLogits(WIDE // tp) as largest:
+                    _train(layout, CASES["entropy bonus"], lean)
+                found.append(largest.elements)
+        return found[0], found[1], tiny_gpt.BATCH * tiny_gpt.SEQUENCE * WIDE // tp
+
+
+@pytest.mark.parametrize("name", ["1 rank", pytest.param("TP 2", marks=pytest.mark.slow)])
+def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:
+    layout, tp = LAYOUTS[name], LAYOUTS[name].sizes.get("tp", 1)
+    for without, lean, logits in spawn_ranks(_largest_logits, layout.ranks, layout, tp, timeout=240):
+        assert without >= logits
+        assert lean < logits

@@ -149,10 +149,9 @@ class DeferredLogits(Tensor):
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
     what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
-    operation that reads values makes the logits: once, by the
-    output layer's own code, with a warning that names the operation and the line that called it. From then on
-    they are ordinary logits, in the same memory for all views of them. A division makes logits of 16 bits
-    too, since its quotient is rounded to 16 bits.
+    operation that reads values makes the logits: once, by the output layer's own code, with a warning that
+    names the operation and the line that called it. From then on they are ordinary logits, in the same memory
+    for all views of them. A division makes logits of 16 bits too, since its quotient is rounded to 16 bits.
 
     Attributes:
         divisor: what the logits have been divided by.
