@@ -128,6 +128,18 @@ class _Generators:
         return _device_count()
 
 
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.__base__)
+
+
+class _Generator(torch.Generator, metaclass=_GeneratorType):
+    """Stands for ``torch.Generator``, whose instances are generators of the CPU, for any device."""
+
+    def __new__(cls, device: object = None) -> torch.Generator:  # type: ignore[misc]
+        return cls.__base__()
+
+
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
@@ -213,5 +225,5 @@ def replacements() -> list[Replacements]:
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
-        (torch, {"compile": _eager}),
+        (torch, {"compile": _eager, "Generator": _Generator}),
     ]

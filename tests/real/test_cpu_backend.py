@@ -341,6 +341,21 @@ def test_the_generators_are_one() -> None:
         assert torch.equal(drawn, torch.rand(4))
 
 
+def test_a_generator_of_the_gpu() -> None:
+    import torch
+
+    with cpu_backend():
+        for device in (torch.cuda.current_device(), "cuda", torch.device("cuda", 0)):
+            generator = torch.Generator(device=device)
+            assert isinstance(generator, torch.Generator) and isinstance(
+                torch.default_generator, torch.Generator
+            )
+            numbers = torch.rand(3, device="cuda", generator=generator.manual_seed(1))
+            assert torch.equal(numbers, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+        assert not isinstance(torch, torch.Generator)
+    assert type(torch.default_generator) is torch.Generator
+
+
 def test_the_redirect_holds_in_backward() -> None:
     import torch
 
