@@ -52,7 +52,8 @@ _SLIME = (
 _MILES = "tests/fast/backends/training_utils"
 #: Those that are in the release are run.
 SUITES = {
-    "slime": Suite(tuple(f"tests/test_{name}.py" for name in _SLIME)),
+    # Layouts with up to 16 ranks take long on few cores: one of 4 ranks stands for them.
+    "slime": Suite(tuple(f"tests/test_{name}.py" for name in _SLIME), ("-k", "not real_distributed or 2-2")),
     # Its conftest needs packages that are not here, the snapshots are downloaded, and one file compiles.
     "miles": Suite(
         (_MILES,), ("--noconftest", "-k", "not snapshot", f"--ignore={_MILES}/test_ppo_ratio_numerics.py")
