@@ -7,6 +7,7 @@ logit, so that they keep all digits where the ids have next to all of the probab
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -74,24 +75,38 @@ def largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Ten
     tail = logits.new_empty((2, rows.n))
     divisor = rows.scalar(temperature)
     for block, work, spare in _copies(rows, buffers=3):
-        logits[block], columns[block] = _largest(work, k)
+        logits[block], columns[block] = work.topk(k)
         work.scatter_(1, columns[block], _MINUS_INF)
         tail[:, block] = _tail_statistics(work, spare, divisor)
-    return logits, columns, tail
-
-
-def _largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    values, columns = x.topk(k)
-    # torch.topk does not say which of equal logits it takes for the last places, nor in which order.
-    lowest = values[:, -1:]
-    column_indices = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    tied = torch.where(x == lowest, column_indices, x.shape[1]).topk(k, largest=False).values.long()
-    # NaN comes first in topk and is not greater than anything, so places are counted by inequality.
-    place = torch.arange(k, device=x.device) - (values != lowest).sum(1, keepdim=True)
-    columns = torch.where(values == lowest, tied.gather(1, place.clamp(min=0)), columns)
+    # torch.topk does not say which of equal logits it takes for the last places. It had a choice where the
+    # tail still has such a logit. The statistics of the tail do not depend on the choice.
+    _take_lowest_columns(rows, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1))
     columns, order = columns.sort(1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, columns.gather(1, order)
+    logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return logits, columns.gather(1, order), tail
+
+
+def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, chosen: Tensor) -> None:
+    """Give the last places of some rows, where logits are equal, the lowest columns that have this logit.
+
+    Args:
+        logits: the ``k`` largest of each row, ``[n, k]``, from the largest on.
+        columns: their columns, which are changed.
+        chosen: int64, numbers of rows, of the ``n``.
+    """
+    k = logits.shape[1]
+    part = replace(rows, index=rows.row_indices[chosen])
+    for block in part.blocks(buffers=2):
+        numbers = chosen[block]
+        lowest = logits[numbers, -1:]
+        row, column = (part.read(block, None) == lowest).nonzero(as_tuple=True)
+        places = (logits[numbers] == lowest).sum(1)
+        tied = row.bincount(minlength=len(numbers))
+        # The how manieth of its row's equal logits each is, from the lowest column on.
+        number = torch.arange(len(row), device=row.device) - (tied.cumsum(0) - tied)[row]
+        taken = number < places[row]
+        row, column, number = row[taken], column[taken], number[taken]
+        columns[numbers[row], k - places[row] + number] = column
 
 
 def statistics(rows: SelectedRows, ids: Ids, temperature: float) -> tuple[Tensor, Tensor]:
