@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,6 +134,9 @@ def run_with_patches(
         yield from _run_only(checkout, only, count, patches, results, hang_after)
 
 
+_NOT_COLLECTED = "it was not collected"
+
+
 class Change(NamedTuple):
     """A test whose verdict differs between a run without and a run with patches."""
 
@@ -141,14 +145,20 @@ class Change(NamedTuple):
 
 
 def changes(results: Path | str, patches: str) -> list[Change]:
-    """Return the tests whose verdicts these patches have changed, according to a results file."""
+    """Return the tests whose verdicts these patches have changed, according to a results file.
+
+    The run with the patches must have ended: a test that it has no result of, as its file could not be
+    collected, counts as changed.
+    """
     results = Path(results)
     patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
-    pairs = [
-        Change(one, patched[one.nodeid, one.ranks])
-        for one in verdicts.final_of(results)
-        if (one.nodeid, one.ranks) in patched
-    ]
+    if not patched:
+        return []
+    pairs = []
+    for one in verdicts.final_of(results):
+        absent = replace(one, patches=patches, outcome=verdicts.FAILED, message=_NOT_COLLECTED)
+        if one.outcome != verdicts.NOT_RUNNABLE:
+            pairs.append(Change(one, patched.get((one.nodeid, one.ranks), absent)))
     return [pair for pair in pairs if _verdict(pair.without) != _verdict(pair.patched)]
 
 
