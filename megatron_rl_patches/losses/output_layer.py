@@ -59,7 +59,7 @@ def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0)
         tile_bytes: see :func:`.deferred_logits`; so is ``keep_bytes``.
     """
     layer = getattr(model, "output_layer", None)
-    if layer is None or not _is_column_parallel(layer):
+    if layer is None or not is_column_parallel(layer):
         yield
         return
     own = functools.partial(type(layer).forward, layer)
@@ -130,7 +130,7 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
     return -log_probs.view(tokens_sb.shape).transpose(0, 1).contiguous()
 
 
-def _is_column_parallel(layer: Any) -> bool:
+def is_column_parallel(layer: Any) -> bool:
     """Return whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
     return has_base(layer, "ColumnParallelLinear")
 

@@ -154,11 +154,13 @@ def changes(results: Path | str, patches: str) -> list[Change]:
     patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
     if not patched:
         return []
-    pairs = []
-    for one in verdicts.final_of(results):
+
+    def with_patches(one: Result) -> Result:
         absent = replace(one, patches=patches, outcome=verdicts.FAILED, message=_NOT_COLLECTED)
-        if one.outcome != verdicts.NOT_RUNNABLE:
-            pairs.append(Change(one, patched.get((one.nodeid, one.ranks), absent)))
+        return patched.get((one.nodeid, one.ranks), absent)
+
+    can_run = (one for one in verdicts.final_of(results) if one.outcome != verdicts.NOT_RUNNABLE)
+    pairs = [Change(one, with_patches(one)) for one in can_run]
     return [pair for pair in pairs if _verdict(pair.without) != _verdict(pair.patched)]
 
 

@@ -99,24 +99,24 @@ def test_any_output_layer(data: st.DataObject) -> None:
     )
     if data.draw(st.booleans()):
         expected = dense_log_probs_and_entropy(made, targets)
-        found = vocab_parallel_log_probs_and_entropy(logits, targets)
+        values = vocab_parallel_log_probs_and_entropy(logits, targets)
     else:
         expected = dense_log_probs_at(made, ids)
-        found = vocab_parallel_log_probs_at(logits, ids, with_tail=True)
-    for mine, reference in zip(found, expected, strict=True):
+        values = vocab_parallel_log_probs_at(logits, ids, with_tail=True)
+    for mine, reference in zip(values, expected, strict=True):
         assert agree(mine, reference, 1e-9)
 
     weights = [
         torch.where(v.isfinite(), torch.rand(v.shape, generator=generator) + 0.1, 0.0) for v in expected
     ]
-    finite = [torch.where(weight == 0, 0.0, values) for values, weight in zip(expected, weights, strict=True)]
+    finite = [torch.where(weight == 0, 0.0, exact) for exact, weight in zip(expected, weights, strict=True)]
     names = [name for name, tensor in tensors.items() if tensor.requires_grad]
     trained = [tensors[name] for name in names]
     of_made = torch.autograd.grad(finite, [made], weights)[0]
     # Rows without a finite value are left out; elsewhere they would spoil the gradient of the weight.
     has_gradient = torch.stack([w.reshape(n, -1).sum(1) > 0 for w in weights]).any(0)
     of_made = torch.where(has_gradient[:, None], of_made, 0.0)
-    mine = torch.autograd.grad(found, trained, weights)
+    mine = torch.autograd.grad(values, trained, weights)
     clean = tensors["hidden"].isfinite().all(1)
     for name, gradient in zip(names, mine, strict=True):
         if name == "hidden":
@@ -262,8 +262,8 @@ def _no_rows_on_one_rank(lean: bool) -> tuple[list[float], dict[str, Tensor]]:
 
 def test_a_data_parallel_rank_without_rows() -> None:
     """Its parameters' hooks still run, so that its peer does not wait for its part of the gradients."""
-    found = [spawn_ranks(_no_rows_on_one_rank, 2, lean, timeout=120) for lean in (False, True)]
-    for (losses, gradients), (lean_losses, lean_gradients) in zip(*found, strict=True):
+    runs = [spawn_ranks(_no_rows_on_one_rank, 2, lean, timeout=120) for lean in (False, True)]
+    for (losses, gradients), (lean_losses, lean_gradients) in zip(*runs, strict=True):
         assert lean_losses == pytest.approx(losses, rel=1e-5)
         for name, gradient in gradients.items():
             assert torch.allclose(lean_gradients[name], gradient, rtol=1e-4, atol=1e-6), name

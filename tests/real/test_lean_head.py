@@ -190,13 +190,13 @@ def _largest_logits(layout: Layout, tp: int) -> tuple[int, int, int]:
     with cpu_backend():
         from tests.real import tiny_gpt
 
-        found = []
+        elements = []
         with mock.patch.object(tiny_gpt, "VOCABULARY", WIDE):
             for lean in (False, True):
                 with _LargestLogits(WIDE // tp) as largest:
                     _train(layout, CASES["entropy bonus"], lean)
-                found.append(largest.elements)
-        return found[0], found[1], tiny_gpt.BATCH * tiny_gpt.SEQUENCE * WIDE // tp
+                elements.append(largest.elements)
+        return elements[0], elements[1], tiny_gpt.BATCH * tiny_gpt.SEQUENCE * WIDE // tp
 
 
 @pytest.mark.parametrize("name", ["1 rank", pytest.param("TP 2", marks=pytest.mark.slow)])

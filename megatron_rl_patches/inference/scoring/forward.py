@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._chunks import as_chunks, has_base, unwrap
+from ..._chunks import as_chunks, unwrap
 from ...errors import InvalidInputError
 from ...losses import (
     DeferredLogits,
@@ -19,6 +19,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch
 from .schedule import Forward, Group, forward_only, vocabulary_of
 
@@ -239,7 +240,7 @@ def output_head(model: Model) -> OutputHead | None:
     if not getattr(chunk, "post_process", True):
         return None
     layer = getattr(chunk, "output_layer", None)
-    if layer is None or not has_base(layer, "ColumnParallelLinear"):
+    if layer is None or not is_column_parallel(layer):
         raise InvalidInputError(
             f"the output layer of {type(chunk).__name__} is {type(layer).__name__}. Expected: Megatron's "
             "ColumnParallelLinear."

@@ -39,8 +39,8 @@ from .source import Inputs, LogitSource, Tile
 FullDivergence = Literal["reverse_kl", "forward_kl", "jensen_shannon", "importance_weighted_reverse_kl"]
 
 _MINUS_INF = float("-inf")
-# A log-probability of -inf counts as so many nats, as in objectives/divergences.py.
-_RULED_OUT = -1e4
+#: A log-probability of -inf counts as so many nats.
+RULED_OUT = -1e4
 # Tensors of a block's size that the functions below have at once.
 _BUFFERS = 8
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
@@ -103,9 +103,10 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:
         pairs = _Pairs(Logits(source, temperature), tuple(others), options)
         none = [_MINUS_INF] * (1 + len(others))
+        in_one_pass = False
         if options.needs_normalizers:
-            once = pairs.without_kept_tiles()
-            normalizers, in_one_pass = _reduce(once, _normalizers, _add_exp, none, claim.gather), False
+            first_pass = pairs.without_kept_tiles()
+            normalizers = _reduce(first_pass, _normalizers, _add_exp, none, claim.gather)
         else:
             chain = _ChainRule(options)
             parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0], claim.gather)
@@ -143,8 +144,7 @@ def _gradients(ctx: Any, source: LogitSource, saved: list[Any], gradient: Tensor
         result = tile.logits.new_gradient(in_place)
         for block in pairs.blocks(tile):
             weight = weights[block.rows]
-            xs = block.student, *block.others
-            compared = _Compared.of(xs, normalizers[:, block.rows], ctx.options)
+            compared = _Compared.of(block.xs, normalizers[:, block.rows], ctx.options)
             derivative = compared.derivative(expected[block.rows, None].to(source.dtype), ctx.options)
             # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
             values = torch.where(weight == 0, 0.0, weight * derivative)
@@ -161,16 +161,14 @@ class _Block(NamedTuple):
     """Some rows of a tile, or of a part of one, in the dtype of the computation.
 
     Attributes:
-        student: logits divided by the temperature, ``[b, w]``.
-        others: the same of the teachers and the old policy.
+        xs: logits divided by the temperature, ``[b, w]``, of the student, the teachers and the old policy.
         rows: which of the ``n`` rows these are.
         columns: which columns of the tile.
         read_from: what the student's logits were read from.
         place: which of its rows.
     """
 
-    student: Tensor
-    others: list[Tensor]
+    xs: list[Tensor]
     rows: slice
     columns: slice
     read_from: SelectedRows
@@ -199,20 +197,15 @@ class _Pairs(NamedTuple):
             part = replace(
                 tile.logits,
                 logits=tile.logits.logits[:, columns],
-                index=_of_slice(index, rows) if isinstance(index, slice) else index[rows],
+                index=_shifted(rows, index.start) if isinstance(index, slice) else index[rows],
             )
             whole = _shifted(rows, tile.rows.start), _shifted(columns, tile.columns.start)
             others = [(other.source.part(*whole), other.temperature) for other in self.others]
             for place in part.blocks(_BUFFERS):
-                block_rows = _shifted(place, whole[0].start)
-                yield _Block(
-                    self._prepared(part.read(place, None), whole[1], self.student.temperature, dtype),
-                    [self._prepared(x[place], whole[1], temperature, dtype) for x, temperature in others],
-                    block_rows,
-                    columns,
-                    part,
-                    place,
-                )
+                read = [(part.read(place, None), self.student.temperature)]
+                read += [(x[place], temperature) for x, temperature in others]
+                xs = [self._prepared(x, whole[1], temperature, dtype) for x, temperature in read]
+                yield _Block(xs, _shifted(place, whole[0].start), columns, part, place)
 
     def _parts(self, tile: Tile) -> list[tuple[slice, slice]]:
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
@@ -263,7 +256,7 @@ def _reduce(
 
 def _normalizers(block: _Block) -> Tensor:
     """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
-    return torch.stack([_log_sum_exp(x) for x in (block.student, *block.others)])
+    return torch.stack([_log_sum_exp(x) for x in block.xs])
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
@@ -284,9 +277,8 @@ class _ChainRule:
 
     def of_block(self, block: _Block) -> Tensor:
         masses = _normalizers(block)
-        xs = block.student, *block.others
-        compared = _Compared.of(xs, masses, self._options)
-        ruled_out = [x == _MINUS_INF for x in xs]
+        compared = _Compared.of(block.xs, masses, self._options)
+        ruled_out = [x == _MINUS_INF for x in block.xs]
         differ = torch.stack([(one != ruled_out[0]).any(1) for one in ruled_out[1:]]).any(0)
         value = _sum(compared.terms(self._options)[0])
         return torch.cat([masses, value[None], differ.double()[None]])
@@ -308,8 +300,7 @@ class _TwoSums:
         self._normalizers, self._options = normalizers, options
 
     def of_block(self, block: _Block) -> Tensor:
-        normalizers = self._normalizers[:, block.rows]
-        compared = _Compared.of((block.student, *block.others), normalizers, self._options)
+        compared = _Compared.of(block.xs, self._normalizers[:, block.rows], self._options)
         return torch.stack([_sum(term) for term in compared.terms(self._options)])
 
 
@@ -322,7 +313,7 @@ class _LogProbs(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, normalizer: Tensor) -> _LogProbs:
         normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
-        return cls(torch.maximum(x, (normalizer + _RULED_OUT).to(x.dtype)[:, None]), normalizer)
+        return cls(torch.maximum(x, (normalizer + RULED_OUT).to(x.dtype)[:, None]), normalizer)
 
     @property
     def values(self) -> Tensor:
@@ -422,10 +413,6 @@ def _add_exp(parts: Tensor) -> Tensor:
 
 def _add(parts: Tensor) -> Tensor:
     return parts.sum(0)
-
-
-def _of_slice(index: slice, part: slice) -> slice:
-    return _shifted(part, index.start)
 
 
 def _shifted(part: slice, start: int) -> slice:

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..logits.divergence import RULED_OUT
 from .topk_distribution import TopKDistribution
-
-_RULED_OUT = -1e4
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -166,4 +165,4 @@ def _buckets(log_probs: Tensor, tail_log_prob: Tensor, *others: TopKDistribution
 
 
 def _finite(log_probs: Tensor) -> Tensor:
-    return torch.where(log_probs == -math.inf, _RULED_OUT, log_probs)
+    return torch.where(log_probs == -math.inf, RULED_OUT, log_probs)

@@ -111,7 +111,7 @@ def full_vocabulary_divergence(
                 "it is read: pass a copy, or inplace_backward=False"
             )
         others.append(Logits(of_other, other_options.temperature))
-    most = min(one.source.width for one in (*others, Logits(source, 1.0))) * options.tp_size
+    most = min(source.width, *(other.source.width for other in others)) * options.tp_size
     if num_ids is not None and not (isinstance(num_ids, int) and 0 < num_ids <= most):
         raise InvalidInputError(f"num_ids is {num_ids}, expected from 1 to {most}, which all logits have")
     if isinstance(source, HeadLogits):

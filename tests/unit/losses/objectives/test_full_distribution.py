@@ -61,10 +61,6 @@ def student() -> tuple[Tensor, Tensor]:
     return random(sum(TOTALS), H, seed=1).requires_grad_(), random(V, H, seed=2).requires_grad_()
 
 
-def gradients(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(loss, inputs)
-
-
 ROUTED = route_teachers(["math", "code", "code"], {name: teacher(name) for name in HEADS})
 MIXED = [mix_teachers(pair, [0.2, 0.8]) for pair in zip(teacher("math"), teacher("code"), strict=True)]
 TEACHERS = {
@@ -94,9 +90,8 @@ def test_loss_and_gradients_are_the_dense_ones(name: str, made: bool) -> None:
     assert torch.allclose(loss, expected, rtol=1e-10)
     assert count == mask.sum()
     assert set(metrics) == {"loss", "divergence"}
-    for mine, reference in zip(
-        gradients(loss, (hidden, weight)), gradients(expected, (hidden, weight)), strict=True
-    ):
+    of_loss, of_expected = (torch.autograd.grad(one, (hidden, weight)) for one in (loss, expected))
+    for mine, reference in zip(of_loss, of_expected, strict=True):
         assert torch.allclose(mine, reference, rtol=1e-9, atol=1e-12)
 
 
@@ -120,12 +115,12 @@ def test_masked_tokens_may_be_anything_and_are_not_computed() -> None:
         FullDistribution.of(torch.where(mask[:, None] != 0, one.hidden[0], math.nan), one.heads[0])
         for one, mask in zip(teacher("math"), MASKS, strict=True)
     ]
-    found = []
+    runs = []
     for distributions in (teacher("math"), spoiled):
         func = make_distillation_loss_func(LAYOUT, DistillationBatch([distributions], MASKS))
         loss = func(deferred_logits(hidden, weight)[None])[0]
-        found.append((loss.detach(), *gradients(loss, (hidden, weight))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        runs.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def test_a_microbatch_wholly_masked_reaches_every_parameter() -> None:
@@ -134,7 +129,10 @@ def test_a_microbatch_wholly_masked_reaches_every_parameter() -> None:
     func = make_distillation_loss_func(LAYOUT, DistillationBatch([ROUTED], masks))
     loss, count, _ = func(deferred_logits(hidden, weight)[None])
     assert loss == 0 and count == 0
-    assert all(gradient is not None and not gradient.any() for gradient in gradients(loss, (hidden, weight)))
+    assert all(
+        gradient is not None and not gradient.any()
+        for gradient in torch.autograd.grad(loss, (hidden, weight))
+    )
 
 
 TOPK = vocab_parallel_topk(random(sum(RESPONSES), V, seed=3), 4).split(RESPONSES)

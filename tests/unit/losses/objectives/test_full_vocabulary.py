@@ -37,9 +37,8 @@ def dense(
     if name == "jensen_shannon":
         log_m = (beta * q + (1 - beta) * p).log()
         return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
-    return (
-        p * ((old.double().log_softmax(1) if "old" in name or "importance" in name else log_p) - log_q)
-    ).sum(1)
+    log_old = old.double().log_softmax(1) if name == "importance_weighted_reverse_kl" else log_p
+    return (p * (log_old - log_q)).sum(1)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,7 +82,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
 
     student = logits(case["student"], hidden, weight)
     teachers = [logits(case["teacher"], *head) for head in heads]
-    found = full_vocabulary_divergence(
+    values = full_vocabulary_divergence(
         student,
         teachers[0] if len(teachers) == 1 else teachers,
         divergence=case["divergence"],
@@ -104,10 +103,10 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
         scaled[-1],
         0.3,
     )
-    assert found.dtype == dtype
+    assert values.dtype == dtype
     largest = max(expected.abs().max().item(), 1.0)
-    assert (found - expected).abs().max() <= BOUND[dtype] * largest
-    for mine, reference in zip(backward(found, hidden, weight), backward(expected, *exact), strict=True):
+    assert (values - expected).abs().max() <= BOUND[dtype] * largest
+    for mine, reference in zip(backward(values, hidden, weight), backward(expected, *exact), strict=True):
         assert (mine - reference).abs().max() <= BOUND[dtype] * reference.abs().max()
     for one in (student, *teachers):
         assert not isinstance(one, DeferredLogits) or one._contents.values is None
@@ -129,10 +128,10 @@ def test_small_divergences_have_correct_digits_in_float32(name: FullDivergence) 
     teacher = random(T, V, seed=0, dtype=torch.float32) * 2
     for scale, bound in ((1e-1, 2e-6), (1e-3, 2e-5), (5e-5, 1e-3)):
         student = teacher + scale * random(T, V, seed=1, dtype=torch.float32)
-        found = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
+        values = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
         expected = dense(name, student, [teacher], [1.0], teacher, 0.3)
         assert scale > 1e-4 or expected.max() < 5e-9
-        assert ((found - expected) / expected).abs().max() < bound
+        assert ((values - expected) / expected).abs().max() < bound
 
 
 def test_what_the_teacher_rules_out_costs_a_finite_number_of_nats() -> None:
@@ -153,23 +152,23 @@ def test_what_the_teacher_rules_out_costs_a_finite_number_of_nats() -> None:
 def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: FullDivergence) -> None:
     hidden, weight = random(T, H, seed=0).requires_grad_(), random(V, H, seed=1)
     bias = torch.zeros(V, dtype=torch.float64).index_fill_(0, torch.arange(700, V), -math.inf)
-    teacher_hidden, found = random(T, H, seed=2), []
+    teacher_hidden, of_tiles = random(T, H, seed=2), []
     for tile_bytes in (None, 2000):
         student = deferred_logits(hidden, weight, tile_bytes=tile_bytes)
         teacher = deferred_logits(teacher_hidden, weight, bias=bias)
         values = full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
-        found.append((values, *backward(values, hidden)))
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
+        of_tiles.append((values, *backward(values, hidden)))
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*of_tiles, strict=True))
     if name == "reverse_kl":
         ruled_out = linear(hidden, weight).softmax(1)[:, 700:].sum(1)
-        assert (found[0][0] / (1e4 * ruled_out) - 1).abs().max() < 1e-2
+        assert (of_tiles[0][0] / (1e4 * ruled_out) - 1).abs().max() < 1e-2
 
 
 def test_a_teacher_without_weight_is_not_read() -> None:
     student, teacher = random(T, V, seed=0), random(T, V, seed=1)
     spoiled = torch.full_like(teacher, math.nan)
-    found = full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
-    assert torch.equal(found, full_vocabulary_divergence(student, teacher))
+    values = full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
+    assert torch.equal(values, full_vocabulary_divergence(student, teacher))
 
 
 def test_rows_with_nan_spoil_themselves_alone() -> None:
@@ -192,10 +191,10 @@ def test_vocabularies_that_are_padded_differently(made: bool) -> None:
     expected = dense(
         "reverse_kl", linear(*heads[0])[:, :ids], [linear(*heads[1])[:, :ids]], [1.0], student, 0
     )
-    found = full_vocabulary_divergence(student, teacher, num_ids=ids)
-    assert torch.allclose(found, expected, rtol=1e-10)
+    values = full_vocabulary_divergence(student, teacher, num_ids=ids)
+    assert torch.allclose(values, expected, rtol=1e-10)
     weight = heads[0][1]
-    mine, reference = backward(found, weight)[0], backward(expected, weight)[0]
+    mine, reference = backward(values, weight)[0], backward(expected, weight)[0]
     assert torch.allclose(mine, reference, atol=1e-12) and not mine[ids:].any()
     with pytest.raises(InvalidInputError, match="need num_ids"):
         full_vocabulary_divergence(student, teacher)
@@ -220,8 +219,8 @@ def test_the_gradient_may_overwrite_logits_that_are_made() -> None:
     (expected,) = backward(full_vocabulary_divergence(leaf, teacher, rows=rows), leaf)
     logits = leaf * 1
     values = full_vocabulary_divergence(logits, teacher, rows=rows, inplace_backward=True)
-    (found,) = backward(values, leaf)
-    assert torch.equal(found, expected)
+    (gradient,) = backward(values, leaf)
+    assert torch.equal(gradient, expected)
     with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
         full_vocabulary_divergence(logits, teacher, rows=rows)
     logits = leaf * 1
