@@ -55,6 +55,13 @@ def estimate(
         int,
         typer.Option(min=0, help="Models of this shape that wait in host memory to score, one at a time."),
     ] = 1,
+    teacher_heads: Annotated[
+        bool,
+        typer.Option(
+            "--teacher-heads",
+            help="Their output layers stay on the device, as exact distillation needs them.",
+        ),
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw stacked bars; needs the extra `demo`.")
     ] = None,
@@ -101,6 +108,7 @@ def estimate(
         dtype=dtype,
         optimizer=owners[2](**optimizer),
         teachers=teachers,
+        teacher_heads=teacher_heads,
     )
     if json:
         show_json(result.as_dict())

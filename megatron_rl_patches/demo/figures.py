@@ -150,20 +150,25 @@ class LearningFigures(Figures):
 
 @dataclass
 class DistillationFigures(Figures):
-    """Results of distilling two teachers into a student, once for each way to combine the teachers.
+    """Results of distilling two teachers into a student, once for each kind of target.
+
+    A target is a teacher for each sample or a mixture, known by a top-k or in full: ``"routed, top-k"``.
 
     Attributes:
         teachers: fraction of digits that each teacher gets right, by order.
         divergence_per_rollout: reverse KL divergence from the target per token, in nats, by target and order.
         score_per_rollout: fraction of digits that the student gets right, by target and order.
+        bytes_per_token: what host memory holds of a target for a token until the loss reads it, by target.
     """
 
     teachers: dict[str, float] = field(default_factory=dict)
     divergence_per_rollout: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     score_per_rollout: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    bytes_per_token: dict[str, float] = field(default_factory=dict)
 
     def add(self, target: str, rollout: distillation.Rollout) -> None:
         self.steps += rollout.steps
+        self.bytes_per_token[target] = rollout.bytes_per_token
         for results, values in (
             (self.divergence_per_rollout, rollout.reverse_kl),
             (self.score_per_rollout, rollout.score),
@@ -178,17 +183,18 @@ class DistillationFigures(Figures):
             for order, divergences in by_order.items():
                 rows[f"{target}, {order}: reverse KL (nats)"] = _change(divergences)
                 rows[f"{target}, {order}: score"] = _change(self.score_per_rollout[target][order])
+        rows |= {f"{target}: bytes per token": f"{size:.0f}" for target, size in self.bytes_per_token.items()}
         return rows
 
     def draw(self, left: Any, right: Any) -> None:
         colors = dict(zip(self.teachers, ("tab:blue", "tab:orange"), strict=True))
         for axes, results in ((left, self.divergence_per_rollout), (right, self.score_per_rollout)):
-            for (target, by_order), style in zip(results.items(), ("-", "--"), strict=False):
+            for (target, by_order), style in zip(results.items(), (":", "-", "-.", "--"), strict=False):
                 for order, values in by_order.items():
                     numbers, label = range(1, len(values) + 1), f"{order}, {target}"
                     axes.plot(numbers, values, style, color=colors[order], label=label)
         for order, score in self.teachers.items():
-            right.axhline(score, color=colors[order], linestyle=":", label=f"{order}, teacher")
+            right.axhline(score, color=colors[order], alpha=0.4, label=f"{order}, teacher")
         left.set(xlabel=_ROLLOUTS, ylabel="nats", title="Reverse KL, by teacher")
         left.set_ylim(bottom=0)
         right.set(xlabel=_ROLLOUTS, ylim=(0, 1), title="Fraction of digits right")

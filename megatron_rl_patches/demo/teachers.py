@@ -13,9 +13,15 @@ import torch
 import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state
 
-from ..inference import TeacherPool, build_inference_model, estimate_memory, forward_log_probs
+from ..inference import (
+    TeacherPool,
+    build_inference_model,
+    estimate_memory,
+    forward_hidden_states,
+    forward_log_probs,
+)
 from ..inference.memory.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
-from ..losses import TopKDistribution
+from ..losses import FullDistribution, TopKDistribution
 from . import digits, policy
 from .objectives import policy_loss
 from .training import train
@@ -48,7 +54,18 @@ class Teachers:
                 log_probs_bd[selected_b] = torch.stack(scores.log_probs)
         return policy.broadcast_from_last_stage(log_probs_bd)
 
-    def distributions(
+    def full(self, tokens_bs: torch.Tensor) -> dict[str, list[FullDistribution]]:
+        """Return each teacher's distributions over the whole vocabulary, as :meth:`topk` does."""
+        distributions = {}
+        for order in digits.ORDERS:
+            with self.pool.use(order) as model:
+                hidden = forward_hidden_states(model, [policy.microbatch(tokens_bs)], progress=False)
+            head = self.pool.head(order)
+            if hidden is not None and head is not None:
+                distributions[order] = [FullDistribution.of(hidden_dh, head) for hidden_dh in hidden]
+        return distributions
+
+    def topk(
         self, tokens_bs: torch.Tensor, at: list[TopKDistribution] | None
     ) -> dict[str, list[TopKDistribution]]:
         """Return each teacher's distributions of all answers by order, on the last pipeline stage."""

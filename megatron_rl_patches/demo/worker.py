@@ -13,6 +13,7 @@ import traceback
 import warnings
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,15 +113,15 @@ def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> No
 
     scores = distillation.scores_of_teachers(teachers, figures.seed)
     figures.teachers = {order: round(score, 4) for order, score in scores.items()}
-    for target in distillation.TARGETS:
+    for target, way in product(distillation.TARGETS, distillation.WAYS):
         with _progress(count) as bar:
-            for rollout in distillation.rollouts(count, figures.seed, teachers, target):
-                figures.add(target, rollout)
+            for rollout in distillation.rollouts(count, figures.seed, teachers, target, way):
+                figures.add(f"{target}, {way}", rollout)
                 results = [
                     f"{order} {rollout.reverse_kl[order]:.3f} nats, score {rollout.score[order]:.3f}"
                     for order in scores
                 ]
-                _log(bar, f"{target}: {'  '.join(results)}")
+                _log(bar, f"{target}, {way}: {'  '.join(results)}")
 
 
 def _progress(count: int) -> tqdm[Any]:

@@ -1,8 +1,8 @@
 """Options that patches declare as fields of a dataclass: checked by their types, and read from variables.
 
-The type of a field is ``bool``, ``int``, ``float``, ``str``, or ``tuple[X, ...]`` of these or of pairs
-``tuple[str, str]``. A field of any other type gets its value, or the text of its variable, as it is;
-``__post_init__`` may check it.
+The type of a field is ``bool``, ``int``, ``float``, ``str``, ``Literal``, or ``tuple[X, ...]`` of these or of
+pairs ``tuple[str, str]``, or a union of such types, of which the first that fits is taken. A field of any
+other type gets its value, or the text of its variable, as it is; ``__post_init__`` may check it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import MegatronRLPatchesError, PatchError
 
@@ -27,6 +28,7 @@ _SCALARS: dict[Any, tuple[Any, Any, str, str]] = {
     str: ((str, os.PathLike), os.fspath, "a string", "strings"),
     tuple[str, str]: (object, None, "", "pairs of strings"),
 }
+_UNIONS = (Union, UnionType)
 
 
 def field_types(options: Any) -> dict[str, Any]:
@@ -73,6 +75,13 @@ def items(text: str) -> tuple[str, ...]:
 
 
 def _converted(value: Any, kind: Any) -> Any:
+    if get_origin(kind) in _UNIONS:
+        for member in get_args(kind):
+            with suppress(TypeError):
+                return _converted(value, member)
+        raise TypeError
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise TypeError
     if get_origin(kind) is tuple:
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
             raise TypeError
@@ -92,6 +101,9 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def _parsed(text: str, kind: Any) -> object:
     """Parse the text; text that does not parse is returned unchanged and refused by the type check."""
+    if get_origin(kind) in _UNIONS:
+        parsed = (_parsed(text, member) for member in get_args(kind))
+        return next((value for value in parsed if value is not text), text)
     if kind is bool:
         return True if text.lower() in ON else False if text.lower() in OFF else text
     if kind in (int, float):
@@ -109,5 +121,9 @@ def _expected(kind: Any, many: str) -> str:
     """Say what a value of this type looks like; ``many`` has ``{}`` for the plural of a tuple's members."""
     if kind in _SCALARS:
         return _SCALARS[kind][2]
+    if get_origin(kind) in _UNIONS:
+        return " or ".join(_expected(member, many) for member in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     member = (get_args(kind) or (kind,))[0]
     return many.format(_SCALARS[member][3] if member in _SCALARS else member)

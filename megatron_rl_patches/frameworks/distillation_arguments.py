@@ -1,4 +1,4 @@
-"""slime's command line with ``--loss-type topk_opd_loss``."""
+"""slime's command line with ``--loss-type opd_loss``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import InvalidInputError
 
-LOSS_TYPE = "topk_opd_loss"
+LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
 
 _CONFLICTS = {

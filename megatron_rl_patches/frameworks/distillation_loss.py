@@ -1,18 +1,23 @@
-"""Top-k distillation as a custom loss of slime, OpenClaw-RL and miles; no patch is needed for it. ::
+"""Distillation as a custom loss of slime, OpenClaw-RL and miles; no patch is needed for it. ::
 
     --loss-type custom_loss
-    --custom-loss-function-path megatron_rl_patches.frameworks.distillation_loss.topk_opd_loss
+    --custom-loss-function-path megatron_rl_patches.frameworks.distillation_loss.opd_loss
 
-Per response token of this context-parallel rank, as these frameworks lay them out (zigzag), a batch has
-lists with one tensor per sample, on any device:
+For the response tokens of this context-parallel rank, as these frameworks lay them out (zigzag), a batch has
+lists with one value per sample, on any device. With the patch ``distillation`` they are:
 
-============================  ==========================================================  ================
-``teacher_topk_indices``      int64 ``[n, k]``, token ids; -100 for none                  from OpenClaw-RL
-``teacher_topk_log_probs``    float ``[n, k]``, of the teacher at these ids               from OpenClaw-RL
-``teacher_topk_tail``         float ``[n]``, log-probability of all other ids; optional   from the patch
-``old_topk_log_probs``        as the teacher's, of the policy that sampled; optional      from the patch
-``old_topk_tail``             likewise                                                    from the patch
-============================  ==========================================================  ================
+============================  ===========================================================================
+``opd_teachers``              a tuple of distributions: of a mixture one, else one for each teacher
+``opd_old``                   the distribution of the policy that sampled; not always needed
+============================  ===========================================================================
+
+Without these a batch has one teacher, as OpenClaw-RL passes it:
+
+============================  ===========================================================================
+``teacher_topk_indices``      int64 ``[n, k]``, token ids
+``teacher_topk_log_probs``    float ``[n, k]``, of the teacher at these ids
+``teacher_topk_tail``         float ``[n]``, log-probability of all other ids; optional
+============================  ===========================================================================
 """
 
 from __future__ import annotations
@@ -24,15 +29,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..losses.logits.topk import vocab_parallel_log_probs_at
-from ..losses.objectives.distillation import DistillationOptions, Tokens, per_token
+from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.objectives.topk_distribution import TopKDistribution, log1mexp
 from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of
 
-TEACHER, OLD = "teacher_topk", "old_topk"
-#: Keys that the loss reads from a batch; which of them are there depends on the framework.
-KEYS = (f"{TEACHER}_indices", *(f"{who}_{what}" for who in (TEACHER, OLD) for what in ("log_probs", "tail")))
+#: Keys that the patch adds to a batch.
+KEYS = TEACHERS, OLD = "opd_teachers", "opd_old"
+_IDS, _LOG_PROBS, _TAIL = "teacher_topk_indices", "teacher_topk_log_probs", "teacher_topk_tail"
 
 # The smallest tail that float32 can tell from 0, if it is one minus the sum of the stored probabilities.
 _SMALLEST_TAIL = 1e-7
@@ -40,52 +44,43 @@ _SMALLEST_TAIL = 1e-7
 _LARGEST_SUM = 1.05
 
 
-def topk_opd_loss(
+def opd_loss(
     args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the divergence between the student and a teacher of which k tokens and a tail are known.
+    """Return the divergence between the student and its teachers.
 
     Args:
         args: of the framework. Read are ``rollout_temperature``, ``qkv_format``, ``opd_divergence`` (the name
-            of a function in :mod:`..losses.objectives.divergences`; default ``"reverse_kl"``) and
-            ``opd_beta`` (of ``"jensen_shannon"``; default 0.5). A file given with ``--custom-config-path``
-            can set them.
+            of a function in :mod:`..losses.objectives.divergences`; default ``"reverse_kl"``), ``opd_beta``
+            (of ``"jensen_shannon"``; default 0.5), and of several teachers ``opd_teacher_weights``. A file
+            given with ``--custom-config-path`` can set them.
         batch: a microbatch of the framework, with the keys above.
         logits: ``[1, T, V / tp]`` (``thd``) or ``[B, S, V / tp]`` (``bshd``), of this rank.
         sum_of_sample_mean: the framework's reduction of values per local response token.
 
     Returns:
-        The loss with gradient, and detached scalars, as the framework's own losses: ``loss``, and the
-        probability of the tails, ``opd_student_tail`` and ``opd_teacher_tail``.
+        The loss with gradient, and detached scalars, as the framework's own losses: ``loss``, and for a top-k
+        the probability of the tails, ``opd_student_tail`` and ``opd_teacher_tail``.
 
     Raises:
         InvalidInputError: all-gather context parallelism, an entropy bonus, a batch without a teacher, or of
             other lengths. Before any collective.
     """
-    options = _options(args)
     layout, tp_group = layout_of(args, batch, logits)
-    device, lengths = logits.device, layout.local_lengths
-    teacher, is_known = _distribution(batch, TEACHER, lengths, device)
-    old, _ = _distribution(batch, OLD, lengths, device) if batch.get(f"{OLD}_log_probs") else (None, None)
-    if old is None and options.divergence == "importance_weighted_reverse_kl":
+    local = _local_batch(batch, layout, logits.device)
+    options = _options(args, len(local.teachers))
+    if local.old is None and options.divergence == "importance_weighted_reverse_kl":
         raise InvalidInputError(
-            f"opd_divergence is {options.divergence!r}, which needs {OLD}_log_probs in the batch: the patch "
-            "topk-distillation computes them; or choose another divergence"
+            f"opd_divergence is {options.divergence!r}, which needs {OLD} in the batch: the patch "
+            "distillation finds it; or choose another divergence"
         )
-    mask = torch.cat(layout.local_parts([mask.to(device) for mask in batch["loss_masks"]])) != 0
-    tokens = Tokens([teacher], old, mask & is_known)
-    log_probs_nk, tail_n = vocab_parallel_log_probs_at(
-        rows_of(logits, layout),
-        tokens.indices,
-        tp_group=tp_group,
-        rows=layout.response_rows,
-        temperature=temperature_of(args),
-        with_tail=True,
-    )
-    values_n3 = per_token(log_probs_nk, tail_n, tokens, options)
-    loss, student_tail, teacher_tail = map(sum_of_sample_mean, values_n3.unbind(1))
-    metrics = {"loss": loss, "opd_student_tail": student_tail, "opd_teacher_tail": teacher_tail}
-    return loss, {name: value.detach().clone() for name, value in metrics.items()}
+    local.check_for(options)
+    index = torch.arange(len(layout.response_rows), device=logits.device)
+    how = {"tp_group": tp_group, "temperature": temperature_of(args)}
+    values = comparison(layout.response_rows, index, local, options, how)(rows_of(logits, layout))
+    names = ("loss", "opd_student_tail", "opd_teacher_tail")
+    metrics = dict(zip(names, map(sum_of_sample_mean, values.unbind(1)), strict=False))
+    return metrics["loss"], {name: value.detach().clone() for name, value in metrics.items()}
 
 
 def layout_of(
@@ -124,7 +119,7 @@ def temperature_of(args: Any) -> float:
     return float(getattr(args, "rollout_temperature", 1.0))
 
 
-def _options(args: Any) -> DistillationOptions:
+def _options(args: Any, num_teachers: int) -> DistillationOptions:
     if getattr(args, "allgather_cp", False):
         raise InvalidInputError(
             "--allgather-cp: these frameworks cut teachers' log-probs in zigzag; leave the option out for "
@@ -132,15 +127,28 @@ def _options(args: Any) -> DistillationOptions:
         )
     if getattr(args, "entropy_coef", 0.0) != 0:
         raise InvalidInputError(
-            f"--entropy-coef is {args.entropy_coef}, but topk_opd_loss has no entropy bonus: set it to 0"
+            f"--entropy-coef is {args.entropy_coef}, but opd_loss has no entropy bonus: set it to 0"
         )
+    weights = getattr(args, "opd_teacher_weights", ()) if num_teachers > 1 else ()
     return DistillationOptions(
-        divergence=getattr(args, "opd_divergence", "reverse_kl"), beta=getattr(args, "opd_beta", 0.5)
+        divergence=getattr(args, "opd_divergence", "reverse_kl"),
+        beta=getattr(args, "opd_beta", 0.5),
+        teacher_weights=tuple(weights) or None,
     )
 
 
-def _distribution(
-    batch: Mapping[str, Any], who: str, lengths: Sequence[int], device: torch.device
+def _local_batch(batch: Mapping[str, Any], layout: SequenceLayout, device: torch.device) -> DistillationBatch:
+    """Return teachers, old policy and masks of the tokens of this context-parallel rank."""
+    masks = layout.local_parts([mask.to(device) for mask in batch["loss_masks"]])
+    if batch.get(TEACHERS):
+        return DistillationBatch(list(zip(*batch[TEACHERS], strict=True)), masks, batch.get(OLD) or None)
+    teacher, is_known = _stored_topk(batch, layout.local_lengths, device)
+    known = zip(masks, layout.split_responses(is_known), strict=True)
+    return DistillationBatch([teacher.split(layout.local_lengths)], [mask * is_in for mask, is_in in known])
+
+
+def _stored_topk(
+    batch: Mapping[str, Any], lengths: Sequence[int], device: torch.device
 ) -> tuple[TopKDistribution, Tensor]:
     """Return the distributions at all tokens of this rank, and a mask ``[n]`` of the tokens that have one.
 
@@ -148,17 +156,18 @@ def _distribution(
     and no tail. Such a token has no distribution. With k = 1 a teacher that is certain of id 0 looks the
     same, and counts as not having scored the token.
     """
-    if not batch.get(f"{who}_log_probs") or not batch.get(KEYS[0]):
+    if not batch.get(_LOG_PROBS) or not batch.get(_IDS):
         raise InvalidInputError(
-            f"the batch has no {KEYS[0]} and {who}_log_probs. OpenClaw-RL passes them with --distill-topk; "
-            "in slime the patch topk-distillation does, where it is selected in the workers' environment too"
+            f"the batch has neither {TEACHERS} nor {_IDS} and {_LOG_PROBS}. OpenClaw-RL passes these with "
+            "--distill-topk; the patch distillation passes the former, where it is selected in the workers' "
+            "environment too"
         )
-    indices = _local(batch, KEYS[0], lengths, device).long()
-    log_probs = _local(batch, f"{who}_log_probs", lengths, device).float()
+    indices = _local(batch, _IDS, lengths, device).long()
+    log_probs = _local(batch, _LOG_PROBS, lengths, device).float()
     log_sum = log_probs.logsumexp(1)
     is_known = log_sum.exp() <= _LARGEST_SUM
-    if batch.get(f"{who}_tail"):
-        tail = _local(batch, f"{who}_tail", lengths, device).float()
+    if batch.get(_TAIL):
+        tail = _local(batch, _TAIL, lengths, device).float()
     else:
         tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
         if indices.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""Scores of the student's top-k and of teachers at these ids, in slime's actor, before it trains.
+"""Distributions of student and teachers, in slime's actor, before it trains.
 
 Teachers are weights that the framework swaps into the actor's model, as its own reference is: there is no
 second model on the device. They are forwarded by the framework's own ``forward_only``, over the microbatches
@@ -9,25 +9,42 @@ cut.
 from __future__ import annotations
 
 import inspect
+import os
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .._chunks import unwrap
 from .._scoped import Scope, replaced
-from ..losses import TopKDistribution, mix_teachers, vocab_parallel_log_probs_at, vocab_parallel_topk
+from ..errors import InvalidInputError
+from ..inference.scoring.hidden_states import hidden_states_of, output_head
+from ..losses import (
+    FullDistribution,
+    OutputHead,
+    TopKDistribution,
+    mix_teachers,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from ..losses.objectives.distillation import Distribution
+from ..losses.output_layer import deferring
 from ..losses.sequences.responses import rows_of
 from .arguments import bind, call
-from .distillation_loss import KEYS, OLD, TEACHER, layout_of, temperature_of
+from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
-Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[TopKDistribution]]]
+#: The key of slime's rollout data with a name per sample: ``metadata["source_name"]``.
+SOURCES = "source_names"
+Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
 
 
-class TopKScorer:
-    """Scores student and teachers for an actor that is about to train.
+class TeacherScorer:
+    """Finds the distributions of student and teachers for an actor that is about to train.
 
     Args:
         actor: slime's, with its model and the weights that it swaps.
@@ -42,40 +59,83 @@ class TopKScorer:
 
     @contextmanager
     def scores_in(self, rollout_data: dict[str, Any], forward: Forward) -> Iterator[None]:
-        """Keep the keys that :func:`topk_opd_loss` reads in the rollout data until the block ends.
+        """Keep the keys that :func:`opd_loss` reads in the rollout data until the block ends.
 
         Args:
             rollout_data: of this data-parallel rank.
             forward: calls the framework's ``forward_only`` with a function of the logits; returns its results
                 per sample on the last pipeline stage, and nothing on the others.
+
+        Raises:
+            InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher
+                or an unknown one; on every rank, before any forward.
         """
+        _raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
+        names = rollout_data[SOURCES] if self.actor.args.opd_combine == "route" else None
         try:
-            old = forward(self._topk).get("topk")
-            if old is not None:
-                rollout_data[KEYS[0]] = [one.indices for one in old]
-                _store(rollout_data, OLD, old)
-            mixture = self._score_teachers(forward)
-            if mixture:
-                _store(rollout_data, TEACHER, mixture)
+            if old := self._old(forward):
+                rollout_data[OLD] = old
+            if teachers := self._teachers(forward, names):
+                rollout_data[TEACHERS] = teachers
             yield
         finally:
             for key in KEYS:
                 rollout_data.pop(key, None)
 
-    def _score_teachers(self, forward: Forward) -> list[TopKDistribution]:
-        """Return the mixture of all teachers for each sample; the actor's own weights are back afterwards."""
+    def _missing_teacher(self) -> str | None:
+        for name, path in self.actor.args.opd_teachers.items():
+            if _tag(name) not in self.actor.weights_backuper.backup_tags and not os.path.isdir(path):
+                return f"teacher {name!r}: {platform.node()} has no folder {path}; all nodes must see it"
+        return None
+
+    def _problem_with_routes(self, rollout_data: Mapping[str, Any]) -> str | None:
         args = self.actor.args
-        scored = []
+        if args.opd_combine != "route":
+            return None
+        names = rollout_data.get(SOURCES)
+        if names is None:
+            return f"opd_combine=route: the rollout has no {SOURCES}, which slime v0.3.1 and later pass on"
+        if unknown := sorted(set(names) - set(args.opd_teachers)):
+            return (
+                f"opd_combine=route: samples name {unknown}, and the teachers are "
+                f"{sorted(args.opd_teachers)}; "
+                'the metadata of each sample needs a "source_name" that is a teacher'
+            )
+        return None
+
+    def _old(self, forward: Forward) -> Sequence[Distribution]:
+        """Return the distributions of the policy that sampled, where the loss or the teachers need them."""
+        args = self.actor.args
+        if args.opd_top_k != "full":
+            return forward(self._topk).get("distributions", [])
+        if args.opd_divergence == "importance_weighted_reverse_kl":
+            return self._full(forward)
+        return []
+
+    def _teachers(self, forward: Forward, names: Sequence[str] | None) -> list[tuple[Distribution, ...]]:
+        """Return the teachers' distributions of each sample; the actor's own weights are back afterwards."""
+        args = self.actor.args
+        is_full = args.opd_top_k == "full"
+        scored: list[Sequence[Any]] = []
         try:
             for name, path in args.opd_teachers.items():
-                self._switch_to_teacher(f"opd_{name}", path)
-                scored.append(forward(self._at_ids).get("topk"))
+                self._switch_to_teacher(_tag(name), path)
+                one = self._full(forward) if is_full else forward(self._at_ids).get("distributions", [])
+                # Of a teacher only the samples are kept that are its own.
+                scored.append(
+                    one
+                    if names is None
+                    else [x if n == name else None for x, n in zip(one, names, strict=False)]
+                )
         finally:
             self.actor._switch_model(_ACTOR)
-        if not scored or scored[0] is None:
-            return []
+        samples = list(zip(*scored, strict=True))
+        if names is not None:
+            return [tuple(one for one in of_sample if one is not None) for of_sample in samples]
+        if args.opd_combine == "average":
+            return samples
         weights = list(args.opd_teacher_weights) or None
-        return [mix_teachers(teachers, weights) for teachers in zip(*scored, strict=True)]
+        return [(mix_teachers(of_sample, weights),) for of_sample in samples]
 
     def _switch_to_teacher(self, tag: str, path: str) -> None:
         """Put a teacher's weights into the model; they are read from disk when first needed.
@@ -92,16 +152,35 @@ class TopKScorer:
     def _topk(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
         topk = vocab_parallel_topk(rows_of(logits, layout), args.opd_top_k, **options)
-        return _collected(topk, layout.local_lengths, non_loss_data)
+        return _collected(topk.to("cpu").split(layout.local_lengths), logits, non_loss_data)
 
     def _at_ids(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
-        indices = torch.cat([ids.to(logits.device) for ids in self.batch[KEYS[0]]])
+        indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
         with torch.no_grad():
             log_probs, tail = vocab_parallel_log_probs_at(
                 rows_of(logits, layout), indices, with_tail=True, **options
             )
-        return _collected(TopKDistribution(indices, log_probs, tail), layout.local_lengths, non_loss_data)
+        topk = TopKDistribution(indices, log_probs, tail)
+        return _collected(topk.to("cpu").split(layout.local_lengths), logits, non_loss_data)
+
+    def _full(self, forward: Forward) -> list[FullDistribution]:
+        """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
+        chunks = [unwrap(chunk) for chunk in self.actor.model]
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(deferring(chunk))
+            hidden = forward(self._hidden).get("distributions", [])
+        if not hidden:
+            return []
+        # The model's own output layer is overwritten when the next weights are swapped in.
+        head = cast("OutputHead", output_head(self.actor.model)).to("cpu", copy=True)
+        return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+
+    def _hidden(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
+        layout, _ = layout_of(args, self.batch, logits)
+        hidden = hidden_states_of(rows_of(logits, layout), layout.response_rows).to("cpu")
+        return _collected(layout.split_responses(hidden), logits, non_loss_data)
 
     def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
         layout, tp_group = layout_of(args, self.batch, logits)
@@ -109,27 +188,37 @@ class TopKScorer:
         return layout, options
 
 
-def _collected(topk: TopKDistribution, lengths: Sequence[int], non_loss_data: bool) -> Any:
+def _tag(name: str) -> str:
+    """Return the name under which the framework keeps a teacher's weights."""
+    return f"opd_{name}"
+
+
+def _collected(samples: Sequence[Any], logits: Tensor, non_loss_data: bool) -> Any:
     """Return what ``forward_only`` collects: a list by sample, in host memory until its microbatch trains.
 
     Up to slime v0.2.2 ``forward_only`` calls Megatron with ``collect_non_loss_data`` and expects the list
     alone; later releases expect a loss before it.
     """
-    collected = {"topk": topk.to("cpu").split(lengths)}
-    return collected if non_loss_data else (torch.zeros((), device=topk.log_probs.device), collected)
+    collected = {"distributions": list(samples)}
+    return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
 
 
-def _store(rollout_data: dict[str, Any], who: str, samples: Sequence[TopKDistribution]) -> None:
-    rollout_data[f"{who}_log_probs"] = [sample.log_probs for sample in samples]
-    rollout_data[f"{who}_tail"] = [sample.tail_log_prob for sample in samples]
+def _raise_everywhere(problem: str | None) -> None:
+    """Raise :class:`InvalidInputError` on all ranks if one has a problem, so that none waits for another."""
+    problems: list[str | None] = [problem]
+    if dist.is_initialized():
+        problems = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    if found := next(filter(None, problems), None):
+        raise InvalidInputError(found)
 
 
 #: The actor that trains, from ``train_actor`` to the functions that it calls.
-scorer: Scope[TopKScorer] = Scope("topk_scorer")
+scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
 def train(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Score student and teachers, then train; by now slime has computed advantages and logged the rollout."""
+    """Forward student and teachers, then train. Before it, slime has logged the rollout."""
     current = scorer.get()
     if current is None:
         return wrapped(*args, **kwargs)
@@ -147,7 +236,7 @@ def train(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def get_batch(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a microbatch with the scores that the rollout data holds so far."""
+    """Return a microbatch with the distributions that the rollout data holds so far."""
     current = scorer.get()
     if current is None:
         return wrapped(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Generator
 from importlib import import_module
 from pathlib import Path
@@ -18,11 +20,7 @@ from ._rank_pool import Send
 def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     """Make the fork of the process that has collected the tests a rank of its own."""
     manager = session.config.pluginmanager
-    capture: Any = manager.getplugin("capturemanager")
-    # Forks share the position in the file that captures output, so each rank opens a file of its own.
-    sys.stdout.flush()
-    capture.stop_global_capturing()
-    capture.start_global_capturing()
+    _capture_output_alone(manager.getplugin("capturemanager"))
     manager.unregister(name="terminalreporter")
     manager.unregister(name="megatron-tests-conductor")
     manager.register(_Raised())
@@ -34,6 +32,21 @@ def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     _free_groups()
     # Some tests rely on an earlier test for this, since in Megatron's CI a process runs many files.
     utils().initialize_distributed()
+
+
+def _capture_output_alone(manager: Any) -> None:
+    """Capture the output of this rank in files of its own, as forks share the position in a file.
+
+    The objects ``sys.stdout`` and ``sys.stderr`` stay the same: modules that are imported already hold them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    capturing = manager._global_capturing
+    for stream in (capturing.out, capturing.err):
+        if hasattr(stream, "targetfd"):
+            with tempfile.TemporaryFile() as own:
+                os.dup2(own.fileno(), stream.tmpfile.fileno())
+            os.dup2(stream.tmpfile.fileno(), stream.targetfd)
 
 
 def do_nothing(*args: object, **kwargs: object) -> None:
@@ -59,7 +72,10 @@ def _correct_rank_numbers(rank: int) -> None:
 
 
 def _free_groups() -> None:
-    """Destroy the groups of a test with its model parallel state: each has threads of its own."""
+    """Make ``Utils.destroy_model_parallel`` destroy the groups that ``initialize_model_parallel`` has made.
+
+    Megatron's tests only forget them, and every group of gloo has threads of its own.
+    """
     from torch.distributed import destroy_process_group, distributed_c10d
 
     tools, groups = utils(), distributed_c10d._world.pg_map

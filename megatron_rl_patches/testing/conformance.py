@@ -167,23 +167,34 @@ def changes(results: Path | str, patches: str) -> list[Change]:
 def repeated_changes(
     checkout: Path | str, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
 ) -> list[Change]:
-    """Run tests whose verdict has changed once more, both ways, and return those that change again.
+    """Run the files of tests whose verdict has changed once more, both ways, and return what changes again.
 
-    A test that depends on timing, or on the tests before it, may give another verdict without any patch.
+    A test that depends on timing may give another verdict without any patch. So may one that depends on the
+    tests before it, of which a run with patches leaves out those that cannot run; here all of them run.
     """
-    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        results = Path(folder, "results")
-        for count in sorted({change.without.ranks for change in changed}):
-            only = [change.without.nodeid for change in changed if change.without.ranks == count]
+    again: list[Change] = []
+    for count in sorted({change.without.ranks for change in changed}):
+        nodeids = {change.without.nodeid for change in changed if change.without.ranks == count}
+        files = sorted({_file_of(nodeid) for nodeid in nodeids})
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            results = Path(folder, "results")
             for names in ("", patches):
-                deque(_run_only(checkout, only, count, names, results, hang_after), maxlen=0)
-        return changes(results, patches)
+                both = run(
+                    checkout, files, ranks=count, patches=names, results=results, hang_after=hang_after
+                )
+                deque(both, maxlen=0)
+            again += [change for change in changes(results, patches) if change.without.nodeid in nodeids]
+    return again
+
+
+def _file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def _run_only(
     checkout: Path | str, only: Collection[str], ranks: int, patches: str, results: Path, hang_after: float
 ) -> Iterator[Result]:
-    files = sorted({nodeid.partition("::")[0] for nodeid in only})
+    files = sorted({_file_of(nodeid) for nodeid in only})
     return run(
         checkout, files, ranks=ranks, patches=patches, results=results, only=only, hang_after=hang_after
     )

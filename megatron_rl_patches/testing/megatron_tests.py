@@ -152,7 +152,7 @@ class _Conductor:
         if report.outcome == "passed":
             return report
         message = _skip_reason(report) or _last_lines(report.longreprtext)
-        outcome, reason = _judged(report.outcome, message)
+        outcome, reason = _judged(report.outcome, message, self.ranks)
         if report.nodeid not in self._known:
             self._record(report.nodeid, outcome, reason, message, 0.0)
         if outcome == verdicts.NOT_RUNNABLE:
@@ -219,7 +219,7 @@ def _judge(
     if failed:
         rank, report = failed
         message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
-        outcome, reason = _judged("failed", message)
+        outcome, reason = _judged("failed", message, item.config.option.ranks)
         report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
         if outcome == verdicts.NOT_RUNNABLE:
             _make_skipped(report, item.path, f"{reason}: {message}")
@@ -247,7 +247,7 @@ def _judge(
     shown = by_rank[ran[0] if ran else 0]
     if ran:
         return verdicts.PASSED, "", "", shown
-    outcome, reason = _judged("skipped", skips[0])
+    outcome, reason = _judged("skipped", skips[0], item.config.option.ranks)
     return outcome, reason, skips[0], shown
 
 
@@ -258,8 +258,8 @@ def _innermost(stacks: str, lines: int) -> str:
     return "\n".join([first, *thread.splitlines()[1 : lines + 2]])
 
 
-def _judged(outcome: str, message: str) -> tuple[str, str]:
-    reason = verdicts.reason_of(message, skipped=outcome == verdicts.SKIPPED)
+def _judged(outcome: str, message: str, ranks: int) -> tuple[str, str]:
+    reason = verdicts.reason_of(message, skipped=outcome == verdicts.SKIPPED, ranks=ranks)
     return (verdicts.NOT_RUNNABLE if reason else outcome), reason
 
 

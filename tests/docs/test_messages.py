@@ -53,7 +53,7 @@ OBSERVED_IN = {
     "torch.OutOfMemoryError: CUDA out of memory": "torch, on a GPU; what is allocated is in docs/benchmarks",
     "one of the variables needed for gradient computation has been modified by an inplace operation": ""
     "torch; tests/frameworks/test_real_lean_loss.py",
-    "argument --loss-type: invalid choice: 'topk_opd_loss'": "argparse, with the choices of slime",
+    "argument --loss-type: invalid choice: 'opd_loss'": "argparse, with the choices of slime",
 }
 
 

@@ -20,7 +20,7 @@ import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import PatchError, Settings, activation, doctor
 from megatron_rl_patches import settings as settings_module
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.patches.topk_distillation import OPD_DIVERGENCES
+from megatron_rl_patches.patches.distillation import OPD_DIVERGENCES
 from megatron_rl_patches.settings import STRICT_VARIABLE, VARIABLE
 
 from .environments import FIRES, UNRELATED, Environment

@@ -39,7 +39,7 @@ ON_STAND_INS = {
     "test_reentry.py",
     "test_inference_roles.py",
     "test_lean_loss.py",
-    "test_topk_distillation.py",
+    "test_distillation.py",
 }
 
 

@@ -65,7 +65,7 @@ EXACT = (
     "test_calculate_log_probs_and_entropy_matches_unfused_reference_vocab_parallel",
 )
 ROUNDING = "5e-7"
-PATCHES = "all,topk-distillation"
+PATCHES = "all,distillation"
 
 
 def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:

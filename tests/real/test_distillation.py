@@ -24,7 +24,7 @@ WINDOW = 10
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def _distill(sizes: dict[str, int], target: str, folder: str, count: int) -> dict[str, Any]:
+def _distill(sizes: dict[str, int], target: str, way: str, folder: str, count: int) -> dict[str, Any]:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
         from megatron_rl_patches.demo import distillation, policy, teachers
 
@@ -32,7 +32,7 @@ def _distill(sizes: dict[str, int], target: str, folder: str, count: int) -> dic
         with _attention_for_context_parallelism(policy):
             pool = teachers.Teachers(Path(folder), 0)
             scores = distillation.scores_of_teachers(pool, 0)
-            rollouts = list(distillation.rollouts(count, 0, pool, target))
+            rollouts = list(distillation.rollouts(count, 0, pool, target, way))
         return {
             "teachers": scores,
             "reverse KL": {order: [r.reverse_kl[order] for r in rollouts] for order in scores},
@@ -56,8 +56,8 @@ def _attention_for_context_parallelism(policy: Any) -> Iterator[None]:
         yield
 
 
-def run(sizes: dict[str, int], target: str, folder: str, count: int) -> dict[str, Any]:
-    ranks = spawn_ranks(_distill, 2, sizes, target, folder, count, timeout=580)
+def run(sizes: dict[str, int], target: str, way: str, folder: str, count: int) -> dict[str, Any]:
+    ranks = spawn_ranks(_distill, 2, sizes, target, way, folder, count, timeout=580)
     assert ranks[0] == ranks[1]
     return ranks[0]
 

@@ -10,6 +10,7 @@ import torch
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.live_bytes import live_bytes
 from tests.real.small_models import by_speed
 from tests.real.test_scoring import (
     LAYOUTS,
@@ -74,7 +75,12 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         ):
             with pytest.raises(InvalidInputError, match=message):
                 forward_topk(student, microbatches(), at=None if ids is None else spoil(ids))
+        before = live_bytes()
         hidden = forward_hidden_states(teacher, microbatches(), progress=False)
+        # Nothing of a microbatch is left but the results: h numbers for each response token.
+        assert live_bytes() - before == sum(
+            4 * len(hidden_lh) * teacher[-1].config.hidden_size for hidden_lh in hidden or ()
+        )
         if own is None:
             assert of_teacher is None and hidden is None
             return None

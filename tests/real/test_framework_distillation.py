@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -40,15 +41,20 @@ def _responses(samples: list[Tensor]) -> list[Tensor]:
     return [sample[-response - 1 : -1] for sample, response in zip(samples, RESPONSES, strict=True)]
 
 
-def _dense(student: list[Tensor], teachers: list[list[Tensor]], masks: list[Tensor]) -> Tensor:
+def _dense(
+    student: list[Tensor], teachers: list[list[Tensor]], masks: list[Tensor], top_k: int | str
+) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for sample, (rows, mask) in enumerate(zip(_responses(student), masks, strict=True)):
         p = (rows / TEMPERATURE).softmax(1)
         q = [(_responses(teacher)[sample] / TEMPERATURE).softmax(1) for teacher in teachers]
         mixed = sum(w / sum(WEIGHTS) * one for w, one in zip(WEIGHTS, q, strict=True))
-        ids = rows.topk(K).indices
-        p_k, q_k = ((torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, True)], 1)) for x in (p, mixed))
-        kl = (p_k * (p_k / q_k).log()).sum(1)
+        if top_k != "full":
+            ids = rows.topk(int(top_k)).indices
+            p, mixed = (
+                torch.cat([x.gather(1, ids), 1 - x.gather(1, ids).sum(1, True)], 1) for x in (p, mixed)
+            )
+        kl = (p * (p / mixed).log()).sum(1)
         total = total + (kl * mask).sum() / mask.sum().clamp(min=1)
     return total
 
@@ -58,20 +64,20 @@ def _masks() -> list[Tensor]:
     return [torch.rand(n, generator=generator) < 0.7 for n in RESPONSES]
 
 
-def _sharded() -> dict[str, float]:
+def _sharded(top_k: int | str) -> dict[str, float]:
     with cpu_backend():
         import torch.distributed as dist
         from megatron.core import parallel_state
 
-        from megatron_rl_patches.frameworks.distillation_loss import layout_of, topk_opd_loss
-        from megatron_rl_patches.frameworks.distillation_teachers import TopKScorer
-        from megatron_rl_patches.losses import mix_teachers
+        from megatron_rl_patches.frameworks.distillation_loss import layout_of, opd_loss
+        from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
+        from megatron_rl_patches.losses import FullDistribution, OutputHead, deferred_logits, mix_teachers
 
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
         cp = parallel_state.get_context_parallel_rank(), 2
         tp = parallel_state.get_tensor_model_parallel_rank(), 2
         masks = _masks()
-        args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=K)
+        args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)
         batch: dict[str, Any] = {
             "total_lengths": TOTALS,
             "response_lengths": RESPONSES,
@@ -86,20 +92,29 @@ def _sharded() -> dict[str, float]:
             parts = zip(x.split([len(mask) for mask in local]), local, masks, strict=True)
             return torch.stack([(a * m).sum() / mask.sum().clamp(min=1) for a, m, mask in parts]).sum()
 
-        scorer = TopKScorer(SimpleNamespace(args=args))
+        scorer = TeacherScorer(SimpleNamespace(args=args))
         scorer.batch = batch
-        old = scorer._topk(logits.detach(), args=args)[1]["topk"]
-        batch["teacher_topk_indices"] = [one.indices for one in old]
-        scored = [scorer._at_ids(_on_this_rank(_full(seed), cp, tp), args=args)[1]["topk"] for seed in (1, 2)]
-        mixed = [mix_teachers(of_sample, WEIGHTS) for of_sample in zip(*scored, strict=True)]
-        batch["teacher_topk_log_probs"] = [one.log_probs for one in mixed]
-        batch["teacher_topk_tail"] = [one.tail_log_prob for one in mixed]
-        loss, _ = topk_opd_loss(args, batch, logits, sum_of_sample_mean)
+        # Of this output layer the logits are the hidden states.
+        layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp[0]]
+        scored: list[Any] = []
+        if top_k != "full":
+            batch["opd_old"] = scorer._topk(logits.detach(), args=args)[1]["distributions"]
+        for seed in (1, 2):
+            if top_k == "full":
+                hidden = deferred_logits(_on_this_rank(_full(seed), cp, (0, 1)), layer)
+                found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
+                scored.append([FullDistribution.of(hidden_lh, head) for hidden_lh in found])
+            else:
+                teacher = _on_this_rank(_full(seed), cp, tp)
+                scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])
+        pairs = zip(*scored, strict=True)
+        batch["opd_teachers"] = [(mix_teachers(of_sample, WEIGHTS),) for of_sample in pairs]
+        loss, _ = opd_loss(args, batch, logits, sum_of_sample_mean)
         loss.backward()
         assert logits.grad is not None
 
         leaves = [sample.requires_grad_() for sample in _full(0)]
-        dense = _dense(leaves, [_full(1), _full(2)], masks)
+        dense = _dense(leaves, [_full(1), _full(2)], masks, top_k)
         gradients = list(torch.autograd.grad(dense, leaves))
         total = loss.detach().clone()
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
@@ -110,8 +125,9 @@ def _sharded() -> dict[str, float]:
         }
 
 
-def test_scores_loss_and_gradient_are_the_dense_ones() -> None:
-    for errors in spawn_ranks(_sharded, 4, timeout=120):
+@pytest.mark.parametrize("top_k", [K, "full"])
+def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
+    for errors in spawn_ranks(_sharded, 4, top_k, timeout=120):
         # What the framework keeps of the teachers is float32 where its logits are; here the loss makes it so.
         assert errors["loss"] < 1e-6
         assert errors["gradient"] < 1e-5

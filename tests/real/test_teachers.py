@@ -44,8 +44,10 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
     with cpu_backend():
         from megatron_rl_patches.inference import (
             TeacherPool,
+            estimate_memory,
             forward_log_probs,
             load_inference_checkpoint,
+            memory_report,
             output_head,
         )
         from tests.real import checkpoints, tiny_gpt
@@ -91,6 +93,12 @@ def _compare(sizes: dict[str, Any], folder: str) -> None:
         before = live_bytes()
         heads = {name: pool.head(name) for name in TEACHERS}
         assert live_bytes() - before == pool.head_bytes
+        [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
+        assert estimated.with_teachers.device.teacher_heads == pool.head_bytes
+        assert estimated.with_teachers.host.teachers == pool.host_bytes
+        reported = memory_report(pool=pool).teachers
+        assert reported is not None
+        assert (reported.weights, reported.heads) == (pool.host_bytes, pool.head_bytes)
         for name, head in heads.items():
             with pool.use(name) as model:
                 own = output_head(model)

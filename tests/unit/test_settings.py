@@ -64,9 +64,10 @@ def test_is_a_frozen_value() -> None:
         ("inference_roles", "teacher", "a tuple of strings"),
         ("inference_roles", None, "a tuple of strings"),
         ("inference_roles", [None], "a tuple of strings"),
-        ("opd_top_k", "64", "an integer"),
-        ("opd_top_k", 64.0, "an integer"),
-        ("opd_top_k", True, "an integer"),
+        ("opd_top_k", "64", "an integer or 'full'"),
+        ("opd_top_k", 64.0, "an integer or 'full'"),
+        ("opd_top_k", True, "an integer or 'full'"),
+        ("opd_combine", "mean", "'mixture' or 'average' or 'route'"),
         ("opd_divergence", None, "a string"),
         ("opd_teachers", [("a",)], "a tuple of pairs of strings"),
         ("opd_teachers", [("a", "/a", "/b")], "a tuple of pairs of strings"),
@@ -118,7 +119,7 @@ def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("opd_top_k", 0, "opd_top_k=0: expected at least 1"),
+        ("opd_top_k", 0, "opd_top_k=0: expected at least 1, or full"),
         ("opd_divergence", "kl", "opd_divergence='kl': expected one of reverse_kl"),
         ("opd_teachers", [("a", "/b"), ("a", "/c")], "expected distinct names"),
         ("opd_teachers", [("a", "")], "each with a path"),
@@ -127,6 +128,14 @@ def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
 def test_values_out_of_range(option: str, value: Any, message: str) -> None:
     with pytest.raises(PatchError, match=message):
         Settings(**{option: value})
+
+
+def test_values_that_do_not_go_together() -> None:
+    with pytest.raises(PatchError, match="is over k ids"):
+        Settings(opd_top_k="full", opd_divergence="generalized_kl")
+    with pytest.raises(PatchError, match="not for opd_combine=route"):
+        Settings(opd_combine="route", opd_teachers={"a": "/a"}, opd_teacher_weights=(1.0,))
+    assert Settings(opd_top_k="full", opd_combine="route").opd_top_k == "full"
 
 
 # --- variables
@@ -140,6 +149,7 @@ def test_from_the_environment() -> None:
         "MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES": "1024",
         "MEGATRON_RL_PATCHES_LEAN_HEAD_KEEP_BYTES": "2048",
         "MEGATRON_RL_PATCHES_OPD_TOP_K": " 32 ",
+        "MEGATRON_RL_PATCHES_OPD_COMBINE": "average",
         "MEGATRON_RL_PATCHES_OPD_DIVERGENCE": "forward_kl",
         "MEGATRON_RL_PATCHES_OPD_TEACHERS": "math=/teachers/math, code = /teachers/a=b",
         "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "2,0.5",
@@ -152,6 +162,7 @@ def test_from_the_environment() -> None:
         lean_head_tile_bytes=1024,
         lean_head_keep_bytes=2048,
         opd_top_k=32,
+        opd_combine="average",
         opd_divergence="forward_kl",
         opd_teachers=(("math", "/teachers/math"), ("code", "/teachers/a=b")),
         opd_teacher_weights=(2.0, 0.5),
@@ -169,8 +180,9 @@ def test_switches(text: str, strict: bool) -> None:
     ("option", "value", "expected"),
     [
         ("STRICT", "maybe", "1 or 0"),
-        ("OPD_TOP_K", "many", "an integer"),
-        ("OPD_TOP_K", "1.5", "an integer"),
+        ("OPD_TOP_K", "many", "an integer or 'full'"),
+        ("OPD_COMBINE", "sum", "'mixture' or 'average' or 'route'"),
+        ("OPD_TOP_K", "1.5", "an integer or 'full'"),
         ("OPD_TEACHERS", "/teachers/math", "pairs of strings, separated by commas"),
         ("OPD_TEACHER_WEIGHTS", "half", "numbers, separated by commas"),
     ],

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ..._chunks import unwrap
 from ...errors import InvalidInputError
 from .model import GPTDescription, ParallelSizes
 
@@ -33,14 +34,31 @@ class Parameter(NamedTuple):
     dtype: str
     #: Its gradients are reduced over the expert-data-parallel group (Megatron: ``allreduce`` is False).
     expert: bool
+    #: It belongs to the output layer, or is the embedding that serves as one.
+    head: bool = False
 
 
 def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
     """Return the parameters of a real model chunk, in the order of ``chunk.parameters()``."""
+    heads = _output_layer_of(unwrap(chunk))
     return [
-        Parameter(p.numel(), str(p.dtype).removeprefix("torch."), not getattr(p, "allreduce", True))
+        Parameter(
+            p.numel(),
+            str(p.dtype).removeprefix("torch."),
+            not getattr(p, "allreduce", True),
+            any(p is head for head in heads),
+        )
         for p in chunk.parameters()
     ]
+
+
+def _output_layer_of(model: Any) -> list[torch.nn.Parameter]:
+    layer = getattr(model, "output_layer", None)
+    if layer is None:
+        return []
+    own: list[torch.nn.Parameter] = list(layer.parameters())
+    is_shared = getattr(layer, "weight", None) is None
+    return [*own, model.shared_embedding_or_output_weight()] if is_shared else own
 
 
 @functools.cache

@@ -76,6 +76,7 @@ def estimate_memory(
     dtype: str = "bf16",
     optimizer: OptimizerSettings | None = None,
     teachers: int = 0,
+    teacher_heads: bool = False,
     **description: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training beside teachers.
@@ -93,6 +94,8 @@ def estimate_memory(
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         optimizer: Adam's settings; by default neither distributed nor offloaded.
         teachers: models of the same shape in the pool.
+        teacher_heads: the output layers of all of them are on the device as well, as
+            :meth:`.TeacherPool.head` keeps them.
 
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
@@ -104,7 +107,8 @@ def estimate_memory(
     parallel = parallel or ParallelSizes.from_config(model)
     optimizer = optimizer or OptimizerSettings()
     stages = enumerate(_parameters(model, parallel, dtype, description))
-    return MemoryEstimate(tuple(_stage(*stage, parallel, optimizer, teachers) for stage in stages))
+    heads = teachers if teacher_heads else 0
+    return MemoryEstimate(tuple(_stage(*stage, parallel, optimizer, teachers, heads) for stage in stages))
 
 
 def _parameters(
@@ -140,11 +144,14 @@ def _stage(
     parallel: ParallelSizes,
     optimizer: OptimizerSettings,
     teachers: int,
+    heads: int,
 ) -> StageEstimate:
     training = sum((training_memory(chunk, parallel, optimizer) for chunk in chunks), RankMemory())
     parameters = [parameter for chunk in chunks for parameter in chunk]
-    weights = sum(p.numel * ITEM_SIZES[SHORT_NAMES[p.dtype]] for p in parameters)
-    pool = RankMemory(Memory(teachers=weights if teachers else 0), Memory(teachers=teachers * weights))
+    sizes = [(p.numel * ITEM_SIZES[SHORT_NAMES[p.dtype]], p.head) for p in parameters]
+    weights, head = sum(size for size, _ in sizes), sum(size for size, is_head in sizes if is_head)
+    on_device = Memory(teachers=weights if teachers else 0, teacher_heads=heads * head)
+    pool = RankMemory(on_device, Memory(teachers=teachers * weights))
     return StageEstimate(
         stage=number,
         dense_parameters=sum(p.numel for p in parameters if not p.expert),

@@ -58,6 +58,7 @@ class Memory:
         main_gradients: copies of the gradients in fp32 for Adam, if the buffers are not in fp32. They exist
             from ``step()`` to the next ``zero_grad()``, so also while a teacher scores.
         teachers: parameters of models that only score.
+        teacher_heads: output layers that stay when another teacher takes the model.
     """
 
     parameters: int = 0
@@ -67,6 +68,7 @@ class Memory:
     exp_avg: int = 0
     exp_avg_sq: int = 0
     teachers: int = 0
+    teacher_heads: int = 0
 
     @property
     def total(self) -> int:
@@ -99,8 +101,9 @@ def training_memory(
     """Return the memory of one model chunk in DDP with Adam, after its first step."""
     # DDP has a buffer for each dtype, and others for experts.
     buffers: dict[tuple[str, bool], list[int]] = {}
-    for numel, dtype, expert in chunk:
-        buffers.setdefault((SHORT_NAMES[dtype], expert), []).append(numel)
+    for parameter in chunk:
+        key = SHORT_NAMES[parameter.dtype], parameter.expert
+        buffers.setdefault(key, []).append(parameter.numel)
     total = RankMemory()
     for (dtype, expert), numels in buffers.items():
         replicas = parallel.expert_replicas if expert else parallel.replicas

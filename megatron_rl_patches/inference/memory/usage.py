@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+
+if TYPE_CHECKING:
+    from ..teachers.pool import TeacherPool
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,27 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
+class TeacherMemory:
+    """What a :class:`.TeacherPool` holds on this rank, in bytes.
+
+    Attributes:
+        count: number of teachers.
+        weights: their weights in host memory.
+        heads: the output layers that it keeps, on the device unless asked for elsewhere.
+    """
+
+    count: int
+    weights: int
+    heads: int
+
+
+@dataclass(frozen=True)
 class MemoryReport:
     """Device memory (``None`` in a process that does not use CUDA) and host memory; ``str()`` is one line."""
 
     device: DeviceMemory | None
     host: HostMemory
+    teachers: TeacherMemory | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return nested dicts, for JSON."""
@@ -58,6 +77,9 @@ class MemoryReport:
     def __str__(self) -> str:
         rss, available, total = map(_gib, asdict(self.host).values())
         host_text = f"host: {rss} in this process, {available} of {total} free"
+        if self.teachers is not None:
+            weights, heads = _gib(self.teachers.weights), _gib(self.teachers.heads)
+            host_text += f"; {self.teachers.count} teachers: {weights} in host memory, output layers {heads}"
         if self.device is None:
             return host_text
         index, *sizes = asdict(self.device).values()
@@ -68,22 +90,24 @@ class MemoryReport:
         )
 
 
-def memory_report(device: int | None = None) -> MemoryReport:
+def memory_report(device: int | None = None, *, pool: TeacherPool | None = None) -> MemoryReport:
     """Measure device and host memory now. Takes well under a millisecond and starts no collective.
 
     Host memory is covered (THUDM/slime#1764), as the kernel kills a process with too many teachers there.
-    ``device`` is the index of a CUDA device; by default the current one.
+    ``device`` is the index of a CUDA device; by default the current one. Of a ``pool`` of teachers the report
+    says what it holds.
     """
+    teachers = None if pool is None else TeacherMemory(len(pool), pool.host_bytes, pool.head_bytes)
     machine = psutil.virtual_memory()
     host = HostMemory(psutil.Process().memory_info().rss, machine.available, machine.total)
     # A call of the driver would create a CUDA context of some hundred MiB in a process without one.
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-        return MemoryReport(None, host)
+        return MemoryReport(None, host, teachers)
     index = torch.cuda.current_device() if device is None else device
     allocated, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
     reserved = torch.cuda.memory_reserved(index)
     free, total = torch.cuda.mem_get_info(index)
-    return MemoryReport(DeviceMemory(index, allocated, peak, reserved, free, total), host)
+    return MemoryReport(DeviceMemory(index, allocated, peak, reserved, free, total), host, teachers)
 
 
 def _gib(size: int) -> str:

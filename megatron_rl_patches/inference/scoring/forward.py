@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..._chunks import as_chunks, unwrap
 from ...errors import InvalidInputError
 from ...losses import (
-    DeferredLogits,
-    OutputHead,
     TopKDistribution,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.output_layer import is_column_parallel
+from .hidden_states import hidden_states_of
 from .microbatches import Microbatch
 from .schedule import Forward, Group, forward_only, vocabulary_of
 
@@ -209,12 +206,7 @@ def forward_hidden_states(
     """
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        if not isinstance(logits_tv, DeferredLogits) or logits_tv.divisor != 1 or not logits_tv.is_deferred:
-            raise InvalidInputError(
-                "the model's logits are not the product of hidden states with Megatron's own output layer, "
-                "so that hidden states do not say what they are: use forward_topk."
-            )
-        return (logits_tv[batch.layout.response_rows].hidden_states(),)  # type: ignore[attr-defined]
+        return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
     samples = forward_only(
         model,
@@ -226,28 +218,6 @@ def forward_hidden_states(
         progress=progress,
     )
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
-
-
-def output_head(model: Model) -> OutputHead | None:
-    """Return this rank's part of a model's output layer; ``None`` on stages other than the last.
-
-    It is the model's own memory, not a copy: see :meth:`.TeacherPool.head` for teachers that are swapped.
-
-    Raises:
-        InvalidInputError: the output layer is not Megatron's own.
-    """
-    chunk = unwrap(as_chunks(model)[-1])
-    if not getattr(chunk, "post_process", True):
-        return None
-    layer = getattr(chunk, "output_layer", None)
-    if layer is None or not is_column_parallel(layer):
-        raise InvalidInputError(
-            f"the output layer of {type(chunk).__name__} is {type(layer).__name__}. Expected: Megatron's "
-            "ColumnParallelLinear."
-        )
-    weight = chunk.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
-    bias = None if layer.skip_bias_add or layer.bias is None else layer.bias.detach()
-    return OutputHead(weight.detach(), bias)
 
 
 def _problem_with_ids(

@@ -157,8 +157,8 @@ class TeacherPool:
 
         Args:
             name: the teacher.
-            device: where it is kept from the first call on; by default that of the model. From host memory a
-                loss brings it to the device for the length of its call.
+            device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
+                loss brings one tile's part at a time to the device.
 
         Returns:
             This rank's part; ``None`` on pipeline stages other than the last.
@@ -168,12 +168,17 @@ class TeacherPool:
         """
         copy = self._teacher(name)
         if copy not in self._heads:
-            from ..scoring.forward import output_head
+            from ..scoring.hidden_states import output_head
 
             with self.use(name) as model:
                 head = output_head(model)
                 self._heads[copy] = None if head is None else head.to(device or head.weight.device, copy=True)
         return self._heads[copy]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights of all teachers, in host memory."""
+        return sum(copy.nbytes for copy in set(self._teachers.values()))
 
     @property
     def head_bytes(self) -> int:

@@ -49,8 +49,9 @@ def deferred_logits(
         hidden: ``[..., h]``, what the output layer would get: with ``sequence_parallel`` this rank's part of
             the first dimension.
         weight: ``[V / tp, h]``, in the dtype of ``hidden``: this rank's rows of the output layer. It may be
-            frozen, and it may be that of the embedding.
-        bias: ``[V / tp]``.
+            frozen, and it may be that of the embedding. Where nothing has a gradient it may stay in host
+            memory, from where the losses bring one tile's part at a time to the device of ``hidden``.
+        bias: ``[V / tp]``, where the weight is.
         tp_group: ranks that hold the other rows of the weight. The gradient of ``hidden`` is summed over
             them; the losses need the group as well.
         sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
@@ -69,7 +70,12 @@ def deferred_logits(
     options = TileOptions(tile_bytes, keep_bytes)
     _check(hidden, weight, bias, tp_group, sequence_parallel, options)
     whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
-    return defer(whole, weight, bias, options, lambda: torch.nn.functional.linear(whole, weight, bias))
+
+    def product() -> Tensor:
+        there = [None if tensor is None else tensor.to(whole.device) for tensor in (weight, bias)]
+        return torch.nn.functional.linear(whole, *there)  # type: ignore[arg-type]
+
+    return defer(whole, weight, bias, options, product)
 
 
 def _check(
@@ -87,11 +93,13 @@ def _check(
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InvalidInputError(f"bias is {list(bias.shape)}, expected {list(weight.shape[:1])}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and (tensor.dtype, tensor.device) != (hidden.dtype, hidden.device):
+    inputs = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    has_gradient = hidden.requires_grad or any(tensor.requires_grad for tensor in inputs.values())
+    for name, tensor in inputs.items():
+        if tensor.dtype != hidden.dtype or (has_gradient and tensor.device != hidden.device):
             raise InvalidInputError(
                 f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
-                "hidden is"
+                "hidden is; another device is possible where nothing requires a gradient"
             )
     check_group(tp_group)
     if sequence_parallel and tp_group is None:

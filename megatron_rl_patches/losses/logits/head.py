@@ -67,8 +67,9 @@ class HeadLogits:
 
     Attributes:
         hidden: ``[T, h]``.
-        weight: ``[V / tp, h]``, this rank's part of the output layer.
-        bias: ``[V / tp]``.
+        weight: ``[V / tp, h]``, this rank's part of the output layer. Where nothing has a gradient it may be
+            on another device than the hidden states, which gets one tile's part of it at a time.
+        bias: ``[V / tp]``, where the weight is.
         index: the ``n`` selected rows; a row may occur more than once.
         block_bytes: see :class:`.SelectedRows`.
         inplace_backward: the caller's option. It has no effect, since there are no logits to overwrite.
@@ -136,13 +137,13 @@ class HeadLogits:
         return (*self.inputs, index), restore
 
     def tiles(self) -> Iterator[Tile]:
-        hidden_nh, weight = self._selected_hidden(), self.weight.detach()
-        bias = None if self.bias is None else self.bias.detach()
+        hidden_nh = self._selected_hidden()
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
         left = self.options.keep_bytes if self.keeps_tiles else 0
         for columns in column_ranges:
+            weight, bias = self.columns(columns)
             for rows in row_ranges:
                 shape = rows.stop - rows.start, columns.stop - columns.start
                 place = rows.start, columns.start
@@ -155,19 +156,22 @@ class HeadLogits:
                         buffer = hidden_nh.new_empty(size) if buffer is None else buffer
                         logits = buffer[: shape[0] * shape[1]].view(shape)
                     if bias is None:
-                        torch.mm(hidden_nh[rows], weight[columns].T, out=logits)
+                        torch.mm(hidden_nh[rows], weight.T, out=logits)
                     else:
-                        torch.addmm(bias[columns], hidden_nh[rows], weight[columns].T, out=logits)
+                        torch.addmm(bias, hidden_nh[rows], weight.T, out=logits)
                 selected = SelectedRows(
                     logits, slice(0, shape[0]), self.block_bytes, num_logits=self.n * self.width
                 )
                 yield Tile(selected, rows, columns)
 
     def part(self, rows: slice, columns: slice) -> Tensor:
-        hidden, weight = self._selected_hidden()[rows], self.weight.detach()[columns]
-        return torch.nn.functional.linear(
-            hidden, weight, None if self.bias is None else self.bias.detach()[columns]
-        )
+        return torch.nn.functional.linear(self._selected_hidden()[rows], *self.columns(columns))
+
+    def columns(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of some columns, on the device of the hidden states."""
+        weight = self.weight.detach()[columns].to(self.device, non_blocking=True)
+        bias = None if self.bias is None else self.bias.detach()[columns]
+        return weight, None if bias is None else bias.to(self.device, non_blocking=True)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         sums = _Gradients(self, self._selected_hidden(), needed)
@@ -276,11 +280,13 @@ class _SumOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: HeadLogits, *inputs: Tensor | None) -> Tensor:
         hidden_h = head._selected_hidden().sum(0, dtype=head.dtype)
-        weight_h = head.weight.detach().sum(0, dtype=head.dtype)
+        weight_h = head.weight.detach().sum(0, dtype=head.dtype).to(head.device)
         tensors, ctx.restore = head.saved()
         ctx.save_for_backward(*tensors, hidden_h, weight_h)
         total = hidden_h @ weight_h
-        return total if head.bias is None else total + head.n * head.bias.detach().sum(dtype=head.dtype)
+        if head.bias is not None:
+            total = total + head.n * head.bias.detach().sum(dtype=head.dtype).to(head.device)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

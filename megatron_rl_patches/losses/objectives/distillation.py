@@ -214,9 +214,7 @@ def make_distillation_loss_func(
     batch.check_for(options)
     divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
     how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
-    compare = (
-        full_comparison(layout, batch, options, how) if batch.is_full else _topk(layout, batch, options, how)
-    )
+    compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
 
     def loss_func(logits: Tensor) -> LossAndCount:
         values = layout.gather_responses(compare(rows_of(logits, layout)), cp_group)
@@ -226,14 +224,23 @@ def make_distillation_loss_func(
     return checkpointed(loss_func, enabled=recompute)
 
 
-def _topk(
-    layout: SequenceLayout, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
+def comparison(
+    rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits ``[rows, V / tp]`` to what :func:`per_token` returns."""
-    tokens = Tokens.of(batch, layout.response_rows.device, layout.response_index)
+    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens.
+
+    It returns ``[n, 1]`` for full distributions, and for a top-k what :func:`per_token` returns.
+
+    Args:
+        rows: ``[n]``, the tokens' rows of the logits.
+        index: ``[n]``, the tokens' positions in the concatenation of all responses of the batch.
+        how: ``tp_group``, ``temperature`` and ``inplace_backward``.
+    """
+    if batch.is_full:
+        return full_comparison(rows, index, batch, options, how)
+    tokens = Tokens.of(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
-        rows = layout.response_rows
         log_probs_nk, tail_n = vocab_parallel_log_probs_at(
             logits, tokens.indices, rows=rows, with_tail=True, **how
         )

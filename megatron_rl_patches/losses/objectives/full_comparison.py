@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..logits.divergence import FullDivergence
-from ..sequences.layout import SequenceLayout
 from .full_distribution import FullDistribution
 from .full_vocabulary import full_vocabulary_divergence
 from .teachers import normalize_weights
@@ -19,17 +18,14 @@ if TYPE_CHECKING:
 
 
 def full_comparison(
-    layout: SequenceLayout, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
+    rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
 ) -> Callable[[Tensor], Tensor]:
-    """Return the function from logits ``[rows, V / tp]`` to the divergence of each token, ``[n, 1]``.
+    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens, ``[n, 1]``.
 
     Samples of the same teachers are compared together. Masked tokens are not compared. Hidden states go to
-    the device of the logits when the function is called.
-
-    Args:
-        how: further arguments of :func:`.full_vocabulary_divergence`.
+    the device of the logits when the function is called. The arguments are those of :func:`.comparison`.
     """
-    index, device = layout.response_index.cpu(), layout.response_rows.device
+    index, device = index.cpu(), rows.device
     counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
     needs_old = options.divergence == "importance_weighted_reverse_kl"
     old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if needs_old else None
@@ -52,7 +48,7 @@ def full_comparison(
                 beta=options.beta,
                 teacher_weights=teacher.weights,
                 old=old_logits,
-                rows=layout.response_rows[places.to(device)],
+                rows=rows[places.to(device)],
                 **how,
             )
             if total is None:

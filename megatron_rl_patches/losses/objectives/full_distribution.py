@@ -103,6 +103,11 @@ class FullDistribution:
         return [FullDistribution(part, self.heads, self.weights) for part in parts]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the hidden states; those of the output layers are :attr:`OutputHead.nbytes`."""
+        return sum(hidden.nbytes for hidden in self.hidden)
+
+    @property
     def source(self) -> tuple[object, ...]:
         """What two objects have in common if they are of the same teachers."""
         return *map(id, self.heads), *self.weights
@@ -120,10 +125,12 @@ class FullDistribution:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FullDistribution:
-        """Return a copy on the device, output layers included, or tensors that are there already."""
+        """Return a copy whose hidden states are on the device. The output layers stay where they are.
+
+        A loss brings one tile's part of an output layer at a time to the device of the hidden states.
+        """
         hidden = tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self.hidden)
-        heads = tuple(head.to(device, non_blocking=non_blocking) for head in self.heads)
-        return FullDistribution(hidden, heads, self.weights)
+        return FullDistribution(hidden, self.heads, self.weights)
 
     def logits(self) -> list[DeferredLogits]:
         """Return the deferred logits ``[n, V / tp]`` of each teacher."""

@@ -71,6 +71,11 @@ class TopKDistribution:
         """Number of ids per position."""
         return self.indices.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
     def __len__(self) -> int:
         return len(self.indices)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
-from megatron_rl_patches.frameworks.distillation_loss import topk_opd_loss
+from megatron_rl_patches.frameworks.distillation_loss import opd_loss
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_topk
 from megatron_rl_patches.losses.objectives import divergences
 
@@ -63,7 +63,7 @@ def sum_of_sample_mean(masks: list[Tensor]) -> Any:
 
 
 def loss_of(logits: Tensor, microbatch: dict[str, Any], **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return topk_opd_loss(args(**changes), microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
+    return opd_loss(args(**changes), microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
 
 
 def dense(logits: Tensor, microbatch: dict[str, Any], divergence: str = "reverse_kl") -> Tensor:
@@ -158,11 +158,12 @@ def test_masked_tokens_may_hold_anything() -> None:
 
 def test_the_importance_ratio_needs_the_old_policy() -> None:
     microbatch, name = batch(), "importance_weighted_reverse_kl"
-    with pytest.raises(InvalidInputError, match="old_topk_log_probs"):
+    with pytest.raises(InvalidInputError, match="needs opd_old in the batch"):
         loss_of(logits_leaf(), microbatch, opd_divergence=name)
-    old = microbatch["teacher_topk_log_probs"]  # then the advantage is zero
-    loss, _ = loss_of(logits_leaf(), {**microbatch, "old_topk_log_probs": old}, opd_divergence=name)
-    assert loss == 0
+    samples = vocab_parallel_topk(responses_of(logits_leaf()).detach(), K).split(RESPONSES)
+    both = {"opd_teachers": [(sample,) for sample in samples], "opd_old": samples}
+    loss, _ = loss_of(logits_leaf(), {**microbatch, **both}, opd_divergence=name)
+    assert loss == 0  # where they agree the advantage is zero
 
 
 def test_equal_distributions_have_neither_loss_nor_gradient() -> None:
@@ -195,7 +196,7 @@ def test_divergences_of_the_settings_are_those_there_are() -> None:
     from typing import get_args
 
     from megatron_rl_patches.losses.objectives.distillation import Divergence
-    from megatron_rl_patches.patches.topk_distillation import OPD_DIVERGENCES
+    from megatron_rl_patches.patches.distillation import OPD_DIVERGENCES
 
     assert get_args(Divergence) == OPD_DIVERGENCES
     assert all(callable(getattr(divergences, name)) for name in OPD_DIVERGENCES)

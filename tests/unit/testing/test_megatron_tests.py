@@ -64,13 +64,17 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("ignored", numbered=False).parent.parent
 """
 TESTS = """
-import os, signal, time
+import os, signal, sys, time
 import pytest, torch
 from tests.unit_tests.test_utilities import Utils
 
 rank = Utils.rank
+stdout = sys.stdout
 
-def test_passes(shared, request):
+def test_passes(shared, request, capsys):
+    print("a module keeps the output that it was imported with", file=stdout)
+    print("a rank")
+    assert capsys.readouterr().out == "a rank\\n"
     assert not request.config.getoption("--experimental")
     assert torch.ones(2, device="cuda").sum() == 2
     (shared / str(rank)).touch()
@@ -278,10 +282,11 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
         (
             "KeyError: ...\nat /cpu_offloading/hybrid_optimizer.py:101: gpu_param = copies[param]",
             False,
-            verdicts.CUDA_KERNEL,
+            verdicts.GPU_TENSOR,
         ),
         ("AcceleratorError: CUDA driver version is insufficient for CUDA", False, verdicts.CUDA_KERNEL),
         ("ModuleNotFoundError: No module named 'six'", False, verdicts.OTHER_PACKAGE),
+        ("Multiple instances requires distributed optimizer to be enabled", True, ""),
         ("ImportError: emerging-optimizers package is required for 'muon'", False, verdicts.OTHER_PACKAGE),
         ("ModuleNotFoundError: No module named 'megatron.core.nothing'", False, ""),
         ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, verdicts.DATA),
@@ -289,7 +294,13 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     ],
 )
 def test_reasons(message: str, skipped: bool, reason: str) -> None:
-    assert verdicts.reason_of(message, skipped) == reason
+    assert verdicts.reason_of(message, skipped=skipped) == reason
+
+
+def test_no_more_ranks_than_the_ci_of_megatron_has() -> None:
+    message = "TP*PP > 8 is larger than world size"
+    assert verdicts.reason_of(message, skipped=True, ranks=4) == verdicts.MORE_RANKS
+    assert verdicts.reason_of(message, skipped=True, ranks=8) == ""
 
 
 @pytest.mark.parametrize(

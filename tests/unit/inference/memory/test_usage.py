@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from megatron_rl_patches.inference import memory_report
-from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport
+from megatron_rl_patches.inference.memory.usage import (
+    DeviceMemory,
+    HostMemory,
+    MemoryReport,
+    TeacherMemory,
+)
 
 GIB = 2**30
 
@@ -59,6 +64,8 @@ def test_one_line_and_json() -> None:
         "cuda:0: 1.00 GiB allocated, peak 2.00 GiB, 3.00 GiB reserved, 4.00 GiB of 5.00 GiB free; "
         "host: 1.00 GiB in this process, 2.00 GiB of 4.00 GiB free"
     )
+    with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
+    assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
     assert json.loads(json.dumps(report.as_dict()))["host"] == {
         "rss": GIB,
         "available": 2 * GIB,

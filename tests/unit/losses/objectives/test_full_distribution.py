@@ -123,6 +123,31 @@ def test_masked_tokens_may_be_anything_and_are_not_computed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("name", ["routed", "mixed"])
+def test_the_device_gets_the_hidden_states_of_tokens_that_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of h numbers for each of these tokens and each teacher that it is compared with."""
+    moved = 0
+    to = FullDistribution.to
+
+    def noting(self: FullDistribution, *args: Any, **kwargs: Any) -> FullDistribution:
+        nonlocal moved
+        moved += self.nbytes
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(FullDistribution, "to", noting)
+    hidden, weight = student()
+    func = make_distillation_loss_func(LAYOUT, DistillationBatch(TEACHERS[name], MASKS))
+    func(deferred_logits(hidden, weight)[None])
+    counts = [int(mask.sum()) for mask in MASKS]
+    sizes = {head: 8 * HEADS[head].weight.shape[1] for head in HEADS}
+    of_sample = (
+        [[sizes["math"]], [sizes["code"]], [sizes["code"]]] if name == "routed" else [[*sizes.values()]] * 3
+    )
+    assert moved == sum(count * sum(of) for count, of in zip(counts, of_sample, strict=True))
+
+
 def test_a_microbatch_wholly_masked_reaches_every_parameter() -> None:
     hidden, weight = student()
     masks = [torch.zeros_like(mask) for mask in MASKS]

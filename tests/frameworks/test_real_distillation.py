@@ -1,4 +1,4 @@
-"""``topk-distillation`` on unmodified checkouts of slime, on a CPU: ``SLIME_DIR`` and ``MEGATRON_LM_DIR``.
+"""``distillation`` on unmodified checkouts of slime, on a CPU: ``SLIME_DIR`` and ``MEGATRON_LM_DIR``.
 
 The framework's own ``forward_only``, ``get_batch``, ``DataIterator``, ``train`` and ``loss_function``; the
 actor, which needs Ray, is replaced by one that swaps weights as it does.
@@ -20,7 +20,7 @@ from tests.frameworks.test_real_reentry import prepare
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
-NAME = "topk-distillation"
+NAME = "distillation"
 
 
 class Actor:
@@ -51,10 +51,10 @@ class Actor:
                     value.copy_(images[name])
 
 
-def _distilled(paths: list[str]) -> dict[str, Any]:
+def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, Any]:
     prepare(paths)
     with cpu_backend():
-        from megatron_rl_patches.frameworks.distillation_teachers import TopKScorer, scorer
+        from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
         from tests.frameworks.real_jobs import RealSlimeJob
 
         apply(NAME, "reentrant-train", settings=Settings())
@@ -70,8 +70,9 @@ def _distilled(paths: list[str]) -> dict[str, Any]:
         }
         options: dict[str, Any] = {
             "loss_type": "custom_loss",
-            "custom_loss_function_path": "megatron_rl_patches.frameworks.distillation_loss.topk_opd_loss",
-            "opd_top_k": 8,
+            "custom_loss_function_path": "megatron_rl_patches.frameworks.distillation_loss.opd_loss",
+            "opd_top_k": top_k,
+            "opd_combine": combine,
             "opd_divergence": "reverse_kl",
             "opd_beta": 0.5,
             "opd_teachers": {"math": "/math", "code": "/code"},
@@ -81,26 +82,33 @@ def _distilled(paths: list[str]) -> dict[str, Any]:
         vars(job.args).update(options)
         losses: list[float] = []
         loss_module = sys.modules["megatron_rl_patches.frameworks.distillation_loss"]
-        original = loss_module.topk_opd_loss
+        original = loss_module.opd_loss
 
         def noting(*args: Any) -> Any:
             loss, metrics = original(*args)
             losses.append(float(metrics["loss"]))
             return loss, metrics
 
-        loss_module.topk_opd_loss = noting
+        loss_module.opd_loss = noting
         actor = Actor(job.args, job.model, teachers)
         for _ in range(12):
-            with scorer.enter(TopKScorer(actor)):
+            with scorer.enter(TeacherScorer(actor)):
                 job.train()
             actor.backup("actor")
         states = {s.target.rpartition(".")[2]: s.state for s in status() if s.patch == NAME}
         return {"losses": losses, "states": states}
 
 
-@pytest.mark.runs("top-k distillation", ranks=1)
-def test_the_student_approaches_its_teachers(checkouts: Checkouts) -> None:
-    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), timeout=300)
+@pytest.mark.parametrize(
+    ("top_k", "combine"),
+    [
+        pytest.param(8, "mixture", marks=pytest.mark.runs("top-k distillation", ranks=1)),
+        pytest.param("full", "mixture", marks=pytest.mark.runs("exact distillation", ranks=1)),
+        pytest.param("full", "average", marks=pytest.mark.runs("exact distillation", ranks=1)),
+    ],
+)
+def test_the_student_approaches_its_teachers(checkouts: Checkouts, top_k: int | str, combine: str) -> None:
+    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), top_k, combine, timeout=300)
     assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
     assert "missing" not in seen["states"].values()
     losses = seen["losses"]

@@ -1,4 +1,4 @@
-"""``--loss-type topk_opd_loss``: the student learns from teachers on the ids that it finds most probable.
+"""``--loss-type opd_loss``: the student learns from teachers, on its top-k or on the whole vocabulary.
 
 =========  ======================================  ==========================================================
 framework  function                                what is around it
@@ -6,8 +6,8 @@ framework  function                                what is around it
 slime      ``get_slime_extra_args_provider``       ``--loss-type`` has one more choice
 slime      ``slime_validate_args``                 the loss becomes a custom one, its options are checked
 slime      ``MegatronTrainRayActor.train_actor``   names the actor for the next two
-slime      ``train``                               the student's top-k and the teachers are scored before
-slime      ``get_batch``                           these scores come with each microbatch
+slime      ``train``                               the student and the teachers are forwarded before
+slime      ``get_batch``                           their distributions come with each microbatch
 =========  ======================================  ==========================================================
 
 Selected by name only, as it is meant to change what is trained. What is around the functions is in
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..engine.options import build
 from ..engine.spec import Patch
@@ -38,30 +38,38 @@ OPD_DIVERGENCES = (
     "generalized_kl",
     "importance_weighted_reverse_kl",
 )
+Combination = Literal["mixture", "average", "route"]
 
 
 @dataclass(frozen=True)
-class TopKDistillationOptions:
+class OpdOptions:
     """Options of the patch.
 
     Attributes:
-        opd_top_k: how many of the student's most probable tokens are compared one by one.
+        opd_top_k: how many of the student's most probable tokens are compared one by one; ``"full"``: all.
         opd_divergence: one of ``OPD_DIVERGENCES``.
         opd_teachers: name and checkpoint of each teacher. Whether a checkpoint exists is not looked at here.
-        opd_teacher_weights: one number per teacher, of their mixture; empty: all the same.
+        opd_teacher_weights: one number per teacher, of their mixture or average; empty: all the same.
+        opd_combine: several teachers are a ``"mixture"`` of distributions, or their divergences are
+            averaged, or each sample has the one that its metadata names (``"route"``).
 
     Raises:
         PatchError: a value is out of its range.
     """
 
-    opd_top_k: int = 64
+    opd_top_k: int | Literal["full"] = 64
     opd_divergence: str = "reverse_kl"
     opd_teachers: tuple[tuple[str, str], ...] = ()
     opd_teacher_weights: tuple[float, ...] = ()
+    opd_combine: Combination = "mixture"
 
     def __post_init__(self) -> None:
-        if self.opd_top_k < 1:
-            raise PatchError(f"opd_top_k={self.opd_top_k}: expected at least 1")
+        if self.opd_top_k != "full" and self.opd_top_k < 1:
+            raise PatchError(f"opd_top_k={self.opd_top_k}: expected at least 1, or full")
+        if self.opd_top_k == "full" and self.opd_divergence == "generalized_kl":
+            raise PatchError(
+                "opd_divergence='generalized_kl' is over k ids: use reverse_kl with opd_top_k=full"
+            )
         if self.opd_divergence not in OPD_DIVERGENCES:
             raise PatchError(
                 f"opd_divergence={self.opd_divergence!r}: expected one of {', '.join(OPD_DIVERGENCES)}"
@@ -79,13 +87,15 @@ class TopKDistillationOptions:
                 f"opd_teacher_weights={weights} of the teachers {names}: expected one each, not negative, "
                 "not all zero"
             )
+        if weights and self.opd_combine == "route":
+            raise PatchError("opd_teacher_weights are for a mixture or an average, not for opd_combine=route")
 
 
 patch = Patch(
-    name="topk-distillation",
-    summary="--loss-type topk_opd_loss: top-k on-policy distillation from one or several teachers",
+    name="distillation",
+    summary="--loss-type opd_loss: on-policy distillation from one or several teachers, top-k or exact",
     upstream=("THUDM/slime#2033",),
-    options=TopKDistillationOptions,
+    options=OpdOptions,
     explicit=True,
 )
 
@@ -107,7 +117,7 @@ def validate(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    options: TopKDistillationOptions,
+    options: OpdOptions,
 ) -> Any:
     from ..frameworks import distillation_arguments
 
@@ -116,7 +126,7 @@ def validate(
         return wrapped(*args, **kwargs)
     distillation_arguments.select_loss(framework_args, asdict(options))
     result = wrapped(*args, **kwargs)  # may read a file that overrides the options
-    build(TopKDistillationOptions, {name: getattr(framework_args, name) for name in asdict(options)})
+    build(OpdOptions, {name: getattr(framework_args, name) for name in asdict(options)})
     distillation_arguments.check_arguments(framework_args)
     return result
 
@@ -134,7 +144,7 @@ def train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict
         return wrapped(*args, **kwargs)
     from ..frameworks import distillation_teachers
 
-    with distillation_teachers.scorer.enter(distillation_teachers.TopKScorer(instance)):
+    with distillation_teachers.scorer.enter(distillation_teachers.TeacherScorer(instance)):
         return wrapped(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""``topk-distillation`` on the stand-in for slime and real megatron-core, with one rank and with two."""
+"""``distillation`` on the stand-in for slime and real megatron-core, with one rank and with two."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
-NAME = "topk-distillation"
+NAME = "distillation"
 K, TEMPERATURE = 24, 0.8
 TOTALS, RESPONSES = [9, 7, 12], [4, 3, 6]
 TEACHERS = ("math", "code")
+SOURCES = ["math", "code", "math"]
 
 
 def _rollout() -> dict[str, Any]:
@@ -31,6 +32,7 @@ def _rollout() -> dict[str, Any]:
         "response_lengths": RESPONSES,
         "loss_masks": [torch.ones(response, dtype=torch.int) for response in RESPONSES],
         "micro_batch_indices": [[2], [0, 1]],
+        "source_names": list(SOURCES),
     }
 
 
@@ -39,21 +41,35 @@ def _arguments() -> argparse.Namespace:
     from slime.utils.arguments import get_slime_extra_args_provider, slime_validate_args
 
     parser = get_slime_extra_args_provider()(argparse.ArgumentParser())
-    options = ["--loss-type", "topk_opd_loss", "--rollout-temperature", str(TEMPERATURE)]
+    options = ["--loss-type", "opd_loss", "--rollout-temperature", str(TEMPERATURE)]
     args = parser.parse_args(options)
     slime_validate_args(args)
     return args
 
 
-def _dense_loss(probs: dict[str, Any]) -> Any:
-    """Sum over samples of the mean reverse KL between K + 1 buckets, from whole distributions ``[n, V]``."""
+def _dense_loss(probs: dict[str, Any], top_k: int | str, combine: str) -> Any:
+    """Sum over samples of the mean reverse KL, from whole distributions ``[n, V]``."""
     import torch
 
-    ids = probs["actor"].topk(K, dim=1).indices
-    buckets = {name: p.gather(1, ids) for name, p in probs.items()}
-    p, *q = (torch.cat([top, 1 - top.sum(1, keepdim=True)], 1) for top in buckets.values())
-    kl = (p * (p / (sum(q) / len(q))).log()).sum(1)
-    return sum(part.mean() for part in kl.split([RESPONSES[i] for i in (2, 0, 1)]))
+    if top_k != "full":
+        ids = probs["actor"].topk(int(top_k), dim=1).indices
+        top = {name: p.gather(1, ids) for name, p in probs.items()}
+        probs = {name: torch.cat([p, 1 - p.sum(1, keepdim=True)], 1) for name, p in top.items()}
+
+    def kl(q: Any) -> Any:
+        return (probs["actor"] * (probs["actor"] / q).log()).sum(1)
+
+    order = [2, 0, 1]
+    lengths = [RESPONSES[i] for i in order]
+    teachers = [probs[name] for name in TEACHERS]
+    if combine == "mixture":
+        values = kl(sum(teachers) / len(teachers))
+    elif combine == "average":
+        values = sum(map(kl, teachers)) / len(teachers)
+    else:
+        parts = {name: kl(probs[name]).split(lengths) for name in TEACHERS}
+        values = torch.cat([parts[SOURCES[sample]][place] for place, sample in enumerate(order)])
+    return sum(part.mean() for part in values.split(lengths))
 
 
 def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
@@ -74,12 +90,12 @@ def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
     return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
 
 
-def _distilled(folder: Path, tp: int) -> dict[str, Any]:
+def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[str, Any]:
     with cpu_backend():
         import torch
         from megatron.core import parallel_state
 
-        from megatron_rl_patches.frameworks.distillation_loss import KEYS, topk_opd_loss
+        from megatron_rl_patches.frameworks.distillation_loss import KEYS, opd_loss
         from tests.frameworks.jobs import SlimeJob
         from tests.real import tiny_gpt
 
@@ -88,7 +104,8 @@ def _distilled(folder: Path, tp: int) -> dict[str, Any]:
         for path in paths.values():
             path.mkdir(parents=True)
         teachers = tuple((name, str(path)) for name, path in paths.items())
-        apply(NAME, "reentrant-train", settings=Settings(opd_top_k=K, opd_teachers=teachers))
+        chosen = {"opd_top_k": top_k, "opd_combine": combine, "opd_teachers": teachers}
+        apply(NAME, "reentrant-train", settings=Settings(**chosen))
         job = SlimeJob(parallelism=tiny_gpt.Parallelism(tp=tp))
         vars(job.args).update(vars(_arguments()))
         from slime.backends.megatron_utils import actor as actor_module
@@ -101,7 +118,7 @@ def _distilled(folder: Path, tp: int) -> dict[str, Any]:
             batch = data.get_batch(iterator, keys)
 
             def loss_of(logits: Any) -> Any:
-                loss, metrics = topk_opd_loss(
+                loss, metrics = opd_loss(
                     job.args, batch, logits, lambda x: sum(part.mean() for part in x.split(lengths))
                 )
                 losses[-1] += float(metrics["loss"])
@@ -131,16 +148,28 @@ def _distilled(folder: Path, tp: int) -> dict[str, Any]:
             actor.train_actor(number, rollout)
         return {
             "losses": losses,
-            "expected": float(_dense_loss(probs)),
+            "expected": float(_dense_loss(probs, top_k, combine)),
             "left": sorted(set(KEYS) & set(rollout)),
             "teachers": sorted(actor.weights_backuper.backup_tags),
             "states": {site.state for site in status() if site.patch == NAME},
         }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_student_approaches_its_teachers(ranks: int, tmp_path: Path) -> None:
-    seen = spawn_ranks(_distilled, ranks, tmp_path, ranks)
+@pytest.mark.parametrize(
+    ("ranks", "top_k", "combine"),
+    [
+        (1, K, "mixture"),
+        (2, K, "route"),
+        (1, "full", "route"),
+        (2, "full", "mixture"),
+        (1, "full", "average"),
+        (1, K, "average"),
+    ],
+)
+def test_the_student_approaches_its_teachers(
+    ranks: int, top_k: int | str, combine: str, tmp_path: Path
+) -> None:
+    seen = spawn_ranks(_distilled, ranks, tmp_path, ranks, top_k, combine)
     for one in seen:
         assert one["states"] == {"applied"}
         assert one["losses"] == seen[0]["losses"]

@@ -1,4 +1,4 @@
-"""``topk-distillation`` on a framework in slime's shape: from the command line to the gradient."""
+"""``distillation`` on a framework in slime's shape: from the command line to the gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_rl_patches.frameworks.distillation_loss import KEYS, placeholder_a
 
 from . import slime_like
 
-NAME = "topk-distillation"
+NAME = "distillation"
 VOCABULARY, K, TEMPERATURE = 11, 3, 0.8
 TOTALS, RESPONSES = [5, 7, 4], [3, 4, 2]
 WEIGHTS = (3.0, 1.0)
