@@ -61,8 +61,8 @@ def conformance(
 ) -> None:
     """Run Megatron-LM's own unit tests on CPU ranks, without and with patches.
 
-    Each test runs at the smallest number of ranks at which it can, and with patches at the same one. A test
-    whose verdict differs runs once more, both ways; it counts as changed if it differs again.
+    Each test runs at the smallest number of ranks at which it can, and with patches at the same one. If a
+    verdict differs, the whole file runs once more, both ways; the test counts as changed if it differs again.
 
     Needs pytest, torch, and what the tests of that Megatron-LM import.
 

@@ -54,7 +54,8 @@ _CONFORMANCE = """\
 What `megatron-rl-patches conformance` found on CPU ranks
 ([how](testing.md#megatron-lms-own-unit-tests)): each test at the smallest of these numbers of ranks at which
 it can run, then with patches at the same number. A test in a column from TransformerEngine to other package
-cannot run there; one that is skipped is skipped by its authors anywhere.
+cannot run there; one that is skipped is skipped by its authors anywhere, also where its ranks are more than
+the eight of Megatron-LM's own CI.
 
 """
 
@@ -112,6 +113,8 @@ def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
     numbers += [record["not_runnable"].get(reason, 0) for reason in REASONS]
     ranks = ", ".join(map(str, record["ranks"]))
     changed = str(len(record["changed_by_patches"]))
+    if once := {change["without"]["nodeid"].rpartition("::")[2] for change in record["differed_once"]}:
+        changed += f"; once, and not again: {', '.join(sorted(once))}"
     return source, ranks, *map(str, numbers), "; ".join(record["patches"]), changed
 
 

@@ -160,10 +160,8 @@ def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[st
     [
         (1, K, "mixture"),
         (2, K, "route"),
-        (1, "full", "route"),
         (2, "full", "mixture"),
         (1, "full", "average"),
-        (1, K, "average"),
     ],
 )
 def test_the_student_approaches_its_teachers(

@@ -69,7 +69,7 @@ def falls(values: list[float]) -> bool:
 
 
 def test_a_student_becomes_as_good_as_each_teacher_at_its_task(teachers_folder: str) -> None:
-    result = run({"pipeline_parallel_size": 2}, "routed", teachers_folder, 30)
+    result = run({"pipeline_parallel_size": 2}, "routed", "full", teachers_folder, 30)
     for order, teacher in result["teachers"].items():
         assert teacher > 0.95
         assert result["score"][order][0] < 0.25
@@ -79,16 +79,18 @@ def test_a_student_becomes_as_good_as_each_teacher_at_its_task(teachers_folder: 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "target"),
+    ("sizes", "target", "way"),
     [
-        ({}, "mixture"),  # with data parallelism
-        ({"tensor_parallel_size": 2}, "routed"),
-        ({"context_parallel_size": 2}, "routed"),
+        ({}, "mixture", "full"),  # with data parallelism
+        ({"tensor_parallel_size": 2}, "routed", "top-k"),
+        ({"context_parallel_size": 2}, "routed", "full"),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value) or "data_parallel_size",
 )
-def test_it_learns_on_other_layouts(sizes: dict[str, int], target: str, teachers_folder: str) -> None:
-    result = run(sizes, target, teachers_folder, 10)
+def test_it_learns_on_other_layouts(
+    sizes: dict[str, int], target: str, way: str, teachers_folder: str
+) -> None:
+    result = run(sizes, target, way, teachers_folder, 10)
     for order in result["teachers"]:
         divergence, score = result["reverse KL"][order], result["score"][order]
         assert sum(divergence[-3:]) < 0.85 * sum(divergence[:3])

@@ -81,7 +81,10 @@ class Derivatives:
             add_product(z_exp, self._weights(tile, part, column, in_place=False), weight)
         self._exp[rows] *= scale
         part = SoftmaxGradient(reference.to(self._exp.dtype)[:, None], ones)
-        add_product(self._exp[rows], self._weights(tile, part, column, in_place=True), weight)
+        # The entropy's derivative is a small difference of these sums.
+        rounds = self._z_exp is None
+        weights = self._weights(tile, part, column, in_place=True)
+        add_product(self._exp[rows], weights, weight, may_round=rounds)
 
     def _weights(self, tile: Tile, part: SoftmaxGradient, column: Tensor, in_place: bool) -> Tensor:
         nothing = TargetGradient(column[:, None], torch.zeros_like(part.a))

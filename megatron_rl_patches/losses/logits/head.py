@@ -237,7 +237,7 @@ class _Gradients:
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
         """Add what the gradient ``[rows, columns]`` of a tile contributes."""
         if self._of_hidden is not None:
-            add_product(self._of_hidden[rows], gradient, self._weight[columns])
+            add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
         if self._needs_weight:
             self._add_to_weight(gradient.T, self._hidden_nh[rows], rows, columns)
         if self._of_bias is not None:
@@ -322,12 +322,18 @@ def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:
     return largest, columns
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
+    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
+
+    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
+    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
         total += torch.mm(a, b, out_dtype=total.dtype)
+    elif may_round and a.dtype == torch.bfloat16:
+        total += torch.mm(a, b)
     else:
         for part in _ranges(len(b), _CONVERTED_COLUMNS):
             total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))

@@ -49,6 +49,21 @@ def test_equals_the_dense_formulas(k: int, dtype: torch.dtype, temperature: floa
             assert (found.tail_log_prob == -INF).all()
 
 
+@pytest.mark.parametrize(("width", "k"), [(4096, 64), (4097, 64), (4127, 3), (4095, 64), (20, 5)])
+def test_wide_rows_whose_largest_values_stand_anywhere(width: int, k: int) -> None:
+    """Evenly spread, all together, at the end, equal, and next to a NaN."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, width, generator=generator)
+    logits[1, 7 : 7 + k] += 10
+    logits[2, -k:] += 10
+    logits[3] = logits[3].round()
+    logits[4, ::2] = -INF
+    found = vocab_parallel_topk(logits, k)
+    assert found.indices.equal(expected_indices(logits, k))
+    logits[5, width // 2] = float("nan")
+    assert all(len(set(row.tolist())) == k for row in vocab_parallel_topk(logits, k).indices)
+
+
 def test_ties_across_a_whole_vocabulary() -> None:
     found = vocab_parallel_topk(torch.zeros(2, 50_000), 7)
     assert found.indices.tolist() == [list(range(7))] * 2
