@@ -24,7 +24,6 @@ from .softmax import (
 )
 
 _MINUS_INF = float("-inf")
-_PIECE = 32  # columns
 
 
 class Ids(NamedTuple):
@@ -76,7 +75,7 @@ def largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Ten
     tail = logits.new_empty((2, rows.n))
     divisor = rows.scalar(temperature)
     for block, work, spare in _copies(rows, buffers=3):
-        logits[block], columns[block] = _topk(work, k)
+        logits[block], columns[block] = work.topk(k)
         work.scatter_(1, columns[block], _MINUS_INF)
         tail[:, block] = _tail_statistics(work, spare, divisor)
     # torch.topk does not say which of equal logits it takes for the last places. It had a choice where the
@@ -85,27 +84,6 @@ def largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Ten
     columns, order = columns.sort(1)
     logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
     return logits, columns.gather(1, order), tail
-
-
-def _topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return what ``x.topk(k)`` returns, on a CPU in a fraction of its time.
-
-    The k largest of a row are in the k pieces of the row whose largest values are largest: each of these has
-    a value that no other piece exceeds.
-    """
-    pieces = x.shape[1] // _PIECE
-    if x.device.type != "cpu" or 2 * k > pieces:
-        return x.topk(k)
-    end = pieces * _PIECE
-    of_piece = x[:, :end].unflatten(1, (pieces, _PIECE))
-    chosen = of_piece.amax(2).topk(k).indices
-    values = of_piece[torch.arange(len(x))[:, None], chosen].flatten(1)
-    columns = (chosen[:, :, None] * _PIECE + torch.arange(_PIECE)).flatten(1)
-    if end < x.shape[1]:
-        values = torch.cat([values, x[:, end:]], 1)
-        columns = torch.cat([columns, torch.arange(end, x.shape[1]).expand(len(x), -1)], 1)
-    largest, place = values.topk(k)
-    return largest, columns.gather(1, place)
 
 
 def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, chosen: Tensor) -> None:
