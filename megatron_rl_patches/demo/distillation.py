@@ -35,7 +35,7 @@ class Rollout(NamedTuple):
     """Results of one rollout by order, averaged over all ranks, before training on it.
 
     ``reverse_kl`` is over the whole vocabulary, per token, in nats; ``score`` is that of the most probable
-    tokens; ``bytes_per_token`` is what is kept of the targets in host memory until the loss reads them.
+    tokens; ``bytes_per_token`` is what is kept of the targets until the loss reads them.
     """
 
     reverse_kl: dict[str, float]

@@ -158,7 +158,7 @@ class DistillationFigures(Figures):
         teachers: fraction of digits that each teacher gets right, by order.
         divergence_per_rollout: reverse KL divergence from the target per token, in nats, by target and order.
         score_per_rollout: fraction of digits that the student gets right, by target and order.
-        bytes_per_token: what host memory holds of a target for a token until the loss reads it, by target.
+        bytes_per_token: what is kept of a target for a token until the loss reads it, by target.
     """
 
     teachers: dict[str, float] = field(default_factory=dict)

@@ -34,6 +34,11 @@ def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def select_loss(args: Any, options: Mapping[str, Any]) -> None:
     """Select the loss as the framework's custom loss, and set its options on ``args``."""
     args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
+    set_options(args, options)
+
+
+def set_options(args: Any, options: Mapping[str, Any]) -> None:
+    """Set the options on ``args``, with the teachers' paths by name."""
     for name, value in options.items():
         setattr(args, name, value)
     args.opd_teachers = dict(args.opd_teachers)

@@ -123,7 +123,7 @@ def _options(args: Any, num_teachers: int) -> DistillationOptions:
     if getattr(args, "allgather_cp", False):
         raise InvalidInputError(
             "--allgather-cp: these frameworks cut teachers' log-probs in zigzag; leave the option out for "
-            "top-k distillation"
+            "distillation"
         )
     if getattr(args, "entropy_coef", 0.0) != 0:
         raise InvalidInputError(

@@ -38,7 +38,7 @@ from .arguments import bind, call
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
-#: The key of slime's rollout data with a name per sample: ``metadata["source_name"]``.
+#: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
 
@@ -56,6 +56,7 @@ class TeacherScorer:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
         self.batch: Mapping[str, Any] = {}
+        self._problem: str | None = None
 
     @contextmanager
     def scores_in(self, rollout_data: dict[str, Any], forward: Forward) -> Iterator[None]:
@@ -71,7 +72,7 @@ class TeacherScorer:
                 or an unknown one; on every rank, before any forward.
         """
         _raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
-        names = rollout_data[SOURCES] if self.actor.args.opd_combine == "route" else None
+        names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
         try:
             if old := self._old(forward):
                 rollout_data[OLD] = old
@@ -95,11 +96,11 @@ class TeacherScorer:
         names = rollout_data.get(SOURCES)
         if names is None:
             return f"opd_combine=route: the rollout has no {SOURCES}, which slime v0.3.1 and later pass on"
-        if unknown := sorted(set(names) - set(args.opd_teachers)):
+        if unknown := sorted(set(map(str, names)) - set(args.opd_teachers)):
             return (
                 f"opd_combine=route: samples name {unknown}, and the teachers are "
                 f"{sorted(args.opd_teachers)}; "
-                'the metadata of each sample needs a "source_name" that is a teacher'
+                'the "source" of each sample, or "source_name" in its metadata, must be a teacher'
             )
         return None
 
@@ -121,12 +122,7 @@ class TeacherScorer:
             for name, path in args.opd_teachers.items():
                 self._switch_to_teacher(_tag(name), path)
                 one = self._full(forward) if is_full else forward(self._at_ids).get("distributions", [])
-                # Of a teacher only the samples are kept that are its own.
-                scored.append(
-                    one
-                    if names is None
-                    else [x if n == name else None for x, n in zip(one, names, strict=False)]
-                )
+                scored.append(one if names is None or not one else _own_samples(one, names, name))
         finally:
             self.actor._switch_model(_ACTOR)
         samples = list(zip(*scored, strict=True))
@@ -166,11 +162,14 @@ class TeacherScorer:
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
+        self._problem = None
         chunks = [unwrap(chunk) for chunk in self.actor.model]
         with ExitStack() as stack:
             for chunk in chunks:
                 stack.enter_context(deferring(chunk))
             hidden = forward(self._hidden).get("distributions", [])
+        # Only the last pipeline stage can tell, and the others must not wait for it.
+        _raise_everywhere(self._problem)
         if not hidden:
             return []
         # The model's own output layer is overwritten when the next weights are swapped in.
@@ -179,7 +178,11 @@ class TeacherScorer:
 
     def _hidden(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, _ = layout_of(args, self.batch, logits)
-        hidden = hidden_states_of(rows_of(logits, layout), layout.response_rows).to("cpu")
+        try:
+            hidden = hidden_states_of(rows_of(logits, layout), layout.response_rows).to("cpu")
+        except InvalidInputError as error:
+            self._problem = str(error)
+            hidden = torch.empty(len(layout.response_rows), 0)
         return _collected(layout.split_responses(hidden), logits, non_loss_data)
 
     def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
@@ -193,8 +196,17 @@ def _tag(name: str) -> str:
     return f"opd_{name}"
 
 
+def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) -> list[Any]:
+    """Return copies of the distributions of a teacher's own samples, and ``None`` for the others.
+
+    Without a copy one sample would keep those of its whole microbatch in memory.
+    """
+    pairs = zip(distributions, names, strict=True)
+    return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
+
+
 def _collected(samples: Sequence[Any], logits: Tensor, non_loss_data: bool) -> Any:
-    """Return what ``forward_only`` collects: a list by sample, in host memory until its microbatch trains.
+    """Return what ``forward_only`` collects: a list with one value per sample.
 
     Up to slime v0.2.2 ``forward_only`` calls Megatron with ``collect_non_loss_data`` and expects the list
     alone; later releases expect a loss before it.

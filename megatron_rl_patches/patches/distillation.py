@@ -126,7 +126,8 @@ def validate(
         return wrapped(*args, **kwargs)
     distillation_arguments.select_loss(framework_args, asdict(options))
     result = wrapped(*args, **kwargs)  # may read a file that overrides the options
-    build(OpdOptions, {name: getattr(framework_args, name) for name in asdict(options)})
+    chosen = build(OpdOptions, {name: getattr(framework_args, name) for name in asdict(options)})
+    distillation_arguments.set_options(framework_args, asdict(chosen))
     distillation_arguments.check_arguments(framework_args)
     return result
 

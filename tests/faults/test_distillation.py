@@ -22,7 +22,8 @@ def _scored(folder: Path, fault: str) -> str:
 
     here = dist.get_rank() == 1
     teachers = {"math": str(folder / ("missing" if here and fault == "folder" else "math"))}
-    rollout = {"source_names": ["math", "poetry" if here and fault == "name" else "math"]}
+    other = {"name": "poetry", "number": 3}.get(fault, "math") if here else "math"
+    rollout: dict[str, Any] = {"source_names": ["math", other]}
     if here and fault == "names":
         del rollout["source_names"]
     args = SimpleNamespace(opd_teachers=teachers, opd_combine="route", opd_top_k="full")
@@ -39,6 +40,7 @@ def _scored(folder: Path, fault: str) -> str:
     [
         ("folder", "has no folder"),
         ("name", "samples name ['poetry'], and the teachers are ['math']"),
+        ("number", "samples name ['3'], and"),
         ("names", "the rollout has no source_names"),
     ],
 )
@@ -47,3 +49,44 @@ def test_what_one_rank_finds_wrong_is_an_error_on_all(fault: str, message: str, 
     first, second = spawn_ranks(_scored, 2, tmp_path, fault, timeout=60)
     assert first == second
     assert message in first
+
+
+def _made_logits() -> str:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_rl_patches.errors import InvalidInputError
+    from megatron_rl_patches.frameworks import distillation_loss, distillation_teachers
+
+    distillation_loss._parallel_state = lambda: (0, 1, None)
+    args = SimpleNamespace(
+        opd_teachers={"math": "."}, opd_combine="mixture", opd_top_k="full", opd_divergence="reverse_kl"
+    )
+    switched: list[str] = []
+    actor = SimpleNamespace(
+        args=args,
+        model=[torch.nn.Linear(1, 1)],
+        weights_backuper=SimpleNamespace(backup_tags={"opd_math"}),
+        _switch_model=switched.append,
+    )
+    scorer = distillation_teachers.TeacherScorer(actor)
+    scorer.batch = {"total_lengths": [4], "response_lengths": [2]}
+
+    def forward(function: Any) -> dict[str, Any]:
+        if dist.get_rank() == 0:  # not the last pipeline stage
+            return {}
+        return dict(function(torch.zeros(1, 4, 8), args=args)[1])
+
+    rollout: dict[str, Any] = {}
+    try:
+        with scorer.scores_in(rollout, forward):
+            return "no error"
+    except InvalidInputError as error:
+        assert switched == ["opd_math", "actor"] and not rollout
+        return str(error)
+
+
+def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
+    first, second = spawn_ranks(_made_logits, 2, timeout=60)
+    assert first == second
+    assert "not the product of hidden states" in first

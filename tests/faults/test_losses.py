@@ -294,8 +294,8 @@ def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:
     indices = torch.tensor([[0], [3], [0], [0]])
     log_probs = torch.tensor([[0.0], [0.0], [-0.5], [-1e-7]])
     batch = {"teacher_topk_indices": [indices], "teacher_topk_log_probs": [log_probs]}
-    _, is_known = framework_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    _, is_known = framework_distillation._stored_topk(batch, [4], torch.device("cpu"))
     assert is_known.tolist() == [False, True, True, True]
     batch["teacher_topk_tail"] = [torch.full((4,), -torch.inf)]
-    _, is_known = framework_distillation._distribution(batch, "teacher_topk", [4], torch.device("cpu"))
+    _, is_known = framework_distillation._stored_topk(batch, [4], torch.device("cpu"))
     assert is_known.all()

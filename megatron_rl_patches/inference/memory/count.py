@@ -54,7 +54,7 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
 
 def _output_layer_of(model: Any) -> list[torch.nn.Parameter]:
     layer = getattr(model, "output_layer", None)
-    if layer is None:
+    if layer is None or not getattr(model, "post_process", True):
         return []
     own: list[torch.nn.Parameter] = list(layer.parameters())
     is_shared = getattr(layer, "weight", None) is None

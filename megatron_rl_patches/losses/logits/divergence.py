@@ -211,8 +211,10 @@ class _Pairs(NamedTuple):
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
         rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
         heads = [other.source for other in self.others if isinstance(other.source, HeadLogits)]
-        if heads and not isinstance(self.student.source, HeadLogits):
-            rows, columns = heads[0].cut(tile.logits.n, columns[0].stop)
+        is_cut = isinstance(self.student.source, HeadLogits)
+        if limiting := [head for head in heads if head.is_elsewhere or not is_cut]:
+            widest = max(limiting, key=lambda head: head.weight.shape[1])
+            rows, columns = widest.sharing(len(heads)).cut(tile.logits.n, columns[0].stop)
         return list(itertools.product(rows, columns))
 
     def _prepared(self, x: Tensor, columns: slice, temperature: float, dtype: torch.dtype) -> Tensor:

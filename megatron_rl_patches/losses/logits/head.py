@@ -108,6 +108,11 @@ class HeadLogits:
         return self.hidden, self.weight, self.bias
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the weight has to be copied to the device; a tile's part of it is no larger than a tile."""
+        return self.weight.device != self.device
+
+    @property
     def is_frozen(self) -> bool:
         """Whether a backward needs the gradient of the hidden states, and no other gradient."""
         has_bias_gradient = self.bias is not None and self.bias.requires_grad
@@ -169,9 +174,11 @@ class HeadLogits:
 
     def columns(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of some columns, on the device of the hidden states."""
-        weight = self.weight.detach()[columns].to(self.device, non_blocking=True)
+        # A copy to host memory must have ended before it is read.
+        is_gpu = self.device.type == "cuda"
+        weight = self.weight.detach()[columns].to(self.device, non_blocking=is_gpu)
         bias = None if self.bias is None else self.bias.detach()[columns]
-        return weight, None if bias is None else bias.to(self.device, non_blocking=True)
+        return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         sums = _Gradients(self, self._selected_hidden(), needed)
@@ -214,6 +221,8 @@ class HeadLogits:
         """Return the rows and the columns of the tiles of ``n`` rows and so many columns."""
         elements = self.options.elements(self.hidden)
         most_columns = max(elements // max(n, 1), min(elements, _FEWEST_COLUMNS))
+        if self.is_elsewhere:
+            most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
         count = -(-width // most_columns)
         columns = -(-width // count)
         columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
