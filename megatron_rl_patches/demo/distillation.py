@@ -23,7 +23,7 @@ TARGETS = ("routed", "mixture")
 #: What a teacher is known by: its probabilities of k tokens, or its hidden states and output layer.
 WAYS = ("top-k", "full")
 
-_K = 4
+_K = 8
 # Weights in the mixture: the teacher for a sample's order, and the other teacher.
 _OWN, _OTHER = 3.0, 1.0
 # Per rank and rollout: prompts, optimizer steps, and microbatches of each step.

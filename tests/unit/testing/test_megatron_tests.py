@@ -239,7 +239,7 @@ def test_verdicts_with_patches(checkout: Path, results: Path, tmp_path: Path) ->
     file.write_text(whole.replace('"all", "outcome": "passed"', '"all", "outcome": "failed"'))
     changed = conformance.changes(file, "all")
     assert [change.without.ranks for change in changed] == [1, 2]
-    assert conformance.repeated_changes(checkout, changed, "all") == []
+    assert conformance.repeated_changes(checkout, changed, "all", hang_after=4) == []
 
 
 def test_a_terminated_command_takes_its_tests_along(checkout: Path, tmp_path: Path) -> None:
