@@ -47,7 +47,6 @@ TURNS, REFERENCE_ROWS, TEMPERATURE = 3, 16, 0.8
 PRODUCTS = 6
 DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon")
 BETA = 0.5
-TOP_K = 64
 
 
 @dataclass(frozen=True)
@@ -236,9 +235,9 @@ def _errors(way: Way, x: Inputs, divergence: str) -> tuple[float, float]:
         x.teacher_weight.double(),
         x.weights.double(),
     )
-    expected, found = step(naive, exact, divergence), step(way, x, divergence)
+    expected, measured = step(naive, exact, divergence), step(way, x, divergence)
     relative = [
-        ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True)
+        ((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(measured, expected, strict=True)
     ]
     return relative[0], max(relative[1:])
 
@@ -261,7 +260,7 @@ def biases(vocabulary: int, rows: int, ks: Sequence[int]) -> list[Bias]:
     """Compare divergences of distributions with power-law tails, as those of language models have them."""
     generator = torch.Generator().manual_seed(1)
     ranks = torch.arange(1, vocabulary + 1, dtype=torch.float64)
-    found = []
+    of_all = []
     for exponent in EXPONENTS:
         log_q = -exponent * ranks.log() + 0.5 * torch.randn(
             rows, vocabulary, generator=generator, dtype=torch.float64
@@ -284,8 +283,8 @@ def biases(vocabulary: int, rows: int, ks: Sequence[int]) -> list[Bias]:
             value, of_value = _value_and_gradient(student, of_top_k)
             error = (of_value - of_exact).norm() / of_exact.norm()
             tail = ids.tail_log_prob.exp().mean().item()
-            found.append(Bias(exponent, k, tail, exact, value, error.item()))
-    return found
+            of_all.append(Bias(exponent, k, tail, exact, value, error.item()))
+    return of_all
 
 
 def _reverse_kl(log_q: Tensor, logits: Tensor) -> Tensor:
@@ -352,8 +351,6 @@ def _section(result: Result) -> Iterator[str]:
 
 def _bytes() -> Iterator[str]:
     hidden, vocabulary = BYTES
-    example = vocab_parallel_topk(torch.zeros(1, 2048), TOP_K)
-    per_entry = example.indices.element_size() + example.log_probs.element_size()
     yield from (
         "## Bytes of a teacher, per token",
         "",
@@ -361,9 +358,10 @@ def _bytes() -> Iterator[str]:
         f"for each token: {2 * hidden * vocabulary / 1e9:.2f} GB in bfloat16, / tp.",
         "",
     )
-    kept = {"logits, bfloat16": 2 * vocabulary, "hidden states, bfloat16": 2 * hidden}
-    kept |= {f"top-k and tail, K = {k}": per_entry * k + example.log_probs.element_size() for k in KS}
-    yield from table(["kept", "bytes per token"], [[name, f"{size:,}"] for name, size in kept.items()])
+    sizes = {"logits, bfloat16": 2 * vocabulary, "hidden states, bfloat16": 2 * hidden}
+    one_row = torch.zeros(1, max(KS))
+    sizes |= {f"top-k and tail, K = {k}": vocab_parallel_topk(one_row, k).nbytes for k in KS}
+    yield from table(["kept", "bytes per token"], [[name, f"{size:,}"] for name, size in sizes.items()])
     yield ""
 
 

@@ -33,6 +33,7 @@ from ..losses import (
 )
 from ..losses.objectives.distillation import Distribution
 from ..losses.output_layer import deferring
+from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of
 from .arguments import bind, call
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
@@ -148,7 +149,7 @@ class TeacherScorer:
     def _topk(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
         topk = vocab_parallel_topk(rows_of(logits, layout), args.opd_top_k, **options)
-        return _collected(topk.to("cpu").split(layout.local_lengths), logits, non_loss_data)
+        return _collected_topk(topk, layout, non_loss_data)
 
     def _at_ids(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
@@ -157,8 +158,7 @@ class TeacherScorer:
             log_probs, tail = vocab_parallel_log_probs_at(
                 rows_of(logits, layout), indices, with_tail=True, **options
             )
-        topk = TopKDistribution(indices, log_probs, tail)
-        return _collected(topk.to("cpu").split(layout.local_lengths), logits, non_loss_data)
+        return _collected_topk(TopKDistribution(indices, log_probs, tail), layout, non_loss_data)
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
@@ -183,7 +183,7 @@ class TeacherScorer:
         except InvalidInputError as error:
             self._problem = str(error)
             hidden = torch.empty(len(layout.response_rows), 0)
-        return _collected(layout.split_responses(hidden), logits, non_loss_data)
+        return _collected(layout.split_responses(hidden), logits.device, non_loss_data)
 
     def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
         layout, tp_group = layout_of(args, self.batch, logits)
@@ -205,14 +205,18 @@ def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) 
     return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
 
 
-def _collected(samples: Sequence[Any], logits: Tensor, non_loss_data: bool) -> Any:
+def _collected_topk(topk: TopKDistribution, layout: SequenceLayout, non_loss_data: bool) -> Any:
+    return _collected(topk.to("cpu").split(layout.local_lengths), topk.log_probs.device, non_loss_data)
+
+
+def _collected(samples: Sequence[Any], device: torch.device, non_loss_data: bool) -> Any:
     """Return what ``forward_only`` collects: a list with one value per sample.
 
     Up to slime v0.2.2 ``forward_only`` calls Megatron with ``collect_non_loss_data`` and expects the list
     alone; later releases expect a loss before it.
     """
     collected = {"distributions": list(samples)}
-    return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
+    return collected if non_loss_data else (torch.zeros((), device=device), collected)
 
 
 def _raise_everywhere(problem: str | None) -> None:
@@ -221,8 +225,8 @@ def _raise_everywhere(problem: str | None) -> None:
     if dist.is_initialized():
         problems = [None] * dist.get_world_size()
         dist.all_gather_object(problems, problem)
-    if found := next(filter(None, problems), None):
-        raise InvalidInputError(found)
+    if first := next(filter(None, problems), None):
+        raise InvalidInputError(first)
 
 
 #: The actor that trains, from ``train_actor`` to the functions that it calls.

@@ -142,7 +142,7 @@ _SKIPPED = [
 ]
 
 
-# Megatron-LM's CI has as many. A test that wants more is skipped there, too.
+# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
 _RANKS_IN_CI = 8
 
 

@@ -73,8 +73,8 @@ def deferred_logits(
     whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
 
     def product() -> Tensor:
-        there = [None if tensor is None else tensor.to(whole.device) for tensor in (weight, bias)]
-        return torch.nn.functional.linear(whole, *there)  # type: ignore[arg-type]
+        own_bias = None if bias is None else bias.to(whole.device)
+        return torch.nn.functional.linear(whole, weight.to(whole.device), own_bias)
 
     return defer(whole, weight, bias, options, product)
 
