@@ -5,7 +5,7 @@ in which `MEGATRON_RL_PATCHES` is set.  Most of those processes never import Meg
 imported here at module level, and neither wrapt nor the package itself before a framework is.
 """
 
-_ROOTS = ("megatron", "slime", "miles", "verl", "nemo_rl", "areal")
+_ROOTS = ("megatron", "slime", "vime", "miles", "verl", "nemo_rl", "areal")
 _ON = ("1", "true", "on", "yes")
 _OFF = ("", "0", "false", "off", "no", "none")
 _PATIENCE_SECONDS = 60.0
@@ -62,7 +62,7 @@ class _Trigger:
             if self._roots and not self._activating:  # the activation itself may import a framework
                 self._activating = True
                 try:
-                    _activate()
+                    activate()
                 finally:
                     self._activating = False
                 # Disarmed, but left on sys.meta_path: removing it would shift that list under the feet
@@ -106,13 +106,22 @@ class _Loader:
         return getattr(self._loader, name)
 
 
-def _activate() -> None:
-    def activate() -> None:
+def has_fired():
+    """Return whether the first framework has been imported, and the patches activated."""
+    import sys
+
+    return any(isinstance(finder, _Trigger) and not finder._roots for finder in sys.meta_path)
+
+
+def activate() -> None:
+    """Activate what the variable names; without strict mode a failure costs one line on stderr."""
+
+    def import_and_call() -> None:
         from megatron_rl_patches.activation import activate_from_environment
 
         activate_from_environment()
 
-    unless_strict_never_raise(activate)
+    unless_strict_never_raise(import_and_call)
 
 
 def unless_strict_never_raise(activate):

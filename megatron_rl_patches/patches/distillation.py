@@ -10,8 +10,9 @@ slime      ``train``                               the student and the teachers 
 slime      ``get_batch``                           their distributions come with each microbatch
 =========  ======================================  ==========================================================
 
-Selected by name only, as it is meant to change what is trained. What is around the functions is in
-:mod:`..frameworks.distillation_arguments` and :mod:`..frameworks.distillation_teachers`.
+vime has the same functions under its own name. The patch is selected by name only, as it is meant to change
+what is trained. What is around the functions is in :mod:`..frameworks.distillation_arguments` and
+:mod:`..frameworks.distillation_teachers`.
 
 Not patched: frameworks whose rollouts bring a teacher's top-k along (OpenClaw-RL), where the loss can be
 named as a custom one without any patch, and miles.
@@ -26,9 +27,8 @@ from typing import Any, Literal
 from ..engine.options import build
 from ..engine.spec import Patch
 from ..errors import PatchError
+from ..frameworks import SLIME_LIKE
 from ..frameworks.arguments import bind, calls
-
-_UTILS = "slime.backends.megatron_utils"
 
 #: What on-policy distillation can minimize: functions of ``megatron_rl_patches.losses``.
 OPD_DIVERGENCES = (
@@ -100,18 +100,16 @@ patch = Patch(
 )
 
 
-# --- arguments, in the driver; the workers get them with `args`
+# --- adapters
 
 
-@patch.wrap("slime.utils.arguments", "get_slime_extra_args_provider", requires_names=("add_slime_arguments",))
-def arguments_provider(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _arguments_provider(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import distillation_arguments
 
     return distillation_arguments.with_loss_type(wrapped(*args, **kwargs))
 
 
-@patch.wrap("slime.utils.arguments", "slime_validate_args", parameters=("args",), pass_options=True)
-def validate(
+def _validate(
     wrapped: Any,
     instance: Any,
     args: tuple[Any, ...],
@@ -132,13 +130,7 @@ def validate(
     return result
 
 
-# --- the actor, on every worker
-
-
-@patch.wrap(
-    f"{_UTILS}.actor", "MegatronTrainRayActor.train_actor", requires_names=("train", "weights_backuper")
-)
-def train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import distillation_arguments
 
     if not distillation_arguments.scores_teachers(instance.args):
@@ -149,16 +141,31 @@ def train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict
         return wrapped(*args, **kwargs)
 
 
-patch.wrap(
-    f"{_UTILS}.model",
-    "train",
-    parameters=("model", "data_iterator", "num_microbatches"),
-    requires_names=("train_one_step",),
-)(calls("distillation_teachers.train"))
+# --- sites: two in the driver, whose arguments the workers get, and three on every worker
 
-patch.wrap(
-    f"{_UTILS}.data",
-    "get_batch",
-    parameters=("data_iterator", "keys"),
-    requires_names=("get_next",),
-)(calls("distillation_teachers.get_batch"))
+for _framework in SLIME_LIKE:
+    _arguments = f"{_framework}.utils.arguments"
+    _utils = f"{_framework}.backends.megatron_utils"
+    patch.wrap(
+        _arguments,
+        f"get_{_framework}_extra_args_provider",
+        requires_names=(f"add_{_framework}_arguments",),
+    )(_arguments_provider)
+    patch.wrap(_arguments, f"{_framework}_validate_args", parameters=("args",), pass_options=True)(_validate)
+    patch.wrap(
+        f"{_utils}.actor",
+        "MegatronTrainRayActor.train_actor",
+        requires_names=("train", "weights_backuper"),
+    )(_train_actor)
+    patch.wrap(
+        f"{_utils}.model",
+        "train",
+        parameters=("model", "data_iterator", "num_microbatches"),
+        requires_names=("train_one_step",),
+    )(calls("distillation_teachers.train"))
+    patch.wrap(
+        f"{_utils}.data",
+        "get_batch",
+        parameters=("data_iterator", "keys"),
+        requires_names=("get_next",),
+    )(calls("distillation_teachers.get_batch"))

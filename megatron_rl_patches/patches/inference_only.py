@@ -16,8 +16,9 @@ NeMo-RL        ``setup_model_and_optimizer``       no optimizer: no DDP         
 AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         decides about DDP
 =============  ==================================  ===========================  ===========================
 
-OpenClaw-RL vendors slime with slime's module names. What happens for such a role is in
-:mod:`..frameworks.inference_roles`, :mod:`..frameworks.role_setup` and :mod:`..frameworks.role_checkpoints`.
+vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens for
+such a role is in :mod:`..frameworks.inference_roles`, :mod:`..frameworks.role_setup` and
+:mod:`..frameworks.role_checkpoints`.
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers
 whose weights slime and miles swap into the actor's model (there is no second one), adapters (LoRA) of miles,
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..engine.spec import Patch
+from ..frameworks import SLIME_LIKE, WITH_MEGATRON_UTILS
 from ..frameworks.arguments import bind, calls
 
 if TYPE_CHECKING:
@@ -123,7 +125,7 @@ patch = Patch(
     options=InferenceOnlyOptions,
 )
 
-for _framework in ("slime", "miles"):
+for _framework in WITH_MEGATRON_UTILS:
     _module = f"{_framework}.backends.megatron_utils.model"
     patch.wrap(
         _module,
@@ -136,19 +138,20 @@ for _framework in ("slime", "miles"):
     patch.wrap(_module, "train", parameters=("model",))(_train)
 
 
-patch.wrap(
-    "slime.backends.megatron_utils.model",
-    "setup_model_and_optimizer",
-    parameters=("args", "role"),
-    skip_if=_has_no_evaluation_branch,
-)(calls("role_setup.set_up_for_evaluation"))
+for _framework in SLIME_LIKE:
+    patch.wrap(
+        f"{_framework}.backends.megatron_utils.model",
+        "setup_model_and_optimizer",
+        parameters=("args", "role"),
+        skip_if=_has_no_evaluation_branch,
+    )(calls("role_setup.set_up_for_evaluation"))
 
 
 @patch.wrap(
     f"{_TRAINING}.training",
     "get_model",
     parameters=("wrap_with_ddp",),
-    reexported_by=("slime", "miles"),
+    reexported_by=WITH_MEGATRON_UTILS,
 )
 def megatron_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import inference_roles
@@ -165,7 +168,7 @@ def megatron_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwarg
     "load_checkpoint",
     parameters=("optimizer", "opt_param_scheduler", "load_arg"),
     requires_names=("finetune", "no_load_optim", "no_load_rng"),
-    reexported_by=("slime", "miles"),
+    reexported_by=WITH_MEGATRON_UTILS,
 )
 def megatron_load_checkpoint(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,7 +188,7 @@ def megatron_load_checkpoint(
     "megatron.core.optimizer",
     "get_megatron_optimizer",
     parameters=("model_chunks",),
-    reexported_by=("slime", "miles"),
+    reexported_by=WITH_MEGATRON_UTILS,
 )
 def get_megatron_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import inference_roles

@@ -16,8 +16,8 @@ verl          ``vocab_parallel_entropy_with_chunking``  keeps no softmax
 verl          ``_lm_head_logits_processor``             one pass, no clone           it does not clone
 ============  ========================================  ===========================  =========================
 
-OpenClaw-RL vendors slime with slime's module names. The replacements are in
-:mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
+vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The replacements are
+in :mod:`..frameworks.slime_losses` and :mod:`..frameworks.verl_losses`, under the same names.
 
 Not patched: NeMo-RL, AReaL, SkyRL, ROLL and ms-swift, which compute in chunks already, verl's fused kernels,
 and miles' ``true_on_policy_mode``, which reproduces the bits of its inference engine. No site is a function
@@ -31,13 +31,14 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from ..engine.spec import Patch
+from ..frameworks import SLIME_LIKE
 from ..frameworks.arguments import calls
 
 if TYPE_CHECKING:
     from ..engine.target_source import TargetSource
 
-_SLIME = "slime.backends.megatron_utils.loss"
-_SLIME_UTILS = "slime.utils.ppo_utils"
+_SLIME = tuple(f"{framework}.backends.megatron_utils.loss" for framework in SLIME_LIKE)
+_SLIME_UTILS = tuple(f"{framework}.utils.ppo_utils" for framework in SLIME_LIKE)
 _MILES = "miles.backends.training_utils"
 _VERL = "verl.utils.megatron.tensor_parallel"
 _CALCULATE = "calculate_log_probs_and_entropy"
@@ -97,7 +98,7 @@ patch = Patch(
     upstream=("THUDM/slime#1788", "THUDM/slime#1822", "THUDM/slime#2123", "THUDM/slime#2152"),
 )
 
-for _module in (_SLIME, f"{_MILES}.loss"):
+for _module in (*_SLIME, f"{_MILES}.loss"):
     patch.wrap(
         _module,
         "loss_function",
@@ -106,7 +107,7 @@ for _module in (_SLIME, f"{_MILES}.loss"):
         skip_if=_checkpoints_without_reentrance,
     )(calls("slime_losses.loss_function"))
 
-for _module in (_SLIME, f"{_MILES}.loss_hub.logit_processors"):
+for _module in (*_SLIME, f"{_MILES}.loss_hub.logit_processors"):
     patch.wrap(
         _module,
         "get_log_probs_and_entropy",
@@ -115,7 +116,7 @@ for _module in (_SLIME, f"{_MILES}.loss_hub.logit_processors"):
         skip_if=_computes_itself,
     )(calls("slime_losses.get_log_probs_and_entropy"))
 
-for _module in (_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"):
+for _module in (*_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"):
     patch.wrap(
         _module,
         _CALCULATE,
@@ -124,7 +125,7 @@ for _module in (_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"):
     )(calls("slime_losses.calculate_log_probs_and_entropy"))
 
 for _module, _qualname in (
-    (_SLIME, "_allgather_cp_redistribute"),
+    *((module, "_allgather_cp_redistribute") for module in _SLIME),
     (f"{_MILES}.cp_utils", "allgather_cp_redistribute"),
 ):
     patch.wrap(
@@ -136,13 +137,14 @@ for _module, _qualname in (
         introduced_with="allgather_cp",
     )(calls("slime_losses.allgather_cp_redistribute"))
 
-patch.wrap(
-    _SLIME_UTILS,
-    "compute_log_probs",
-    parameters=("logits", "tokens", "process_group"),
-    requires_names=("fused_vocab_parallel_cross_entropy",),
-    introduced_with="fused_vocab_parallel_cross_entropy",
-)(calls("slime_losses.compute_log_probs"))
+for _module in _SLIME_UTILS:
+    patch.wrap(
+        _module,
+        "compute_log_probs",
+        parameters=("logits", "tokens", "process_group"),
+        requires_names=("fused_vocab_parallel_cross_entropy",),
+        introduced_with="fused_vocab_parallel_cross_entropy",
+    )(calls("slime_losses.compute_log_probs"))
 
 patch.wrap(
     _VERL,

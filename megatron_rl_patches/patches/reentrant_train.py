@@ -4,6 +4,7 @@
 framework      function                                      what is around it          left alone when
 =============  ============================================  =========================  ==================
 megatron-core  ``disable_forward_pre_hook``, ``enable_...``  any order and number       upstream allows it
+megatron-core  ``forward_step``                              counts tokens to warn
 slime, miles   ``train``                                     ``TrainGuard``             it is re-entrant
 slime, miles   ``save``                                      hooks as before            it restores hooks
 Megatron-LM    ``train``                                     ``TrainGuard``             it is re-entrant
@@ -14,7 +15,8 @@ verl           ``register_megatron_training_hooks``          one call per config
 any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
-OpenClaw-RL vendors slime with slime's module names. What is around the functions is in :mod:`..reentry`.
+vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What is around the
+functions is in :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.spec import Patch, Site
 from ..errors import PatchError
+from ..frameworks import WITH_MEGATRON_UTILS
 from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
@@ -49,12 +52,14 @@ class ReentrantTrainOptions:
         train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
             that this package has never seen. Each takes the list of model chunks as a parameter named
             ``model``.
+        warn: look for settings that silently spoil reinforcement learning, and warn once of each.
 
     Raises:
         PatchError: a function is named in another way.
     """
 
     train_functions: tuple[str, ...] = ()
+    warn: bool = True
 
     def __post_init__(self) -> None:
         for path in self.train_functions:
@@ -175,18 +180,42 @@ def _arguments(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     return bind(wrapped, args, kwargs, defaults=True).arguments
 
 
-def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+def _train(
+    wrapped: Any,
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    options: ReentrantTrainOptions,
+    timers: Any = None,
+) -> Any:
+    from ..reentry.checks import watched
     from ..reentry.guard import TrainGuard, installs_sync_functions
 
     bound = _arguments(wrapped, args, kwargs)
-    with TrainGuard(
+    guard = TrainGuard(
         bound["model"],
         optimizer=bound.get("optimizer"),
+        timers=timers,
         config=bound.get("config"),
         installs=installs_sync_functions(wrapped),
-        **options,
-    ):
+    )
+    if not options.warn:
+        with guard:
+            return wrapped(*args, **kwargs)
+    from ..frameworks import rollout_log_probs
+
+    rollout_log_probs.check(bound.get("data_iterator"))
+    with watched(bound["model"]), guard:
         return wrapped(*args, **kwargs)
+
+
+def _forward_step(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from ..reentry.checks import note_tokens
+
+    result = wrapped(*args, **kwargs)
+    note_tokens(result)
+    return result
 
 
 def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +227,9 @@ def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = (path.split(":") for path in options.train_functions)
-    return tuple(Site(module, qualname, _train, parameters=("model",)) for module, qualname in paths)
+    return tuple(
+        Site(module, qualname, _train, parameters=("model",), pass_options=True) for module, qualname in paths
+    )
 
 
 # --- sites
@@ -241,9 +272,22 @@ def enable_forward_pre_hook(
     forward_pre_hooks.enable(wrapped, instance)
 
 
-for _framework in ("slime", "miles"):
+patch.wrap(
+    "megatron.core.pipeline_parallel.schedules",
+    "forward_step",
+    introduced_with="forward_step",
+    optional_module=True,
+)(_forward_step)
+
+for _framework in WITH_MEGATRON_UTILS:
     _module = f"{_framework}.backends.megatron_utils.model"
-    patch.wrap(_module, "train", parameters=("model", "optimizer"), skip_if=_train_is_reentrant)(_train)
+    patch.wrap(
+        _module,
+        "train",
+        parameters=("model", "optimizer"),
+        skip_if=_train_is_reentrant,
+        pass_options=True,
+    )(_train)
     patch.wrap(_module, "save", parameters=("model",), skip_if=_restores_hooks)(_save)
 
 
@@ -252,11 +296,19 @@ for _framework in ("slime", "miles"):
     "train",
     parameters=("model", "optimizer", "config"),
     skip_if=_train_is_reentrant,
+    pass_options=True,
 )
-def megatron_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def megatron_train(
+    wrapped: Any,
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    options: ReentrantTrainOptions,
+) -> Any:
     from megatron.training.global_vars import get_timers
 
-    return _train(wrapped, instance, args, kwargs, timers=get_timers())
+    return _train(wrapped, instance, args, kwargs, options=options, timers=get_timers())
 
 
 @patch.wrap(
@@ -280,10 +332,18 @@ def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: di
     "train",
     parameters=("model", "optimizer", "global_state"),
     skip_if=_train_is_reentrant,
+    pass_options=True,
 )
-def bridge_train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bridge_train(
+    wrapped: Any,
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    options: ReentrantTrainOptions,
+) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    return _train(wrapped, instance, args, kwargs, timers=timers)
+    return _train(wrapped, instance, args, kwargs, options=options, timers=timers)
 
 
 @patch.wrap(

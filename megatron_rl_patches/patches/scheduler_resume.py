@@ -8,8 +8,8 @@ slime, miles  ``initialize_model_and_optimizer``    the step of loading is set a
 slime, miles  ``load_checkpoint``                   that step is recorded
 ============  ====================================  =====================================  ===================
 
-OpenClaw-RL vendors slime with slime's module names. The code around the functions is in
-:mod:`..frameworks.resumed_scheduler`.
+vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The code around the
+functions is in :mod:`..frameworks.resumed_scheduler`.
 
 Not patched: Megatron-LM, which does not advance the schedule after loading it, and frameworks with the
 opposite fault, which never restore a schedule that was saved.
@@ -21,6 +21,7 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from ..engine.spec import Patch
+from ..frameworks import WITH_MEGATRON_UTILS
 from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ patch = Patch(
     upstream=("THUDM/slime#1546", "THUDM/slime#1761", "THUDM/slime#1775", "radixark/miles#1627"),
 )
 
-for _framework in ("slime", "miles"):
+for _framework in WITH_MEGATRON_UTILS:
     patch.wrap(
         f"{_framework}.backends.megatron_utils.model",
         "initialize_model_and_optimizer",

@@ -8,9 +8,10 @@ from collections.abc import Callable
 Checkouts = Callable[[str], list[str]]
 """Framework -> the folders to import it from."""
 
-#: slime and miles train through Megatron-LM's ``megatron.training``.
+#: slime, vime and miles train through Megatron-LM's ``megatron.training``.
 VARIABLES = {
     "slime": ("SLIME_DIR", "MEGATRON_LM_DIR"),
+    "vime": ("VIME_DIR", "MEGATRON_LM_DIR"),
     "miles": ("MILES_DIR", "MEGATRON_LM_DIR"),
     "megatron.training": ("MEGATRON_LM_DIR",),
     "verl": ("VERL_DIR",),

@@ -17,6 +17,7 @@ CORE = {
     "test_rollouts_with_saves_between[before-2-slime]",
     "test_rollouts_with_saves_between[after-1-miles]",
     "test_rollouts_with_saves_between[before-2-megatron.training]",
+    "test_rollouts_with_saves_between[after-1-vime]",
     "test_train_goes_on_where_a_batch_broke[slime]",
     "test_bridge_and_nemo_rl",
     "test_verl_with_chunks_that_share_a_config[before]",
@@ -52,11 +53,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def stand_ins_on_the_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks inherit ``sys.path``. OpenClaw-RL vendors slime under the same name."""
+def stand_ins_on_the_path(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks inherit ``sys.path``. OpenClaw-RL vendors slime under its name, and vime under another one."""
     monkeypatch.syspath_prepend(str(STAND_INS))
     if "openclaw" in request.node.name:
         monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
+    if "vime" in request.node.name:
+        (tmp_path / "vime").symlink_to(STAND_INS / "slime")
+        monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ class Job:
 
 
 class _ActorJob(Job):
-    """slime and miles: through the actor, which holds copies of the functions."""
+    """slime, vime and miles: through the actor, which holds copies of the functions."""
 
     package: str
 
@@ -180,6 +180,10 @@ class _ActorJob(Job):
 
 class SlimeJob(_ActorJob):
     package = "slime.backends.megatron_utils"
+
+
+class VimeJob(_ActorJob):
+    package = "vime.backends.megatron_utils"
 
 
 class MilesJob(_ActorJob):
@@ -254,4 +258,9 @@ class BridgeJob(Job):
         train.train(tiny_gpt.forward_step, *state, self.iterator, None, self.state, None, None)
 
 
-JOBS: dict[str, type[Job]] = {"slime": SlimeJob, "miles": MilesJob, "megatron.training": MegatronJob}
+JOBS: dict[str, type[Job]] = {
+    "slime": SlimeJob,
+    "vime": VimeJob,
+    "miles": MilesJob,
+    "megatron.training": MegatronJob,
+}

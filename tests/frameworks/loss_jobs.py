@@ -1,4 +1,4 @@
-"""Losses of slime, miles and verl as their trainers call them, on stand-ins and on real checkouts alike.
+"""Losses of slime, vime, miles and verl as their trainers call them, on stand-ins and on real checkouts.
 
 Import this on ranks only, inside ``cpu_backend()``.
 """
@@ -20,14 +20,24 @@ from torch import Tensor
 PACKAGES = {"openclaw": "slime"}
 SCORES = {
     "slime": "slime.backends.megatron_utils.loss",
+    "vime": "vime.backends.megatron_utils.loss",
     "miles": "miles.backends.training_utils.loss_hub.logit_processors",
 }
-LOSSES = {"slime": "slime.backends.megatron_utils.loss", "miles": "miles.backends.training_utils.loss"}
+LOSSES = {
+    "slime": "slime.backends.megatron_utils.loss",
+    "vime": "vime.backends.megatron_utils.loss",
+    "miles": "miles.backends.training_utils.loss",
+}
 CP_UTILS = {
     "slime": "slime.backends.megatron_utils.cp_utils",
+    "vime": "vime.backends.megatron_utils.cp_utils",
     "miles": "miles.backends.training_utils.cp_utils",
 }
-PPO_UTILS = {"slime": "slime.utils.ppo_utils", "miles": "miles.backends.training_utils.loss_hub.math_utils"}
+PPO_UTILS = {
+    "slime": "slime.utils.ppo_utils",
+    "vime": "vime.utils.ppo_utils",
+    "miles": "miles.backends.training_utils.loss_hub.math_utils",
+}
 VERL = "verl.utils.megatron.tensor_parallel"
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 

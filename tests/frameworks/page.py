@@ -23,6 +23,7 @@ CONFORMANCE = Path(__file__).with_name("conformance")
 #: First word of a source's name -> its repository.
 REPOSITORIES = {
     "slime": "THUDM/slime",
+    "vime": "vllm-project/vime",
     "OpenClaw-RL": "Gen-Verse/OpenClaw-RL",
     "miles": "radixark/miles",
     "verl": "verl-project/verl",

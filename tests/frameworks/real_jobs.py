@@ -46,7 +46,7 @@ def _takes_packed_tokens(gpt: Any) -> None:
 
 
 class _RolloutJob(Job):
-    """slime and miles: supervised loss on the second half of each sequence."""
+    """slime, vime and miles: supervised loss on the second half of each sequence."""
 
     package: str
 
@@ -142,6 +142,10 @@ class RealSlimeJob(_RolloutJob):
         return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
 
+class RealVimeJob(RealSlimeJob):
+    package = "vime.backends.megatron_utils"
+
+
 def set_parallel_state_of_miles() -> None:
     parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
     current = importlib.import_module("miles.backends.training_utils.parallel")
@@ -216,6 +220,7 @@ class RealMegatronJob(MegatronJob):
 
 JOBS: dict[str, type[Job]] = {
     "slime": RealSlimeJob,
+    "vime": RealVimeJob,
     "miles": RealMilesJob,
     "megatron.training": RealMegatronJob,
 }

@@ -88,7 +88,7 @@ def _scores(framework: str, order: str, tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "vime"])
 def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
     for seen in spawn_ranks(_eager, tp, _scores, framework, order, tp):
         assert seen["states"] <= {"applied", "not needed", "waiting"}

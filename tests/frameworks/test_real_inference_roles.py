@@ -87,7 +87,7 @@ def _arguments_of(function: Any, **given: Any) -> dict[str, Any]:
     return {name: given.get(name) for name in names}
 
 
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_unpatched_a_teacher_is_built_for_training(
     framework: str, tmp_path: Path, checkouts: Checkouts
 ) -> None:
@@ -103,7 +103,7 @@ def test_unpatched_a_teacher_is_built_for_training(
 
 @pytest.mark.runs("teacher")
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_policy_and_teacher_side_by_side(
     framework: str, ranks: int, tmp_path: Path, checkouts: Checkouts
 ) -> None:

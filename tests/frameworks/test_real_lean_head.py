@@ -99,7 +99,7 @@ class _LogitWarnings(logging.Handler):
 
 @pytest.mark.runs("lean-head")
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_training_never_makes_the_logits(framework: str, ranks: int, checkouts: Checkouts) -> None:
     for seen in spawn_ranks(_rollouts, ranks, framework, checkouts(framework), timeout=300):
         for name, way in seen.items():

@@ -64,7 +64,7 @@ def _scores(framework: str, paths: list[str], tp: int = 1, cp: int = 1, **option
 
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_log_probs_and_entropy(
     framework: str, ranks: int, layout: dict[str, Any], checkouts: Checkouts
 ) -> None:
@@ -122,7 +122,7 @@ def _losses(framework: str, paths: list[str], tp: int = 1, cp: int = 1, **option
 
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_policy_loss(framework: str, ranks: int, layout: dict[str, Any], checkouts: Checkouts) -> None:
     paths = _with_layout(framework, checkouts(framework), layout)
     for seen in spawn_ranks(_losses, ranks, framework, paths, timeout=300, env=EAGER, **layout):

@@ -21,7 +21,7 @@ from tests.frameworks.test_reentry import FINE, KEY_ERROR, NO_SYNC, PATCH, TIMER
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
-FORWARD_ONLY = ("slime", "miles")
+FORWARD_ONLY = ("slime", "vime", "miles")
 MICROBATCHES = 2  # per step
 
 
@@ -46,7 +46,7 @@ def _unpatched(framework: str, paths: list[str]) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize("framework", ["slime", "miles", "megatron.training"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles", "megatron.training"])
 def test_unpatched_frameworks_fail_as_reported(framework: str, checkouts: Checkouts) -> None:
     [seen] = spawn_ranks(_unpatched, 1, framework, checkouts(framework), timeout=300)
     assert seen["first train"] == FINE
@@ -106,7 +106,7 @@ def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
 
 @pytest.mark.runs("rollouts")
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("framework", ["slime", "miles", "megatron.training"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles", "megatron.training"])
 def test_rollouts_with_saves_between(framework: str, ranks: int, checkouts: Checkouts) -> None:
     results = spawn_ranks(_rollouts, ranks, framework, checkouts(framework), timeout=300)
     for seen in results:

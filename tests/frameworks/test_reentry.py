@@ -97,7 +97,7 @@ def _rollouts(framework: str, order: str) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", [*FRAMEWORKS, "vime"])
 @pytest.mark.parametrize(("order", "ranks"), [("before", 2), ("after", 1)])
 def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> None:
     results = spawn_ranks(_rollouts, ranks, framework, order)

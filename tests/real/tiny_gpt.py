@@ -66,6 +66,7 @@ class Options:
     tied: bool = False  # input embedding and output layer
     experts: int | None = None
     frozen_head: bool = False
+    dropout: float = 0.0
     mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
     lr: float = 5e-3
     seed: int = 1234
@@ -186,8 +187,8 @@ def _transformer_config(options: Options) -> TransformerConfig:
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
+        attention_dropout=options.dropout,
+        hidden_dropout=options.dropout,
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.vpp,

@@ -27,6 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "engine": {"_scoped", "errors", "settings", "__init__"},
     "patches": {*HELPERS, "engine", "frameworks", "inference", "losses", "reentry"},
     "activation": {"engine", "settings", "errors"},
+    "hooks": {"activation", "engine", "settings"},
     "__init__": {"_lazy", "engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
     "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
@@ -104,7 +105,7 @@ def test_the_engine_has_never_heard_of_megatron() -> None:
 # --- cores know no framework
 
 CORES = ("losses", "inference", "reentry")
-FRAMEWORKS = {"slime", "miles", "verl", "nemo_rl", "areal"}
+FRAMEWORKS = {"slime", "vime", "miles", "verl", "nemo_rl", "areal"}
 # Known to frameworks by the same name, but terms of Megatron or of the field.
 TERMS = {"allgather_cp", "bf16", "ckpt_step", "entropy_coef", "fp16", "qkv_format", "save"}
 # Attributes of the frameworks' own objects.

@@ -86,7 +86,7 @@ def test_enable() -> None:
     assert verdict(ENABLE, mended)[0] == "not needed"
 
 
-@pytest.mark.parametrize("framework", ["slime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
 def test_train_with_the_assertion_is_needed_and_without_it_is_not(framework: str) -> None:
     target = f"{framework}.backends.megatron_utils.model.train"
     needed = """
@@ -185,4 +185,12 @@ def test_train_functions_of_unknown_frameworks_are_sites() -> None:
 
 def test_distributions_in_the_megatron_namespace_are_frameworks_of_their_own() -> None:
     frameworks = {site.framework for site in patch.sites}
-    assert frameworks == {"megatron.core", "megatron.training", "megatron.bridge", "slime", "miles", "verl"}
+    assert frameworks == {
+        "megatron.core",
+        "megatron.training",
+        "megatron.bridge",
+        "slime",
+        "vime",
+        "miles",
+        "verl",
+    }

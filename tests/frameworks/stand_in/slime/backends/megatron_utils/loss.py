@@ -16,8 +16,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slime.utils.ppo_utils import calculate_log_probs_and_entropy
-
+from ...utils.ppo_utils import calculate_log_probs_and_entropy
 from .cp_utils import slice_log_prob_with_cp
 
 

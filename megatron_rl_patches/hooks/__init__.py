@@ -1,0 +1,80 @@
+"""Functions for the places where frameworks call code of their users: a line of configuration, no variable.
+
+=====================  ==========================================================================
+framework              line
+=====================  ==========================================================================
+slime, vime, miles     ``--custom-megatron-init-path megatron_rl_patches.hooks.on_megatron_init``
+Megatron-Bridge        ``cfg.model.register_pre_wrap_hook(megatron_rl_patches.hooks.pre_wrap)``
+verl                   ``actor_rollout_ref.model.external_lib=megatron_rl_patches.hooks.verl``
+=====================  ==========================================================================
+
+Each applies all patches, or those that ``MEGATRON_RL_PATCHES`` names where it is set; ``0`` is none. NeMo-RL
+has no such place, but its configuration sets variables of the workers:
+``policy.megatron_cfg.env_vars.MEGATRON_RL_PATCHES=all``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["on_megatron_init", "pre_wrap"]
+
+
+def on_megatron_init(args: Any = None) -> None:
+    """Apply the patches in a worker of slime, vime, OpenClaw-RL or miles, and say on rank 0 which are there.
+
+    The frameworks call it after Megatron is initialized and before the model is built. By then they have
+    copied functions from module to module, and the copies are patched too. ``distillation`` also changes the
+    command line, which is parsed in another process, so it needs the variable.
+
+    Args:
+        args: those of the framework; they are not used.
+
+    Raises:
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
+    """
+    switch_on()
+    _announce()
+
+
+def pre_wrap(model: list[Any]) -> list[Any]:
+    """Apply the patches in a program on Megatron-Bridge, and say on rank 0 which are there.
+
+    Megatron-Bridge calls it when the model has been built, and before DDP is put around it. That is early
+    enough for all patches but ``inference-only``, which decides about DDP before.
+
+    Args:
+        model: list of model chunks.
+
+    Returns:
+        the same list.
+
+    Raises:
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
+    """
+    switch_on()
+    _announce()
+    return model
+
+
+def switch_on() -> None:
+    """Apply all patches, or those that the variable names where it is set."""
+    # Imported here, since verl loads a module of this package in every process, wanted or not.
+    import _megatron_rl_patches_startup as startup
+
+    from ..activation import activate_from_environment
+    from ..engine import api
+    from ..settings import VARIABLE
+
+    if not os.environ.get(VARIABLE, "").strip():
+        api.apply()
+    elif not startup.has_fired():  # type: ignore[no-untyped-call]
+        activate_from_environment()
+
+
+def _announce() -> None:
+    from ..engine.api import status
+    from ..engine.installer import installer
+
+    installer.announcer.once(status())

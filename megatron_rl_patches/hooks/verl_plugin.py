@@ -1,0 +1,19 @@
+"""An entry point of the group ``verl.plugins``: ``import verl`` loads it wherever this package is installed.
+
+So it does nothing unless ``MEGATRON_RL_PATCHES`` is set. Then it activates the patches also where Python does
+not read the startup file, as after ``pip install --target``. verl hides what a plugin raises. So a failure is
+said on stderr, and with ``MEGATRON_RL_PATCHES_STRICT=1`` it ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import _megatron_rl_patches_startup as startup
+
+if os.environ.get("MEGATRON_RL_PATCHES", "").strip() and not startup.has_fired():  # type: ignore[no-untyped-call]
+    try:
+        startup.activate()
+    except Exception as error:
+        sys.exit(f"megatron_rl_patches: not activated: {error}")
