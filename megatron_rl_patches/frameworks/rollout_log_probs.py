@@ -38,12 +38,12 @@ def check(data_iterator: Any) -> None:
     mean, largest, tokens = difference
     if mean > THRESHOLD:
         checks.report(
-            _SETTING,
             f"rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} "
             f"nats per token on average and {largest:.2g} at most, on {tokens} tokens of this rank; up to "
             f"{THRESHOLD:g} on average is usual. The policy that samples is not the one that is trained. "
             "Look for weights that were sent before they were gathered, another precision, another "
             "temperature, or experts that are chosen differently",
+            setting=_SETTING,
             aloud=checks.is_first_of_stage(),
         )
 

@@ -41,7 +41,7 @@ def forget() -> None:
     _has_trained = False
 
 
-def report(setting: str, message: str, *, aloud: bool) -> None:
+def report(message: str, *, setting: str, aloud: bool) -> None:
     """Record what was found about a setting, once, and log it if ``aloud``."""
     if setting not in _found:
         _found[setting] = message
@@ -89,10 +89,10 @@ def _check_dropout(configs: list[Any]) -> None:
         rate = max((getattr(config, setting, 0.0) or 0.0 for config in configs), default=0.0)
         if rate > 0:
             report(
-                setting,
                 f"{setting}={rate:g}: dropout is on while the policy trains and off while it samples and "
                 "scores, so their log-probs differ even with the same weights, and ratios of probabilities "
                 f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0",
+                setting=setting,
                 aloud=_is_rank_0(),
             )
 
@@ -103,11 +103,11 @@ def _check_token_weights(configs: list[Any], counts: list[Any]) -> None:
     tokens = [count for count in map(int, counts) if count > 0]
     if tokens and min(tokens) != max(tokens):
         report(
-            "calculate_per_token_loss",
             "calculate_per_token_loss=False: the loss function returns its number of tokens, and Megatron "
             f"divides the loss of each microbatch by it. Microbatches had {min(tokens)} to {max(tokens)} "
             f"tokens, so a token of one counts {max(tokens) / min(tokens):.2g} times as much as a token of "
             "another. Set --calculate-per-token-loss (config.calculate_per_token_loss=True)",
+            setting="calculate_per_token_loss",
             aloud=is_first_of_stage(),
         )
 
@@ -115,11 +115,11 @@ def _check_token_weights(configs: list[Any], counts: list[Any]) -> None:
 def _check_parameters_are_gathered(chunks: Model) -> None:
     if any(_is_stale(group) for chunk in chunks for group in bucket_groups(chunk)):
         report(
-            "overlap_param_gather",
             "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
             "parameters of its last step were gathered. Until the next forward pass every rank has new "
             "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
             "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
+            setting="overlap_param_gather",
             aloud=_is_rank_0(),
         )
 

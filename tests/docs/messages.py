@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT
 ELLIPSIS = "…"
 # Errors for those who change this package, or that Python's own protocols need; no user sees their text.
 _INTERNAL_ERRORS = {"AttributeError", "NotImplementedError", "Exit", "KeyError", "TypeError"}
-_LOG_FUNCTIONS = {"warning", "error", "_say"}
+_LOG_FUNCTIONS = {"warning", "error", "_say", "report"}
 
 
 @cache

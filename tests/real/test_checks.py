@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_rl_patches import Settings, applied
@@ -14,7 +15,14 @@ PATHS = ("tests.real.test_checks:train",)
 TOKENS = (3, 11)  # of two microbatches
 
 
-def train(model: Any, optimizer: Any = None, *, tokens: tuple[int, ...] = TOKENS, hooks: str = "off") -> Any:
+def train(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    data_iterator: Any = None,
+    tokens: tuple[int, ...] = TOKENS,
+    hooks: str = "off",
+) -> Any:
     """One step of a loop of one's own; its loss returns a number of tokens. Return the gradients."""
     import torch
     from megatron.core.distributed import finalize_model_grads
@@ -172,3 +180,43 @@ def test_parameters_that_are_not_gathered() -> None:
     assert all(seen["stale"] > seen["of"] / 4 for seen in on)  # the other rank's share
     assert "overlap_param_gather=True" in on[0]["lines"][0]
     assert "disable_forward_pre_hook()" in on[0]["lines"][0]
+
+
+# --- log-probs of the rollout -------------------------------------------------------------------------------
+
+
+def _rollout_log_probs(steps: int) -> dict[str, Any]:
+    """The weights that sample are those of some steps ago, as if the newer ones had never been sent."""
+    with cpu_backend():
+        import torch
+
+        from tests.real import tiny_gpt
+
+        options = tiny_gpt.Options(lr=0.03)
+        model, optimizer = tiny_gpt.build(options)
+        batch = next(tiny_gpt.SyntheticData())
+
+        def score() -> list[Any]:
+            with torch.no_grad():
+                return [*-tiny_gpt.forward_step(iter([batch]), model[0])[0]]
+
+        sampled = score()
+        if steps:
+            tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [1] * steps, options)
+        trained = score()
+        masks = [torch.arange(tiny_gpt.SEQUENCE) > 4] * len(sampled)
+        rollout = {"log_probs": trained, "rollout_log_probs": sampled, "loss_masks": masks}
+        iterator = SimpleNamespace(rollout_data=rollout)
+        _, lines = _warned(model, data_iterator=[iterator], tokens=(5, 5))
+        differences = torch.cat([(a - b)[4 + 1 :].abs() for a, b in zip(trained, sampled, strict=True)])
+        return {"nats": differences.mean().item(), "tokens": len(differences), "lines": lines}
+
+
+def test_log_probs_of_the_rollout() -> None:
+    [same], [stale] = (spawn_ranks(_rollout_log_probs, 1, steps) for steps in (0, 3))
+    assert same["nats"] == 0
+    assert same["lines"] == []
+    assert stale["nats"] > 0.1
+    [line] = stale["lines"]
+    assert f"differ by {stale['nats']:.2g} nats per token on average" in line
+    assert f"on {stale['tokens']} tokens" in line

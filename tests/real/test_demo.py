@@ -107,7 +107,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
 
     assert figures.patched
     assert figures.error is None
-    assert "reentrant-train (megatron.core: 2 applied" in figures.patches
+    assert "reentrant-train (megatron.core: 3 applied" in figures.patches
     assert "lean-head (megatron.core:" in figures.patches
     assert not figures.makes_logits
     assert figures.logits == 4 * 32 * 12 * 12  # answers of a microbatch, tokens, ids

@@ -145,6 +145,7 @@ def test_from_the_environment() -> None:
     environ = {
         "MEGATRON_RL_PATCHES_STRICT": "1",
         "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "my_rl.model:train, my_rl.loop:Trainer.fit,",
+        "MEGATRON_RL_PATCHES_WARN": "0",
         "MEGATRON_RL_PATCHES_INFERENCE_ROLES": "teacher, judge",
         "MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES": "1024",
         "MEGATRON_RL_PATCHES_LEAN_HEAD_KEEP_BYTES": "2048",
@@ -158,6 +159,7 @@ def test_from_the_environment() -> None:
     assert Settings.from_environment(environ) == Settings(
         strict=True,
         train_functions=("my_rl.model:train", "my_rl.loop:Trainer.fit"),
+        warn=False,
         inference_roles=("teacher", "judge"),
         lean_head_tile_bytes=1024,
         lean_head_keep_bytes=2048,

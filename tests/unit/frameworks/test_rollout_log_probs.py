@@ -1,0 +1,75 @@
+"""Which tokens of a rollout are compared. Real megatron-core is in ``tests/real/test_checks.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.frameworks import rollout_log_probs
+from megatron_rl_patches.reentry import checks
+
+
+@pytest.fixture(autouse=True)
+def nothing_found() -> Iterator[None]:
+    checks.forget()
+    yield
+    checks.forget()
+
+
+def check(**rollout: Any) -> list[str]:
+    rollout_log_probs.check([SimpleNamespace(rollout_data=rollout)])
+    return checks.found()
+
+
+def test_tokens_that_the_loss_leaves_out_do_not_count() -> None:
+    trained, sampled = torch.tensor([-1.0, -9.0, -1.0, -9.0]), torch.tensor([-1.0, 0.0, -1.0, 0.0])
+    mask = torch.tensor([1, 0, 1, 0])
+    assert check(log_probs=[trained], rollout_log_probs=[sampled], loss_masks=[mask]) == []
+    [message] = check(log_probs=[trained], rollout_log_probs=[sampled], loss_masks=[1 - mask])
+    assert "differ by 9 nats per token on average and 9 at most, on 2 tokens" in message
+
+
+def test_a_context_parallel_rank_compares_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    # Of eight tokens the second rank predicts from rows 2 to 5, and so has the response's tokens 1 to 4 of 6.
+    rollout = {
+        "total_lengths": [8],
+        "response_lengths": [6],
+        "log_probs": [torch.tensor([-1.0, -5.0, -1.0, -1.0])],
+        "rollout_log_probs": [torch.full((4,), -1.0)],
+    }
+    assert check(**rollout, loss_masks=[torch.tensor([1, 1, 0, 1, 1, 1])]) == []
+    [message] = check(**rollout, loss_masks=[torch.tensor([1, 1, 1, 1, 1, 1])])
+    assert "differ by 1 nats per token on average and 4 at most, on 4 tokens" in message
+
+
+def test_it_is_said_once() -> None:
+    apart = {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(3)]}
+    assert len(check(**apart)) == len(check(**apart)) == 1
+
+
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        {},
+        {"log_probs": [torch.zeros(3)]},
+        {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(2)]},
+        {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(3)], "loss_masks": [torch.zeros(3)]},
+    ],
+    ids=["empty", "not sampled here", "other tokens", "no token counts"],
+)
+def test_what_cannot_be_compared_is_left_alone(rollout: dict[str, Any]) -> None:
+    assert check(**rollout) == []
+
+
+@pytest.mark.parametrize("data_iterator", [None, [], [iter([])], iter([])])
+def test_other_iterators_are_left_alone(data_iterator: Any) -> None:
+    rollout_log_probs.check(data_iterator)
+    assert checks.found() == []
