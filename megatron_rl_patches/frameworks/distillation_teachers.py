@@ -173,7 +173,7 @@ class TeacherScorer:
         if not hidden:
             return []
         # The model's own output layer is overwritten when the next weights are swapped in.
-        head = cast("OutputHead", output_head(self.actor.model)).to("cpu", copy=True)
+        head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
         return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
 
     def _hidden(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:

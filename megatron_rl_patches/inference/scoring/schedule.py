@@ -18,6 +18,7 @@ from ..._chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
 from ..._scoped import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
+from ...losses.objectives.full_distribution import copied_to
 from ...losses.output_layer import deferring
 from ..build.meta_device import rng_tracker_that_does_not_fork
 from ..build.rng import cuda_rng_tracker
@@ -107,7 +108,7 @@ def forward_only(
             parts, group = _scored(output, batch, chunk, score, vocab_size), context_parallel.group
             scores = [
                 [
-                    _copied(of_sample, output_device)
+                    copied_to(of_sample, output_device)
                     for of_sample in batch.layout.gather_responses(part, group)
                 ]
                 for part in parts
@@ -234,13 +235,6 @@ def _scored(
         first_id = logits_bsv.shape[2] * (0 if group is None else group.rank())
         logits_bsv = hide_columns(logits_bsv, max(0, vocab_size - first_id))
     return score(batch, logits_bsv.flatten(0, 1), group)
-
-
-def _copied(values: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
-    if not values.is_cuda or torch.device(device).type != "cpu":
-        return values.to(device, copy=True)
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
 
 
 def _by_sample(

@@ -172,7 +172,7 @@ class TeacherPool:
 
             with self.use(name) as model:
                 head = output_head(model)
-                self._heads[copy] = None if head is None else head.to(device or head.weight.device, copy=True)
+                self._heads[copy] = None if head is None else head.copied_to(device or head.weight.device)
         return self._heads[copy]
 
     @property

@@ -24,18 +24,22 @@ class OutputHead:
     weight: Tensor
     bias: Tensor | None = None
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False, copy: bool = False) -> OutputHead:
-        """Return a copy on the device, or without ``copy`` tensors that are there already."""
-        tensors = (
-            None if tensor is None else tensor.to(device, non_blocking=non_blocking, copy=copy)
-            for tensor in (self.weight, self.bias)
-        )
-        return OutputHead(*tensors)  # type: ignore[arg-type]
+    def copied_to(self, device: torch.device | str) -> OutputHead:
+        """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
+        bias = None if self.bias is None else copied_to(self.bias, device)
+        return OutputHead(copied_to(self.weight, device), bias)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
+    if not tensor.is_cuda or torch.device(device).type != "cpu":
+        return tensor.to(device, copy=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 @dataclass(frozen=True, eq=False)
