@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    mutation lint format bench gpu docs clean
+    mutation lint format bench gpu docs docs-version screenshots clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | gpu | docs | clean"
+	@echo "make venv | demo | lint | format | bench | gpu | docs | docs-version | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four) | test-frameworks | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
@@ -89,6 +89,17 @@ gpu:
 
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
+
+# Adds the site of this version to the branch gh-pages, with a menu of versions; push that branch to publish it.
+# Needs a clone with all branches. What stands there already: mike list
+DOCS_VERSION = $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' megatron_rl_patches/__init__.py)
+docs-version: $(INSTALLED)-docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
+	PATH="$(CURDIR)/$(BIN):$$PATH" mike set-default latest
+
+# Draws what docs/images has of the command line.
+screenshots: venv
+	$(BIN)/python docs/screenshots.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import shlex
 import site
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +18,8 @@ import _megatron_rl_patches_startup as startup_trigger
 
 from . import __version__
 from .engine import registry
-from .engine.judge import SiteStatus, judge_all
+from .engine.judge import IN_COMPANY, SiteStatus, judge_all
+from .engine.options import ON, items
 from .engine.sources import Environment
 from .engine.spec import Patch
 from .errors import PatchError
@@ -37,12 +40,24 @@ _PROBE = "import sys; print(any(type(f).__module__ == '_megatron_rl_patches_star
 
 
 @dataclass(frozen=True)
+class Problem:
+    """A reason why something that is selected does not take effect, and the shell line that mends it."""
+
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True)
 class Choice:
-    """What the environment variables ask for, and what is wrong with them."""
+    """What the environment variables ask for, and what is wrong with them.
+
+    ``value`` is that of ``MEGATRON_RL_PATCHES``.
+    """
 
     patches: tuple[str, ...]
     settings: Settings
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,7 @@ class Diagnosis:
     """Everything that ``doctor`` shows. ``problems`` is empty when what is selected can take effect."""
 
     version: str
+    path: str
     python: str
     executable: str
     torch: str | None
@@ -76,7 +92,7 @@ class Diagnosis:
     sites: tuple[SiteStatus, ...]
     startup: Startup
     notes: tuple[str, ...]
-    problems: tuple[str, ...]
+    problems: tuple[Problem, ...]
 
 
 def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
@@ -88,6 +104,7 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
     wrapt = _version_of("wrapt")
     return Diagnosis(
         version=__version__,
+        path=str(Path(__file__).parent),
         python=sys.version.split()[0],
         executable=sys.executable,
         torch=_version_of("torch"),
@@ -104,44 +121,116 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
 
 def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     """Return what the variables select. A value that does not parse is reported as a problem, not raised."""
-    known_variables = sorted(variables())
-    problems = [
-        f"{name}: no such variable; known: {', '.join(known_variables)}"
-        for name in variables_in(environ)
-        if name.startswith(VARIABLE) and name not in known_variables
-    ]
+    known = sorted(variables())
+    unknown = {name: value for name, value in variables_in(environ).items() if name not in known}
+    problems = [_unknown_variable(name, value, known) for name, value in unknown.items()]
     try:
         chosen = Settings.from_environment(environ)
     except PatchError as error:
-        problems.append(str(error))
+        problems += _bad_values(environ, error)
         chosen = Settings()
-    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
+    value = environ.get(VARIABLE, "")
+    selection = parse_selection(value, registry.patches())
     if selection.unknown:
-        problems.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
-    return Choice(tuple(patch.name for patch in selection.patches()), chosen, tuple(problems))
+        message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
+        problems.append(Problem(message, _export(VARIABLE, _with_known_names(value))))
+    names = tuple(patch.name for patch in selection.patches())
+    return Choice(names, chosen, tuple(problems), value)
+
+
+def _unknown_variable(name: str, value: str, known: Sequence[str]) -> Problem:
+    unset = f"unset {shlex.quote(name)}"
+    endings = [variable.removeprefix(VARIABLE) for variable in known]
+    nearest = difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1)
+    if not nearest:
+        return Problem(f"{name}: no such variable; known: {', '.join(known)}", unset)
+    meant = VARIABLE + nearest[0]
+    return Problem(f"{name}: no such variable; there is {meant}", f"{unset}; {_export(meant, value)}")
+
+
+def _bad_values(environ: Mapping[str, str], error: PatchError) -> Iterator[Problem]:
+    """Yield a problem for every variable that is refused on its own; ``error`` if only all together are."""
+    refused = {}
+    ours = [name for name in variables_in(environ) if name in variables()]
+    for name in ours:
+        try:
+            Settings.from_environment({name: environ[name]})
+        except PatchError as alone:
+            refused[name] = str(alone)
+    if not refused:
+        yield Problem(str(error), f"unset {' '.join(name for name in ours if name != VARIABLE)}")
+    for name, message in refused.items():
+        yield Problem(message, f"unset {name}")
 
 
 def problems_of(
     choice: Choice, statuses: Sequence[SiteStatus], startup: Startup, wrapt: str | None
-) -> list[str]:
+) -> list[Problem]:
     """Return the reasons why something that is selected does not take effect."""
     problems = list(choice.problems)
-    if wrapt is None:
-        problems.append(f"wrapt is not installed; needed: wrapt{WRAPT_RANGE}")
-    elif not _in_wrapt_range(wrapt):
-        problems.append(f"wrapt {wrapt} is out of range; needed: wrapt{WRAPT_RANGE}")
+    if wrapt is None or not _in_wrapt_range(wrapt):
+        what = "wrapt is not installed" if wrapt is None else f"wrapt {wrapt} is out of range"
+        remedy = _pip_install(shlex.quote(f"wrapt{WRAPT_RANGE}"))
+        problems.append(Problem(f"{what}; needed: wrapt{WRAPT_RANGE}", remedy))
     if choice.patches and not startup.fires:
-        problems.append(f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}")
+        message = f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}"
+        problems.append(Problem(message, _install_this_package()))
     selected = _of_selected_patches(choice, statuses)
     # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
     # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
     roots = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state != "absent")
     unknown = [root for root in roots if root not in known]
+    named = ",".join([*items(os.environ.get(ROOTS_VARIABLE, "")), *unknown])
     problems += [
-        f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}" for root in unknown
+        Problem(
+            f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}",
+            _export(ROOTS_VARIABLE, named),
+        )
+        for root in unknown
     ]
-    return problems + [str(status) for status in selected if status.is_fault]
+    # Sites that share the state of a fault are left out, as the fault itself is in the list.
+    faults = [s for s in selected if s.is_fault and not s.reason.startswith(IN_COMPANY)]
+    leaving_out = _export(VARIABLE, _value_without(choice.value, {fault.patch for fault in faults}))
+    return problems + [Problem(str(fault), leaving_out) for fault in faults]
+
+
+def _value_without(value: str, patches: Collection[str]) -> str:
+    """Return the value of the variable that selects what ``value`` does, but for these patches."""
+    selection = parse_selection(value, registry.patches())
+    if selection.names is not None:
+        return ",".join(name for name in selection.names if name not in {*patches, *selection.exclude}) or "0"
+    chosen = ["all" if item.lower() in ON else item for item in items(value) if item not in patches]
+    return ",".join([*chosen, *(f"-{name}" for name in sorted(patches))])
+
+
+def _with_known_names(value: str) -> str:
+    """Return the value of the variable with the nearest known name for every unknown one, or without it."""
+    known = registry.patches()
+    unknown = parse_selection(value, known).unknown
+    corrected = []
+    for item in items(value):
+        sign = "-" if item.startswith("-") else ""
+        nearest = difflib.get_close_matches(item.removeprefix("-"), known, 1) if item in unknown else []
+        if item not in unknown or nearest:
+            corrected.append(sign + nearest[0] if nearest else item)
+    return ",".join(corrected) or "all"
+
+
+def _export(variable: str, value: str) -> str:
+    return f"export {variable}={shlex.quote(value)}"
+
+
+def _pip_install(arguments: str) -> str:
+    return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
+
+
+def _install_this_package() -> str:
+    """Return the line that installs the startup file: from the source tree, if this is one."""
+    root = Path(__file__).parents[1]
+    if (root / "pyproject.toml").is_file():
+        return _pip_install(f"--no-deps --editable {shlex.quote(str(root))}")
+    return _pip_install("--no-deps --force-reinstall megatron-rl-patches")
 
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from .. import __version__
 from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
@@ -24,7 +25,8 @@ from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
 from .conformance import conformance
 from .estimate import estimate
-from .output import selected, show_diagnosis, show_json, show_judged, show_statuses, show_table
+from .output import show_json, show_judged, show_table
+from .screens import show_diagnosis, show_problems, show_status
 
 FOUND_FAULTS = 1
 CANNOT_START = 2
@@ -107,15 +109,12 @@ def status(json: Json = False) -> None:
     statuses = judge_all(Environment(), patches, choice.settings)
     if json:
         sites = [asdict(status) for status in statuses]
-        show_json({"selected": choice.patches, "problems": choice.problems, "sites": sites})
+        problems = [asdict(problem) for problem in choice.problems]
+        show_json({"selected": choice.patches, "problems": problems, "sites": sites})
         return
-    typer.echo(f"{VARIABLE}={os.environ.get(VARIABLE, '')}: {selected(choice.patches)}")
-    if left_out := [p.name for p in registry.patches().values() if p.explicit and p not in patches]:
-        typer.echo(f"selected by name only: {', '.join(left_out)}")
-    for problem in choice.problems:
-        typer.echo(f"problem: {problem}", err=True)
-    if statuses:
-        show_statuses(statuses)
+    show_status(os.environ.get(VARIABLE), choice, statuses)
+    if choice.problems:
+        show_problems(choice.problems, Console(stderr=True, highlight=False))
 
 
 @app.command()

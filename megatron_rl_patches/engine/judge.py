@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 K = TypeVar("K")
+#: How the reason begins of a site that fits, and has the state of another site of its patch.
+IN_COMPANY = "another site cannot take effect"
 
 #: States in which a patch that was asked for is not in place, and should be.
 Fault = Literal["missing", "drifted", "conflict", "failed"]
@@ -128,7 +130,7 @@ def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
     fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
         return dict(statuses)
-    reason = f"another site cannot take effect: {fault.target}: {fault.reason}"
+    reason = f"{IN_COMPANY}: {fault.target}: {fault.reason}"
     others = {
         key: replace(status, state=fault.state, reason=reason, fingerprint="")
         for key, status in statuses.items()

@@ -136,6 +136,6 @@ def test_the_doctor_sees_what_the_activation_sees(variables: Variables) -> None:
     try:
         chosen = Settings.from_environment(variables)
     except PatchError as error:
-        assert str(error) in doctor.choice_of(variables).problems
+        assert str(error) in [problem.message for problem in doctor.choice_of(variables).problems]
     else:
         assert doctor.choice_of(variables).settings == chosen

@@ -88,7 +88,10 @@ class TestList:
 
 class TestStatus:
     def test_nothing_selected(self) -> None:
-        assert invoke("status").stdout == "MEGATRON_RL_PATCHES=: nothing is selected\n"
+        assert invoke("status").stdout.splitlines() == [
+            "MEGATRON_RL_PATCHES is not set: nothing is selected; this line selects all:",
+            "  export MEGATRON_RL_PATCHES=1",
+        ]
         assert invoke_json("status") == {"selected": [], "problems": [], "sites": []}
 
     def test_judges_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,9 @@ class TestStatus:
         monkeypatch.setenv("MEGATRON_RL_PATCHES", "nonsense")
         message = "unknown patch 'nonsense'; known: test-patch"
         assert message in invoke("status").stderr
-        assert message in invoke_json("status")["problems"][0]
+        assert invoke_json("status")["problems"] == [
+            {"message": f"MEGATRON_RL_PATCHES: {message}", "remedy": "export MEGATRON_RL_PATCHES=all"}
+        ]
 
 
 class TestDoctor:
@@ -120,8 +125,11 @@ class TestDoctor:
         invoke("doctor")
         monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
         message = f"test-patch: {TARGET}: drifted: it no longer takes model"
-        assert f"  - {message}" in invoke("doctor", code=1).stdout
-        assert message in invoke_json("doctor", code=1)["problems"]
+        remedy = "export MEGATRON_RL_PATCHES=all,-test-patch"
+        shown = invoke("doctor", code=1).stdout
+        assert f"- {message}\n  {remedy}\n" in shown
+        assert shown.count("it no longer takes model") == 1
+        assert {"message": message, "remedy": remedy} in invoke_json("doctor", code=1)["problems"]
 
 
 class TestCheck:

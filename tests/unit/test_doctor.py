@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import venv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.doctor import Choice, Startup, choice_of, problems_of
+from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine.judge import SiteStatus
 from megatron_rl_patches.engine.spec import Patch
 from megatron_rl_patches.settings import Settings
@@ -31,35 +33,92 @@ def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
 
 class TestChoice:
     @pytest.mark.parametrize(
-        ("environ", "message"),
+        ("environ", "message", "remedy"),
         [
-            ({"MEGATRON_RL_PATCHES": "nonsense"}, "unknown patch 'nonsense'; known: "),
-            ({"MEGATRON_RL_PATCHES_STRICT": "maybe"}, "expected 1 or 0"),
-            ({"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "nonsense"}, "expected 'package.module:function'"),
-            ({"MEGATRON_RL_PATCHES_STRIKT": "1"}, "MEGATRON_RL_PATCHES_STRIKT: no such variable; known: "),
+            (
+                {"MEGATRON_RL_PATCHES": "lean-los,reentrant-train,nonsense"},
+                "unknown patch 'lean-los', 'nonsense'; known: ",
+                "export MEGATRON_RL_PATCHES=lean-loss,reentrant-train",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES": "all,-lean-los"},
+                "unknown patch '-lean-los'; known: ",
+                "export MEGATRON_RL_PATCHES=all,-lean-loss",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES": "nonsense"},
+                "unknown patch 'nonsense'; known: ",
+                "export MEGATRON_RL_PATCHES=all",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES_STRICT": "maybe"},
+                "expected 1 or 0",
+                "unset MEGATRON_RL_PATCHES_STRICT",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "nonsense"},
+                "expected 'package.module:function'",
+                "unset MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES_STRIKT": "1"},
+                "MEGATRON_RL_PATCHES_STRIKT: no such variable; there is MEGATRON_RL_PATCHES_STRICT",
+                "unset MEGATRON_RL_PATCHES_STRIKT; export MEGATRON_RL_PATCHES_STRICT=1",
+            ),
+            (
+                {"MEGATRON_RL_PATCHES_XYZ": "1"},
+                "MEGATRON_RL_PATCHES_XYZ: no such variable; known: MEGATRON_RL_PATCHES, ",
+                "unset MEGATRON_RL_PATCHES_XYZ",
+            ),
         ],
     )
-    def test_problems(self, environ: dict[str, str], message: str) -> None:
+    def test_problems(self, environ: dict[str, str], message: str, remedy: str) -> None:
         (problem,) = choice_of(environ).problems
-        assert message in problem
+        assert message in problem.message
+        assert problem.remedy == remedy
+
+    def test_every_bad_value_is_a_problem(self) -> None:
+        problems = choice_of(
+            {"MEGATRON_RL_PATCHES_STRICT": "maybe", "MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES": "-1"}
+        ).problems
+        assert {problem.remedy for problem in problems} == {
+            "unset MEGATRON_RL_PATCHES_STRICT",
+            "unset MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES",
+        }
 
 
 FIRES = Startup("file", True, "")
 FAULT = SiteStatus("patch", "slime", "slime.train", "drifted", "why")
+BESIDE_IT = replace(FAULT, target="slime.save", reason="another site cannot take effect: slime.train: why")
+INSTALL_WRAPT = f"{shlex.quote(sys.executable)} -m pip install 'wrapt>=1.16,<3'"
 
 
 @pytest.mark.parametrize(
-    ("patches", "findings", "startup", "wrapt", "problem"),
+    ("patches", "findings", "startup", "wrapt", "problem", "remedy"),
     [
-        ((), [FAULT], Startup(None, False, ""), "2.5.2", None),
-        (("patch",), [], FIRES, "2.5.2", None),
-        (("patch",), [FAULT], FIRES, "2.5.2", "patch: slime.train: drifted: why"),
-        (("another",), [FAULT], FIRES, "2.5.2", None),
-        (("patch",), [], Startup(None, False, "of -S"), "2.5.2", "startup file does not fire: of -S"),
-        ((), [], FIRES, None, "wrapt is not installed"),
-        ((), [], FIRES, "1.15.0", "wrapt 1.15.0 is out of range"),
-        ((), [], FIRES, "1.16.0rc1", None),
-        ((), [], FIRES, "3.0.0", "wrapt 3.0.0 is out of range"),
+        ((), [FAULT], Startup(None, False, ""), "2.5.2", "", ""),
+        (("patch",), [], FIRES, "2.5.2", "", ""),
+        (
+            ("patch",),
+            [FAULT, BESIDE_IT],
+            FIRES,
+            "2.5.2",
+            "patch: slime.train: drifted: why",
+            "export MEGATRON_RL_PATCHES=all,-patch",
+        ),
+        (("another",), [FAULT], FIRES, "2.5.2", "", ""),
+        (
+            ("patch",),
+            [],
+            Startup(None, False, "of -S"),
+            "2.5.2",
+            "startup file does not fire: of -S",
+            f"{shlex.quote(sys.executable)} -m pip install --no-deps --editable {shlex.quote(str(ROOT))}",
+        ),
+        ((), [], FIRES, None, "wrapt is not installed", INSTALL_WRAPT),
+        ((), [], FIRES, "1.15.0", "wrapt 1.15.0 is out of range", INSTALL_WRAPT),
+        ((), [], FIRES, "1.16.0rc1", "", ""),
+        ((), [], FIRES, "3.0.0", "wrapt 3.0.0 is out of range", INSTALL_WRAPT),
     ],
 )
 def test_problems_of(
@@ -67,12 +126,35 @@ def test_problems_of(
     findings: list[SiteStatus],
     startup: Startup,
     wrapt: str | None,
-    problem: str | None,
+    problem: str,
+    remedy: str,
 ) -> None:
-    choice = Choice(patches, Settings(), ())
-    problems = problems_of(choice, findings, startup, wrapt)
-    assert len(problems) == (problem is not None)
-    assert problem is None or problem in problems[0]
+    problems = problems_of(Choice(patches, Settings(), (), "1"), findings, startup, wrapt)
+    assert len(problems) == bool(problem)
+    assert all(problem in found.message and found.remedy == remedy for found in problems)
+
+
+@pytest.mark.parametrize(
+    ("value", "without"),
+    [
+        ("1", "all,-lean-head,-lean-loss"),
+        ("all,-inference-only", "all,-inference-only,-lean-head,-lean-loss"),
+        ("all,distillation", "all,distillation,-lean-head,-lean-loss"),
+        ("lean-loss,reentrant-train", "reentrant-train"),
+        ("lean-loss", "0"),
+    ],
+)
+def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, without: str) -> None:
+    faults = [replace(FAULT, patch=patch) for patch in ("lean-loss", "lean-head")]
+    choice = Choice(("lean-head", "lean-loss"), Settings(), (), value)
+    problems = problems_of(choice, faults, FIRES, "2.5.2")
+    assert [problem.remedy for problem in problems] == [f"export MEGATRON_RL_PATCHES={without}"] * 2
+
+
+def test_without_a_source_tree_the_package_is_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "__file__", "/venv/site-packages/megatron_rl_patches/doctor.py")
+    (problem,) = problems_of(Choice(("patch",), Settings(), ()), [], Startup(None, False, ""), "2.5.2")
+    assert problem.remedy.endswith(" -m pip install --no-deps --force-reinstall megatron-rl-patches")
 
 
 def test_the_wrapt_range_is_the_one_that_is_required() -> None:
@@ -165,7 +247,7 @@ class TestStartup:
         assert {site["state"] for site in diagnosis["sites"]} == {"absent"}
         startup = diagnosis["startup"]
         assert not startup["fires"] and "source tree; install it with pip" in startup["reason"]
-        assert diagnosis["problems"] == [
+        assert [problem["message"] for problem in diagnosis["problems"]] == [
             "wrapt is not installed; needed: wrapt>=1.16,<3",
             f"MEGATRON_RL_PATCHES is set, but the startup file does not fire: {startup['reason']}",
         ]
@@ -182,7 +264,12 @@ def test_a_framework_that_the_trigger_does_not_know_is_a_problem(monkeypatch: py
     status = SiteStatus("patch", "my_framework", "my_framework.loop.train", "fits", "")
     examined = (Choice(("patch",), Settings(), ()), [status], FIRES, "2.0")
     assert problems_of(*examined) == [
-        "the import of my_framework does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS"
+        Problem(
+            "the import of my_framework does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS",
+            "export MEGATRON_RL_PATCHES_ROOTS=my_framework",
+        )
     ]
+    monkeypatch.setenv("MEGATRON_RL_PATCHES_ROOTS", "another")
+    assert problems_of(*examined)[0].remedy == "export MEGATRON_RL_PATCHES_ROOTS=another,my_framework"
     monkeypatch.setenv("MEGATRON_RL_PATCHES_ROOTS", "my_framework")
     assert problems_of(*examined) == []

@@ -1,0 +1,177 @@
+"""The screens of `doctor` and `status`: what one has to know, and the lines to copy. JSON has the details."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..doctor import OUT_OF_REACH, Choice, Diagnosis, Problem
+from ..engine import registry
+from ..engine.judge import IN_COMPANY, SiteStatus
+from ..settings import VARIABLE
+from .output import STYLES, plain_table
+
+
+class Screen:
+    """Lines and tables without frames: wrapped and colored on a terminal, plain in a pipe, one row a line.
+
+    Args:
+        console: where they go; stdout if it is not given.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
+
+    def to_copy(self, line: str) -> None:
+        """Print a line for the shell, which no width breaks."""
+        self._console.print(Text(f"  {line}", "cyan"), soft_wrap=True)
+
+    def table(self, rows: Sequence[tuple[str, ...]], styles: Sequence[str]) -> None:
+        """Print rows; a row's style is that of its last cell, or of all cells if it is bold."""
+        if not self._console.is_terminal:
+            self.line(plain_table(rows))
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for row, style in zip(rows, styles, strict=True):
+            others = style if style == "bold" else ""
+            table.add_row(*(Text(cell, others) for cell in row[:-1]), Text(row[-1], style, overflow="fold"))
+        self._console.print(table)
+
+
+def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Print what `doctor` found out, on one screen."""
+    screen = Screen(console)
+    _show_components(screen, diagnosis)
+    screen.line()
+    for name, value in diagnosis.variables.items():
+        if name != VARIABLE:
+            screen.line(f"{name}={value}")
+    _show_selected(screen, diagnosis.variables.get(VARIABLE), diagnosis.selected)
+    screen.line()
+    _show_sites(screen, diagnosis.sites, diagnosis.selected)
+    reported = {problem.message for problem in diagnosis.problems}
+    _show_reasons(screen, [s for s in diagnosis.sites if str(s) not in reported], diagnosis.selected)
+    for note in diagnosis.notes:
+        screen.line(note)
+    if diagnosis.selected and not diagnosis.startup.fires:
+        screen.line("\nThe variable does not reach these; megatron_rl_patches.apply() in the program does:")
+        for place in OUT_OF_REACH:
+            screen.line(f"- {place}")
+    screen.line()
+    if diagnosis.problems:
+        show_problems(diagnosis.problems, console)
+    else:
+        screen.line("no problems in this Python with these variables", "bold green")
+
+
+def show_status(
+    variable: str | None, choice: Choice, statuses: Sequence[SiteStatus], console: Console | None = None
+) -> None:
+    """Print what the variables select, and whether it fits."""
+    screen = Screen(console)
+    _show_selected(screen, variable, choice.patches)
+    by_name = [p.name for p in registry.patches().values() if p.explicit and p.name not in choice.patches]
+    if by_name:
+        screen.line(f"selected by name only: {', '.join(by_name)}")
+    if statuses:
+        _show_sites(screen, statuses, choice.patches)
+        _show_reasons(screen, statuses, choice.patches)
+
+
+def show_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
+    """Print each problem, and once below those that it mends, the line to copy."""
+    screen = Screen(console)
+    screen.line("problems, each with the line that mends it:", "bold red")
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    for remedy in remedies:
+        for problem in problems:
+            if problem.remedy == remedy:
+                screen.line(f"- {problem.message}")
+        screen.to_copy(remedy)
+
+
+def _show_components(screen: Screen, diagnosis: Diagnosis) -> None:
+    versions = {
+        "megatron-rl-patches": diagnosis.version,
+        "Python": diagnosis.python,
+        "torch": diagnosis.torch,
+        "wrapt": diagnosis.wrapt,
+    }
+    screen.line(", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()), "bold")
+    startup = diagnosis.startup
+    present = [framework for framework in diagnosis.frameworks if framework.path]
+    rows = [
+        ("python", "", _shortened(diagnosis.executable)),
+        ("megatron_rl_patches", "", _shortened(diagnosis.path)),
+        (
+            "startup file",
+            "fires" if startup.fires else "does not fire",
+            _shortened(startup.file or "not found"),
+        ),
+        *((f.name, f.version or "unknown", _shortened(f.path or "")) for f in present),
+    ]
+    screen.table(rows, [""] * len(rows))
+    if absent := [framework.name for framework in diagnosis.frameworks if not framework.path]:
+        screen.line(f"absent: {', '.join(absent)}", "dim")
+
+
+def _shortened(path: str) -> str:
+    """Return the path without what is long and known: the folder of packages, or the home folder."""
+    for folder, name in ((sysconfig.get_path("purelib"), "site-packages"), (str(Path.home()), "~")):
+        if path.startswith(f"{folder}/"):
+            return name + path.removeprefix(folder)
+    return path
+
+
+def _show_selected(screen: Screen, variable: str | None, names: Sequence[str]) -> None:
+    value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
+    if names:
+        screen.line(f"{value}: selected: {', '.join(names)}")
+    elif variable:
+        screen.line(f"{value}: nothing is selected")
+    else:
+        screen.line(f"{value}: nothing is selected; this line selects all:")
+        screen.to_copy(f"export {VARIABLE}=1")
+
+
+def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
+    """Print a row for every patch and framework that is there, and a line with the other patches."""
+    rows, styles = [("patch", "framework", "sites")], ["bold"]
+    by_place: dict[tuple[str, str], list[SiteStatus]] = {}
+    for status in statuses:
+        if status.state != "absent":
+            by_place.setdefault((status.patch, status.framework), []).append(status)
+    for (patch, framework), sites in by_place.items():
+        is_left_out = bool(selected) and patch not in selected
+        rows.append((patch, framework, _counted(sites) + is_left_out * " (not selected)"))
+        fault = next((site.state for site in sites if site.is_fault), None)
+        styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
+    if by_place:
+        screen.table(rows, styles)
+    there = {patch for patch, _ in by_place}
+    if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in there]:
+        screen.line(f"no framework for these is here: {', '.join(idle)}", "dim")
+
+
+def _counted(sites: Sequence[SiteStatus]) -> str:
+    counts = Counter("fit" if site.state == "fits" and len(sites) > 1 else site.state for site in sites)
+    return ", ".join(f"{count} {state}" for state, count in counts.items())
+
+
+def _show_reasons(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
+    """Print why sites do not fit: faults, and what is not needed of the selected patches."""
+    for status in statuses:
+        is_told = status.is_fault or (status.patch in selected and status.state not in ("fits", "absent"))
+        if is_told and not status.reason.startswith(IN_COMPANY):
+            function = ".".join(status.target.rsplit(".", 2)[1:])
+            style = STYLES[status.state] if status.is_fault else "dim"
+            screen.line(f"{status.patch}: {function} is {status.state}: {status.reason}", style)
