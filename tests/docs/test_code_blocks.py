@@ -29,6 +29,10 @@ FOLLOWED_ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
+    **{
+        (f"docs/quickstart/{page}.md", "megatron_rl_patches "): "test_quickstarts.py"
+        for page in ("slime", "openclaw-rl", "miles", "verl", "megatron-lm", "own-loop")
+    },
 }
 A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs the command"
 A_FORMULA = "a formula; tests/unit/losses compare the functions with float64 autograd of it"
@@ -137,7 +141,8 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 
 def test_text_is_what_it_quotes() -> None:
     """A text is the startup file, or an error message of ours or of the demo's own assertion."""
-    texts = [block for block in pages.in_language("text") if not _entry(NOT_COMPARED, block)]
+    followed = {**FOLLOWED_ELSEWHERE, **NOT_COMPARED}
+    texts = [block for block in pages.in_language("text") if not _entry(followed, block)]
     assert [block.place for block in texts if not _is_quoted(block)] == [], "compare it, or say why not"
 
 

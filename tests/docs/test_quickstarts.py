@@ -1,0 +1,66 @@
+"""Each quickstart begins with what to type, and the line that rank 0 logs then."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from megatron_rl_patches import __version__, available
+from megatron_rl_patches.settings import VARIABLE
+from tests.docs import pages
+from tests.docs.pages import ROOT
+
+# The sources whose verdicts the line of a page counts; all run on this megatron-core.
+SOURCES = {
+    "slime": "slime v0.3.1",
+    "openclaw-rl": "OpenClaw-RL main",
+    "miles": "miles main",
+    "verl": "verl main",
+    "megatron-lm": "Megatron-LM main",
+    "own-loop": "",
+}
+CORE = "megatron-core 0.16.1"
+EXPLICIT = "distillation"
+
+
+def _that_fit(source: str) -> Counter[tuple[str, str]]:
+    """Return how many sites fit by patch and framework, as ``tests/frameworks`` recorded it."""
+    verdicts = json.loads((ROOT / "tests" / "frameworks" / "verdicts.json").read_text("utf-8"))
+    recorded = {entry["source"]: entry["verdicts"] for entry in verdicts}
+    fit: Counter[tuple[str, str]] = Counter()
+    for framework, of_patches in {**recorded[CORE], **recorded.get(source, {})}.items():
+        for patch, sites in of_patches.items():
+            fit[patch, framework] = list(sites.values()).count("fits")
+    return fit
+
+
+def test_every_page_is_tested() -> None:
+    assert {path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md")} == SOURCES.keys()
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_five_lines_and_what_you_will_see(page: str) -> None:
+    to_type, to_see, *_ = [block for block in pages.blocks() if block.page == f"docs/quickstart/{page}.md"]
+    assert to_type.language == "bash" and VARIABLE in to_type.code
+    assert len(to_type.code.splitlines()) <= 5
+
+    assert to_see.language == "text"
+    name, _, line = to_see.code.strip().partition(": ")
+    assert name == f"megatron_rl_patches {__version__}"
+    parts = dict(re.findall(r"([\w-]+) \((.*?)\)", line))
+    assert list(parts) == [patch for patch in available() if patch != EXPLICIT]
+    fit = _that_fit(SOURCES[page])
+    if page == "own-loop":
+        fit["reentrant-train", "my_rl"] = 1
+    counts = [
+        (patch, framework, int(count))
+        for patch, states in parts.items()
+        for framework, count in re.findall(r"([\w.]+): (\d+) applied", states)
+    ]
+    assert counts
+    assert [count for count in counts if fit[count[0], count[1]] != count[2]] == []
+    waiting = {patch for patch, states in parts.items() if states == "waiting for a framework"}
+    assert waiting.isdisjoint(patch for patch, framework in fit if fit[patch, framework])
