@@ -35,15 +35,12 @@ FOLLOWED_ELSEWHERE = {
     },
 }
 A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs the command"
-A_FORMULA = "a formula; tests/unit/losses compare the functions with float64 autograd of it"
 CONFORMANCE = "needs a checkout of Megatron-LM; tests/unit/testing/test_megatron_tests.py has one made up"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
     ("docs/demo.md", "megatron_rl_patches 0.1.0: inference-only"): A_RECORD,
     ("docs/demo.md", "rollout   1  routed, top-k: ascending"): A_RECORD,
     ("docs/demo.md", "rollout   1  reward"): A_RECORD,
-    ("docs/losses.md", "log_prob = log p[target]"): A_FORMULA,
-    ("docs/distillation.md", "log_prob of id"): A_FORMULA,
     ("docs/how-it-works.md", "environment variable"): "a drawing",
     ("docs/losses.md", "forward                         kept"): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "

@@ -56,6 +56,16 @@ def test_nothing_is_fetched_at_build_time(site: Path) -> None:
     assert '<pre class="mermaid">' in (site / "reentry" / "index.html").read_text("utf-8")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["losses", "distillation"])
+def test_equations_are_marked_for_mathjax(site: Path, page: str) -> None:
+    text = (site / page / "index.html").read_text("utf-8")
+    assert "javascripts/mathjax.js" in text
+    assert '<div class="arithmatex">\\[' in text
+    prose = re.sub(r"<(pre|script|code)\b.*?</\1>", "", text, flags=re.DOTALL)
+    assert "$" not in prose
+
+
 def test_the_navigation_has_every_page_once() -> None:
     listed = re.findall(r"^\s+- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     existing = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]

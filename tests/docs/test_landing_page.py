@@ -1,0 +1,64 @@
+"""The numbers on the first page are those of the pages that measured them."""
+
+from __future__ import annotations
+
+import re
+
+from tests.docs.pages import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def _rows(page: str, section: str) -> list[list[str]]:
+    """Return the cells of the rows of all tables in a section of a page."""
+    _, found, text = (DOCS / page).read_text("utf-8").partition(f"\n## {section}\n")
+    assert found, f"{page} has no section {section}"
+    lines = text.partition("\n## ")[0].splitlines()
+    return [
+        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")
+    ]
+
+
+def _cell(page: str, section: str, row: str, column: str) -> str:
+    header, *rows = _rows(page, section)
+    (found,) = (cells for cells in rows if cells[0] == row)
+    return found[header.index(column)]
+
+
+def _cards() -> list[tuple[str, str, str]]:
+    """Return the large number of each card, the number that it replaces, and the text below it."""
+    text = (DOCS / "index.md").read_text("utf-8")
+    cards = re.search(r'<div class="grid cards" markdown>(.*?)</div>', text, re.DOTALL)
+    assert cards
+    line = r"- \*\*([\d.]+) \S+\*\*[^\n]* instead of ([\d.]+) [^\n]+\n"
+    return re.findall(rf"{line}(.*?)(?=\n- |\Z)", cards[1], re.DOTALL)
+
+
+def test_the_numbers_are_those_that_were_measured() -> None:
+    teacher, loss, head = _cards()
+
+    counted = ("memory.md", "The case of a 27B teacher")
+    column = "counted: Megatron-LM's `--bf16`"
+    assert teacher[:2] == (_cell(*counted, "inference-only", column), _cell(*counted, "total", column))
+    assert "(memory.md)" in teacher[2] and "(benchmarks/inference_memory.md)" in teacher[2]
+
+    measured = ("benchmarks/loss.md", "TP 1, float32 [2048, 32768]")
+    for column in ("memory: ent", "memory: grad"):
+        assert loss[:2] == (_cell(*measured, "ours, compiled", column), _cell(*measured, "slime", column))
+        assert f"In place: {_cell(*measured, 'ours, compiled, in place', column)} ×" in loss[2]
+    assert "(benchmarks/loss.md)" in loss[2]
+
+    measured = ("benchmarks/head.md", "Memory")
+    setup = "[8192, 256] × 65536, float32"
+    columns = ("deferred", "logits made, `lean-loss`")
+    assert head[:2] == tuple(f"{float(_cell(*measured, setup, column)) + 1e-9:.2f}" for column in columns)
+    assert "8,192 tokens and 65,536 ids" in head[2] and "(benchmarks/head.md)" in head[2]
+
+
+def test_the_estimate_is_as_near_to_what_was_measured_as_the_page_says() -> None:
+    teacher, *_ = _cards()
+    (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
+    page = (DOCS / "benchmarks" / "inference_memory.md").read_text("utf-8").partition("\n## ")[0]
+    differences = [abs(float(number)) for number in re.findall(r"\| (-?[\d.]+)% ", page)]
+    assert differences
+    assert max(differences) <= float(claimed)
