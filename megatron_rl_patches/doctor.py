@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import _megatron_rl_patches_startup as startup_trigger
 
@@ -257,7 +260,7 @@ def framework_names(patches: Iterable[Patch], settings: Settings) -> list[str]:
 
 def examine_framework(name: str) -> Framework:
     file = Environment().file_of(name)
-    version = file and _version_of(name.replace(".", "-"))
+    version = _version_of(name.replace(".", "-"), file) if file else None
     return Framework(name, file and str(Path(file).parent), version)
 
 
@@ -294,11 +297,27 @@ def find_startup_file() -> tuple[Path | None, Path | None]:
     return next(in_site, None), next(elsewhere, None)
 
 
-def _version_of(distribution: str) -> str | None:
+def _version_of(distribution: str, file: str | None = None) -> str | None:
+    """Return the version of what is installed; ``None`` if ``file`` is not a part of it.
+
+    A folder on PYTHONPATH hides an installed package whose version is another one.
+    """
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return None
+    folders = [str(found.locate_file("")), _editable_folder(found)]
+    is_of_it = file is None or any(folder and Path(file).is_relative_to(folder) for folder in folders)
+    return found.version if is_of_it else None
+
+
+def _editable_folder(distribution: metadata.Distribution) -> str | None:
+    """Return the folder that an editable install leads to."""
+    try:
+        url = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return None
+    return url2pathname(urlsplit(url["url"]).path) if url.get("dir_info", {}).get("editable") else None
 
 
 def _in_wrapt_range(version: str) -> bool:

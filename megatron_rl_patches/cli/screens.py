@@ -59,7 +59,9 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     screen.line()
     _show_sites(screen, diagnosis.sites, diagnosis.selected)
     reported = {problem.message for problem in diagnosis.problems}
-    _show_reasons(screen, [s for s in diagnosis.sites if str(s) not in reported], diagnosis.selected)
+    _show_reasons(screen, [s for s in diagnosis.sites if s.is_fault and str(s) not in reported])
+    if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
+        screen.line("why a site is not needed: megatron-rl-patches status", "dim")
     for note in diagnosis.notes:
         screen.line(note)
     if diagnosis.selected and not diagnosis.startup.fires:
@@ -84,7 +86,7 @@ def show_status(
         screen.line(f"selected by name only: {', '.join(by_name)}")
     if statuses:
         _show_sites(screen, statuses, choice.patches)
-        _show_reasons(screen, statuses, choice.patches)
+        _show_reasons(screen, statuses)
 
 
 def show_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
@@ -163,15 +165,17 @@ def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequen
 
 
 def _counted(sites: Sequence[SiteStatus]) -> str:
-    counts = Counter("fit" if site.state == "fits" and len(sites) > 1 else site.state for site in sites)
-    return ", ".join(f"{count} {state}" for state, count in counts.items())
+    """Return how many sites are in which state; those that fit come first."""
+    fit = sum(site.state == "fits" for site in sites)
+    others = Counter(site.state for site in sites if site.state != "fits")
+    first = [f"{fit} {'fits' if len(sites) == 1 else 'fit'}"] if fit else []
+    return ", ".join([*first, *(f"{count} {state}" for state, count in others.items())])
 
 
-def _show_reasons(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
-    """Print why sites do not fit: faults, and what is not needed of the selected patches."""
+def _show_reasons(screen: Screen, statuses: Sequence[SiteStatus]) -> None:
+    """Print why sites of frameworks that are there do not fit."""
     for status in statuses:
-        is_told = status.is_fault or (status.patch in selected and status.state not in ("fits", "absent"))
-        if is_told and not status.reason.startswith(IN_COMPANY):
+        if status.state not in ("fits", "absent") and not status.reason.startswith(IN_COMPANY):
             function = ".".join(status.target.rsplit(".", 2)[1:])
             style = STYLES[status.state] if status.is_fault else "dim"
             screen.line(f"{status.patch}: {function} is {status.state}: {status.reason}", style)

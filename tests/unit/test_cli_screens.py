@@ -73,8 +73,8 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "lean-loss  slime          2 fit, 1 not needed",
         "lean-head  megatron.core  2 drifted (not selected)",
         "no framework for these is here: distillation",
-        "lean-loss: loss.gather is not needed: it gathers nothing",
         "lean-head: GPT.forward is drifted: it is gone",
+        "why a site is not needed: megatron-rl-patches status",
         "",
         "no problems in this Python with these variables",
     ]

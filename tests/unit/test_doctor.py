@@ -161,17 +161,48 @@ def test_the_wrapt_range_is_the_one_that_is_required() -> None:
     assert f'"wrapt{doctor.WRAPT_RANGE}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_a_framework_in_this_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "framework").mkdir()
-    (tmp_path / "framework" / "__init__.py").touch()
-    metadata = tmp_path / "framework-1.2.3.dist-info/METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text("Metadata-Version: 2.1\nName: framework\nVersion: 1.2.3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert doctor.examine_framework("framework") == doctor.Framework(
-        "framework", str(tmp_path / "framework"), "1.2.3"
-    )
-    assert doctor.examine_framework("mrp_nowhere") == doctor.Framework("mrp_nowhere", None, None)
+def install(site_packages: Path, **files: str) -> None:
+    """Install the distribution ``framework`` 1.2.3, with these files beside its METADATA."""
+    folder = site_packages / "framework-1.2.3.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: framework\nVersion: 1.2.3\n")
+    for name, text in files.items():
+        (folder / name).with_suffix(".json").write_text(text)
+
+
+def package(folder: Path) -> Path:
+    (folder / "framework").mkdir(parents=True)
+    (folder / "framework" / "__init__.py").touch()
+    return folder
+
+
+class TestFramework:
+    def test_in_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        install(package(tmp_path))
+        monkeypatch.syspath_prepend(tmp_path)
+        assert doctor.examine_framework("framework") == doctor.Framework(
+            "framework", str(tmp_path / "framework"), "1.2.3"
+        )
+        assert doctor.examine_framework("mrp_nowhere") == doctor.Framework("mrp_nowhere", None, None)
+
+    def test_a_folder_that_hides_a_package_does_not_have_its_version(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        install(package(tmp_path / "site-packages"))
+        monkeypatch.syspath_prepend(tmp_path / "site-packages")
+        monkeypatch.syspath_prepend(package(tmp_path / "checkout"))
+        found = doctor.examine_framework("framework")
+        assert found == doctor.Framework("framework", str(tmp_path / "checkout" / "framework"), None)
+
+    def test_an_editable_install_has_its_version(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        checkout = package(tmp_path / "a checkout")
+        url = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
+        install(tmp_path / "site-packages", direct_url=json.dumps(url))
+        monkeypatch.syspath_prepend(tmp_path / "site-packages")
+        monkeypatch.syspath_prepend(checkout)
+        assert doctor.examine_framework("framework").version == "1.2.3"
 
 
 def test_the_frameworks_are_those_of_the_patches() -> None:
