@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     reported = {problem.message for problem in diagnosis.problems}
     _show_reasons(screen, [s for s in diagnosis.sites if s.is_fault and str(s) not in reported])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
-        screen.line("why a site is not needed: megatron-rl-patches status", "dim")
+        variable = f"{VARIABLE}={shlex.quote(diagnosis.variables.get(VARIABLE, ''))}"
+        screen.line(f"why a site is not needed: {variable} megatron-rl-patches status", "dim")
     for note in diagnosis.notes:
         screen.line(note)
     if diagnosis.selected and not diagnosis.startup.fires:

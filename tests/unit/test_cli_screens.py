@@ -74,7 +74,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "lean-head  megatron.core  2 drifted (not selected)",
         "no framework for these is here: distillation",
         "lean-head: GPT.forward is drifted: it is gone",
-        "why a site is not needed: megatron-rl-patches status",
+        "why a site is not needed: MEGATRON_RL_PATCHES=lean-loss megatron-rl-patches status",
         "",
         "no problems in this Python with these variables",
     ]
