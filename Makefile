@@ -94,8 +94,8 @@ docs: $(INSTALLED)-docs
 # Needs a clone with all branches. What stands there already: mike list
 DOCS_VERSION = $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' megatron_rl_patches/__init__.py)
 docs-version: $(INSTALLED)-docs
-	PATH="$(CURDIR)/$(BIN):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
-	PATH="$(CURDIR)/$(BIN):$$PATH" mike set-default latest
+	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
+	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
 # Draws what docs/images has of the command line.
 screenshots: venv
