@@ -237,10 +237,18 @@ def _install_this_package() -> str:
 
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
-    """Return what the selected patches say about the states of their sites."""
-    selected = _of_selected_patches(choice, statuses)
-    patches = (registry.patches()[name] for name in choice.patches)
-    return [note for patch in patches if patch.notes for note in patch.notes(selected)]
+    """Return what the patches that are selected, or in place in this process, say about their sites."""
+    names = dict.fromkeys((*choice.patches, *_in_this_process()))
+    of_these = [status for status in statuses if status.patch in names]
+    patches = (registry.patches()[name] for name in names)
+    return [note for patch in patches if patch.notes for note in patch.notes(of_these)]
+
+
+def _in_this_process() -> list[str]:
+    # Not imported: without wrapt, which is among what `doctor` looks for, it cannot be.
+    engine = sys.modules.get(f"{__package__}.engine.installer")
+    statuses = engine.installer.status() if engine else []
+    return [status.patch for status in statuses if status.state != "reverted"]
 
 
 def _of_selected_patches(choice: Choice, statuses: Iterable[SiteStatus]) -> list[SiteStatus]:

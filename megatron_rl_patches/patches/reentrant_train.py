@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ from ..frameworks import WITH_MEGATRON_UTILS
 from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
+    from ..engine.judge import SiteStatus
     from ..engine.target_source import TargetSource
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -232,6 +233,13 @@ def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     )
 
 
+def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
+    """Return what ``train()`` has warned of in this process."""
+    from ..reentry import checks
+
+    return checks.found()
+
+
 # --- sites
 
 patch = Patch(
@@ -240,6 +248,7 @@ patch = Patch(
     upstream=("THUDM/slime#1857", "THUDM/slime#1779", "verl-project/verl#7380"),
     options=ReentrantTrainOptions,
     configured=_configured,
+    notes=_notes,
 )
 
 

@@ -22,6 +22,7 @@ from tests.docs.pages import ROOT, Block
 LANGUAGES = {"bash", "console", "mermaid", "python", "text", "toml"}
 
 ADDING = "docs/adding-a-patch.md"
+QUICKSTARTS = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
     (ADDING, "# megatron_rl_patches/patches/quiet_eval.py"): "test_adding_a_patch.py",
@@ -29,10 +30,7 @@ FOLLOWED_ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
-    **{
-        (f"docs/quickstart/{page}.md", "megatron_rl_patches "): "test_quickstarts.py"
-        for page in ("slime", "openclaw-rl", "miles", "verl", "megatron-lm", "own-loop")
-    },
+    **{(f"docs/quickstart/{page}.md", "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
 }
 A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs the command"
 CONFORMANCE = "needs a checkout of Megatron-LM; tests/unit/testing/test_megatron_tests.py has one made up"
@@ -41,6 +39,8 @@ NOT_COMPARED = {
     ("docs/demo.md", "megatron_rl_patches 0.1.0: inference-only"): A_RECORD,
     ("docs/demo.md", "rollout   1  routed, top-k: ascending"): A_RECORD,
     ("docs/demo.md", "rollout   1  reward"): A_RECORD,
+    ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
+    "environment of these tests; tests/frameworks/test_real_hooks.py calls it",
     ("docs/how-it-works.md", "environment variable"): "a drawing",
     ("docs/losses.md", "forward                         kept"): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "

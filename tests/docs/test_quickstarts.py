@@ -16,9 +16,12 @@ from tests.docs.pages import ROOT
 # The sources whose verdicts the line of a page counts; all run on this megatron-core.
 SOURCES = {
     "slime": "slime v0.3.1",
+    "vime": "vime main",
     "openclaw-rl": "OpenClaw-RL main",
     "miles": "miles main",
     "verl": "verl main",
+    "nemo-rl": "NeMo-RL main",
+    "megatron-bridge": "Megatron-Bridge main",
     "megatron-lm": "Megatron-LM main",
     "own-loop": "",
 }

@@ -3,11 +3,12 @@
 ``sandbox.py`` copies it, with the path of the stand-in for megatron-core in front.
 """
 
+import importlib
 import json
 import os
 import sys
 
-HYDRA = "+ray_kwargs.ray_init.runtime_env.env_vars."
+HYDRA = ("+ray_kwargs.ray_init.runtime_env.env_vars.", "++policy.megatron_cfg.env_vars.")
 
 
 def workers_variables():
@@ -19,10 +20,20 @@ def workers_variables():
         elif option == "--extra-env-vars":
             found.update(item.split("=", 1) for item in value.split())
         elif option.startswith(HYDRA):
-            name, value = option[len(HYDRA) :].split("=", 1)
+            name, value = option.rpartition("env_vars.")[2].split("=", 1)
             assert not value.isdecimal(), "Hydra makes a number of it, which Ray refuses"
             found[name] = value
     return found
+
+
+def call_hooks():
+    """As the frameworks do in their training processes."""
+    for option, value in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if option == "--custom-megatron-init-path":
+            module, _, name = value.rpartition(".")
+            getattr(importlib.import_module(module), name)(None)
+        elif option.startswith("actor_rollout_ref.model.external_lib="):
+            importlib.import_module(option.partition("=")[2])
 
 
 variables = workers_variables()
@@ -30,6 +41,8 @@ if variables and "RELAUNCHED" not in os.environ:
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **variables, "RELAUNCHED": "1"})
 
 import probe  # noqa: E402
+
+call_hooks()
 
 ours = {name: value for name, value in os.environ.items() if name.startswith("MEGATRON_RL_PATCHES")}
 print(json.dumps({"patched": probe.patched(), "variables": ours}))

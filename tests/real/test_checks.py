@@ -82,6 +82,7 @@ def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[
     """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
     import torch
 
+    from megatron_rl_patches import doctor
     from megatron_rl_patches.reentry import checks
 
     checks.forget()
@@ -91,6 +92,7 @@ def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[
     with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
         result = train(model, *args, **options)
         train(model, *args, **options)
+        assert set(checks.found()) <= set(doctor.notes_of(doctor.choice_of(), []))
     logger.removeHandler(handler)
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
     lines = [line.removeprefix(prefix) for line in handler.lines if line.startswith(prefix)]
