@@ -10,11 +10,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    mutation lint format bench gpu docs docs-version screenshots clean
+    release-check mutation lint format bench gpu docs docs-version screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | docs | docs-version | screenshots | clean"
-	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four) | test-frameworks | mutation"
+	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four, and docs) | test-frameworks"
+	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -31,7 +32,7 @@ test-all:
 	$(MAKE) test
 	$(MAKE) --keep-going test-rest
 
-test-rest: test-slow test-releases test-oldest-torch
+test-rest: test-slow test-releases test-oldest-torch docs
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
@@ -69,6 +70,13 @@ test-frameworks: venv
 mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
+
+# Before a release: sdist and wheel in dist/, and everything that is tested about them (CONTRIBUTING.md, Releasing).
+release-check: venv
+	$(BIN)/python -m tests.packaging.publishable
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m pytest -m "" $(PARALLEL) --dist=loadfile --artifacts=dist tests/packaging $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

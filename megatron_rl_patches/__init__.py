@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .errors import PatchError as PatchError
     from .settings import Settings as Settings
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

@@ -34,7 +34,8 @@ class Block:
 
 
 def paths() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    outside = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    return [*outside, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name_of(path: Path) -> str:

@@ -26,8 +26,15 @@ ROOT = Path(__file__).parents[2]
 STAND_IN = Path(__file__).with_name("stand_in")
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
-NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site", "mutants")
+NOT_SOURCE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")
+BUILT = {"build", "checkouts", "dist", "site", "mutants"}
 VARIABLES = re.compile("MEGATRON_RL_PATCHES|PYTHON|RAY_|COV_")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--artifacts", type=Path, metavar="FOLDER", help="test the sdist and the wheel in FOLDER, build none"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -100,6 +107,11 @@ class Environment:
         return json.loads(done.stdout)
 
 
+def _not_source(folder: str, names: list[str]) -> set[str]:
+    """Return what is not copied of a folder; `megatron_rl_patches/inference/build` is source."""
+    return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
+
+
 @dataclass(frozen=True)
 class Artifacts:
     sdist: Path
@@ -109,18 +121,20 @@ class Artifacts:
 
 
 @pytest.fixture(scope="session")
-def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
-    """The sdist of this working tree, and the wheel made from that sdist.
+def artifacts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """The sdist of this working tree, and the wheel made from that sdist; or those of ``--artifacts``.
 
     Built from a copy: setuptools writes into the tree, and pytest's workers do this at the same time.
     """
     folder = tmp_path_factory.mktemp("artifacts")
-    source = shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
-    check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    built = request.config.getoption("--artifacts", default=None) or folder
+    if built is folder:
+        source = shutil.copytree(ROOT, folder / "source", ignore=_not_source)
+        check_call([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source], timeout=300)
+    (sdist,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
-    return Artifacts(sdist, wheel, folder / sdist.name.removesuffix(".tar.gz"))
+    return Artifacts(sdist.absolute(), wheel.absolute(), folder / sdist.name.removesuffix(".tar.gz"))
 
 
 MakeEnvironment = Callable[..., Environment]
@@ -184,3 +198,12 @@ def with_torch(artifacts: Artifacts, make_environment: MakeEnvironment) -> Envir
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (environment.site_packages / "zz_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")
     return environment
+
+
+@pytest.fixture
+def with_megatron(with_torch: Environment) -> Iterator[Environment]:
+    """The same with real Megatron in the place of the stand-in."""
+    stand_in = with_torch.site_packages / "stand_in.pth"
+    aside = stand_in.rename(stand_in.with_suffix(".aside"))
+    yield with_torch
+    aside.rename(stand_in)

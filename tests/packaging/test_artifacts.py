@@ -6,10 +6,15 @@ import base64
 import csv
 import hashlib
 import io
+import sys
 import zipfile
 from email import message_from_bytes
 
+import trove_classifiers
+
 from megatron_rl_patches import __version__
+
+from .conftest import ROOT, VERSIONS, check_call
 
 DIST_INFO = f"megatron_rl_patches-{__version__}.dist-info"
 STARTUP_FILES = {
@@ -27,6 +32,13 @@ def test_wheel_holds_the_startup_files_at_its_root_and_nothing_foreign(artifacts
     assert roots == {*STARTUP_FILES, "megatron_rl_patches", DIST_INFO}
     assert "megatron_rl_patches/py.typed" in names
     assert names[-1].endswith(".dist-info/RECORD")
+
+
+def test_wheel_holds_every_module(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        names = {name for name in wheel.namelist() if name.endswith(".py")}
+    package = ROOT / "megatron_rl_patches"
+    assert {str(path.relative_to(ROOT)) for path in package.rglob("*.py")} <= names
 
 
 def test_record_names_every_file_with_its_hash_and_size(artifacts):
@@ -48,6 +60,30 @@ def test_metadata_says_what_is_needed(artifacts):
     assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "mutation", "docs"}
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {"torch>=2.6", "megatron-core>=0.12", "wrapt<3,>=1.16"} <= needed
+
+
+def test_the_index_takes_the_files(artifacts):
+    check_call([sys.executable, "-m", "twine", "check", "--strict", artifacts.sdist, artifacts.wheel])
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        metadata = message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
+    stated = set(metadata.get_all("Classifier", []))
+    assert stated <= trove_classifiers.classifiers
+    assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= stated
+
+
+def test_the_sdist_has_what_its_readers_look_for(artifacts):
+    names = {path.name for path in artifacts.tree.iterdir()}
+    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"} <= names
+
+
+def test_demo_from_the_wheel(with_megatron):
+    where = with_megatron.run("-c", "import megatron_rl_patches; print(megatron_rl_patches.__file__)").stdout
+    assert where.startswith(str(with_megatron.site_packages))
+    command = with_megatron.path / "bin" / "megatron-rl-patches"
+    done = with_megatron.run(command, "demo", "--rollouts=2", "--ranks=1", timeout=250)
+    assert done.returncode == 0, done
+    assert f"megatron_rl_patches {__version__}: " in done.stdout + done.stderr
+    assert "rollout   2" in done.stdout
 
 
 def test_startup_line_is_one_plain_line_and_harmless_when_unset(artifacts):
