@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    release-check mutation lint format bench gpu docs docs-version screenshots clean
+    checkouts verdicts runs report release-check mutation lint format bench gpu docs docs-version \
+    screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | docs | docs-version | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four, and docs) | test-frameworks"
-	@echo "make release-check | mutation"
+	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -66,6 +67,22 @@ export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
 test-frameworks: venv
 	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 
+# main of each framework, every night: fetched, judged, run for real. The last two write docs/compatibility.md anew.
+CHECKOUTS ?= checkouts
+checkouts: venv
+	$(BIN)/python -m tests.frameworks.mains fetch $(CHECKOUTS)
+
+verdicts: venv
+	$(BIN)/python -m tests.frameworks.mains judge $(CHECKOUTS)
+
+runs: venv
+	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
+
+# A pull request with the records in $(RECORDS), and an issue if a verdict changed. Nothing is installed for it.
+RECORDS ?= records
+report:
+	$(PYTHON) -m tests.frameworks.report $(RECORDS)
+
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
@@ -110,7 +127,7 @@ screenshots: venv
 	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CHECKOUTS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp per set of extras; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -112,8 +113,12 @@ class _Recorder:
         runs: list[Run] = json.loads(self.file.read_text()) if self.file.exists() else []
         for where, passed in self.passed.items():
             merge(runs, where, passed)
-        lines = ",\n".join(json.dumps(run) for run in runs)
-        self.file.write_text(f"[\n{lines}\n]\n")
+        write(runs, self.file)
+
+
+def write(runs: Sequence[Run], file: Path) -> None:
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    file.write_text(f"[\n{lines}\n]\n")
 
 
 def merge(runs: list[Run], where: tuple[str, str], passed: dict[tuple[str, int], bool]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl_patches.cli.compatibility import LEGEND, markdown_table, sections
 from megatron_rl_patches.testing.verdicts import FAILED, HANGS, PASSED, REASONS
 from tests.frameworks import verdicts
+from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
 from tests.recording import Run
 
@@ -20,18 +21,6 @@ RUNS = Path(__file__).with_name("runs.json")
 #: What ``megatron-rl-patches conformance CHECKOUT --json FILE`` wrote, a file per commit.
 CONFORMANCE = Path(__file__).with_name("conformance")
 
-#: First word of a source's name -> its repository.
-REPOSITORIES = {
-    "slime": "THUDM/slime",
-    "vime": "vllm-project/vime",
-    "OpenClaw-RL": "Gen-Verse/OpenClaw-RL",
-    "miles": "radixark/miles",
-    "verl": "verl-project/verl",
-    "NeMo-RL": "NVIDIA-NeMo/RL",
-    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
-    "AReaL": "areal-project/AReaL",
-    "Megatron-LM": "NVIDIA/Megatron-LM",
-}
 _SHORT = 9
 _MESSAGE = 120  # characters
 
@@ -67,10 +56,16 @@ def page_of_records() -> str:
 
 
 def conformance_on_record(table: Sequence[Known]) -> dict[str, dict[str, Any]]:
-    """Return what the command wrote, by the name of the source."""
+    """Return what the command wrote, by the name of the source.
+
+    A ``main`` that the table no longer has, because a later one was judged, goes by its commit.
+    """
     names = {one.commit: one.source for one in table}
     records = [json.loads(file.read_text()) for file in sorted(CONFORMANCE.glob("*.json"))]
-    return {names[record["commit"]]: record for record in records}
+    return {
+        names.get(record["commit"]) or f"Megatron-LM `{record['commit'][:_SHORT]}`": record
+        for record in records
+    }
 
 
 def runs_on_record() -> list[Run]:
