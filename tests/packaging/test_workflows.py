@@ -1,0 +1,126 @@
+"""GitHub's files. They cannot run here: tools judge them, and each of their commands is a make target."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, VERSIONS, check_call
+
+pytest.importorskip("check_jsonschema")  # from Python 3.11 on, as zizmor
+yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe")
+
+GITHUB = ROOT / ".github"
+WORKFLOWS = {file.stem: yaml.load(file) for file in (GITHUB / "workflows").iterdir()}
+SCHEMAS = {
+    "vendor.github-workflows": [*(GITHUB / "workflows").iterdir()],
+    "custom.github-workflows-require-timeout": [*(GITHUB / "workflows").iterdir()],
+    "vendor.github-issue-forms": [GITHUB / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "framework.yml")],
+    "vendor.github-issue-config": [GITHUB / "ISSUE_TEMPLATE" / "config.yml"],
+    "vendor.citation-file-format": [ROOT / "CITATION.cff"],
+}
+#: Targets that CI does not run as such -> the tests that it runs in their place.
+IN_PARTS = {
+    "release-check": ("tests/packaging/test_publishable.py", "tests/packaging/test_artifacts.py"),
+    "checkouts": ("tests/frameworks/test_mains.py",),
+    "verdicts": ("tests/frameworks/test_mains.py",),
+    "runs": ("tests/frameworks/test_mains.py",),
+    "report": ("tests/frameworks/test_mains.py",),
+}
+
+
+def _jobs():
+    return [
+        (f"{file}: {name}", job) for file, flow in WORKFLOWS.items() for name, job in flow["jobs"].items()
+    ]
+
+
+def _steps():
+    return [(name, step) for name, job in _jobs() for step in job["steps"]]
+
+
+def _commands():
+    return [line for _, step in _steps() if "run" in step for line in step["run"].strip().splitlines()]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_schemas(schema):
+    check_call([sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *SCHEMAS[schema]])
+
+
+def test_zizmor_finds_nothing():
+    zizmor = shutil.which("zizmor", path=Path(sys.executable).parent) or shutil.which("zizmor")
+    check_call([zizmor, "--offline", "--strict-collection", "--persona=auditor", "--no-progress", GITHUB])
+
+
+def test_the_four_workflows():
+    assert set(WORKFLOWS) == {"ci", "nightly", "docs", "release"}
+    assert tuple(WORKFLOWS["ci"]["jobs"]["default"]["strategy"]["matrix"]["python"]) == VERSIONS
+
+
+def test_every_command_is_a_make_target_that_takes_these_variables():
+    makefile = (ROOT / "Makefile").read_text()
+    assert _commands()
+    for command in _commands():
+        make, *arguments = shlex.split(command)
+        assert make == "make"
+        variables = {argument.partition("=")[0] for argument in arguments if "=" in argument}
+        assert all(re.search(rf"^{name} \?= ", makefile, re.MULTILINE) for name in variables), command
+        targets = [argument for argument in arguments if "=" not in argument]
+        check_call(["make", "--dry-run", "--directory", ROOT, *targets])
+
+
+def test_ci_runs_the_commands_too():
+    ran_here = _reached(re.findall(r"\bmake(?: --[a-z-]+)* ([a-z-]+)", (ROOT / ".ci" / "run").read_text()))
+    for command in _commands():
+        for target in (word for word in shlex.split(command)[1:] if "=" not in word):
+            assert target in ran_here or all((ROOT / file).exists() for file in IN_PARTS[target])
+    assert not ran_here & IN_PARTS.keys()
+
+
+def _reached(targets):
+    """Return the targets and what they depend on."""
+    rules = re.findall(r"^([a-z-]+): *(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    reached, waiting = set(), list(targets)
+    while waiting:
+        reached.add(target := waiting.pop())
+        waiting += [name for name in dict(rules).get(target, "").split() if name in dict(rules)]
+    return reached
+
+
+def test_actions_are_pinned_by_commit_and_the_same_everywhere():
+    text = "\n".join(file.read_text() for file in (GITHUB / "workflows").iterdir())
+    uses = re.findall(r"\buses: (.*)$", text, re.MULTILINE)
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use) for use in uses), uses
+    assert len({use.partition("@")[0] for use in uses}) == len(set(uses))
+
+
+def test_permissions():
+    assert all(flow["permissions"] == {} for flow in WORKFLOWS.values())
+    writing = {
+        name: {scope for scope, level in job["permissions"].items() if level == "write"}
+        for name, job in _jobs()
+    }
+    assert {name: scopes for name, scopes in writing.items() if scopes} == {
+        "docs: deploy": {"pages", "id-token"},
+        "nightly: report": {"contents", "pull-requests", "issues"},
+        "release: publish": {"id-token"},
+    }
+
+
+def test_jobs_that_write_install_nothing():
+    """What they run comes from this repository, or is one of the actions."""
+    for name, job in _jobs():
+        if "write" in job["permissions"].values():
+            commands = [step["run"] for step in job["steps"] if "run" in step]
+            assert commands in ([], ["make report RECORDS=records"]), name
+    dry = subprocess.run(
+        ["make", "-n", "-C", ROOT, "report"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "pip" not in dry and "venv" not in dry
