@@ -3,6 +3,9 @@
 setuptools has no declarative way to put a `.pth` file there that also reaches editable installs.  So the
 wheel that it builds, ordinary or editable, gets the files of `startup/` added, and recorded in RECORD so
 that uninstalling removes them.
+
+The package index shows the README of the wheel, without the files that the README links to.  So these links
+become links into the repository.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -62,20 +66,47 @@ def build_editable(
 
 
 def add_to_root(wheel: Path, files: tuple[Path, ...]) -> None:
-    """Rewrite `wheel` with `files` at its root and in its RECORD; times and modes follow RECORD's own."""
+    """Rewrite `wheel` with `files` at its root and in its RECORD, and with a README for the package index.
+
+    Times and modes of the added files are those of RECORD.
+    """
     rewritten = wheel.with_suffix(".tmp")
     with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(rewritten, "w") as result:
         (record,) = (entry for entry in source.infolist() if entry.filename.endswith(".dist-info/RECORD"))
-        for entry in source.infolist():
-            if entry is not record:
-                result.writestr(entry, source.read(entry))
         lines = source.read(record).decode()
+        for entry in source.infolist():
+            content = source.read(entry)
+            if entry.filename.endswith(".dist-info/METADATA"):
+                content = links_into_the_repository(content.decode()).encode()
+                lines = re.sub(
+                    f"^{re.escape(entry.filename)},.*\n", _recorded(entry.filename, content), lines, flags=re.M
+                )
+            if entry is not record:
+                result.writestr(entry, content)
         for file in files:
             content = file.read_bytes()
             entry = zipfile.ZipInfo(file.name, record.date_time)
             entry.compress_type, entry.external_attr = record.compress_type, record.external_attr
             result.writestr(entry, content)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            lines = f"{file.name},sha256={digest},{len(content)}\n{lines}"
+            lines = _recorded(file.name, content) + lines
         result.writestr(record, lines)
     os.replace(rewritten, wheel)
+
+
+def links_into_the_repository(metadata: str) -> str:
+    """Replace the relative links of the README by links to the files of this version."""
+    repository = re.search(r"^Project-URL: Repository, (\S+)$", metadata, re.M)
+    version = re.search(r"^Version: (\S+)$", metadata, re.M)
+    assert repository and version
+
+    def link(relative: re.Match[str]) -> str:
+        kind = "raw" if relative[1].endswith(".png") else "blob"
+        return f"]({repository[1]}/{kind}/v{version[1]}/{relative[1]})"
+
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", link, metadata)
+
+
+def _recorded(name: str, content: bytes) -> str:
+    """Return the line of RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    return f"{name},sha256={digest},{len(content)}\n"

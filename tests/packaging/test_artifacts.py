@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import io
+import re
 import sys
 import zipfile
 from email import message_from_bytes
@@ -69,6 +70,20 @@ def test_the_index_takes_the_files(artifacts):
     stated = set(metadata.get_all("Classifier", []))
     assert stated <= trove_classifiers.classifiers
     assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= stated
+
+
+def test_the_links_of_the_readme_work_on_the_index(artifacts):
+    with zipfile.ZipFile(artifacts.wheel) as wheel:
+        metadata = message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
+    (repository,) = (
+        url.removeprefix("Repository, ") for url in metadata.get_all("Project-URL") if url.startswith("Rep")
+    )
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    into_the_tree = re.escape(f"{repository}/") + rf"(?:raw|blob)/v{re.escape(__version__)}/([^#]+)(?:#.*)?"
+    files = {link: re.fullmatch(into_the_tree, link) for link in links}
+    assert all(file or link.startswith("https://") for link, file in files.items())
+    assert sum(file is not None for file in files.values()) > 20
+    assert [file[1] for file in files.values() if file and not (ROOT / file[1]).is_file()] == []
 
 
 def test_the_sdist_has_what_its_readers_look_for(artifacts):
