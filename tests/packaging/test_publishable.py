@@ -43,7 +43,7 @@ def test_a_prepared_version_is_published(prepared, environment):
 @pytest.mark.parametrize(
     ("file", "pattern", "text"),
     [
-        ("pyproject.toml", "somebody", "OWNER"),
+        ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER"),
         ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased"),
         ("CITATION.cff", "^version: .*", "version: 0.0.1"),
     ],
