@@ -62,8 +62,8 @@ $(OLDEST)/.installed: pyproject.toml setup.cfg constraints/oldest-torch.txt
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints/oldest-torch.txt --editable ".[test]"
 	@touch $@
 
-# Checkouts of real frameworks: make test-frameworks SLIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
-export SLIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
+# Checkouts of real frameworks: make test-frameworks SLIME_DIR=... VIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
+export SLIME_DIR VIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
 test-frameworks: venv
 	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
 

@@ -26,7 +26,7 @@ SITES = (
     SiteStatus("distillation", "verl", "verl.actor", "absent", "no verl here"),
 )
 DIAGNOSIS = Diagnosis(
-    version="0.1.0",
+    version="0.2.0",
     path="/venv/megatron_rl_patches",
     python="3.11.7",
     executable="/venv/bin/python",
@@ -59,7 +59,7 @@ def screen(show: object, *facts: object, width: int = 80, terminal: bool = False
 
 def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
     assert screen(show_diagnosis, DIAGNOSIS) == [
-        "megatron-rl-patches 0.1.0, Python 3.11.7, torch absent, wrapt 2.5.2",
+        "megatron-rl-patches 0.2.0, Python 3.11.7, torch absent, wrapt 2.5.2",
         "python                        /venv/bin/python",
         "megatron_rl_patches           /venv/megatron_rl_patches",
         "startup file         fires    /venv/startup.pth",
