@@ -38,4 +38,6 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     if messages:
         _log.warning("megatron_rl_patches: %s", "; ".join(messages))
     if selection:
-        installer.keep(installer.add(selection.patches(), settings, required=settings.strict))
+        # Options of an apply() that the program has called itself stay in force.
+        claim = installer.add(selection.patches(), settings, required=settings.strict, replace_options=False)
+        installer.keep(claim)

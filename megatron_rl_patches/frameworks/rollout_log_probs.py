@@ -1,7 +1,9 @@
 """Log-probs of the same tokens by the inference engine and by Megatron, compared once per rollout.
 
-slime, vime and miles have both in the data of a rollout: ``rollout_log_probs`` as sampled, and ``log_probs``
-that Megatron computed of the same weights before training. verl reports their difference as a metric itself.
+slime, vime and miles have both in the data of a rollout where they compute the policy's log-probs before
+training: ``rollout_log_probs`` as sampled, and ``log_probs`` of Megatron. With one step per rollout they take
+those of the loss, and with ``--use-rollout-logprobs`` they need none: then nothing is compared here, and
+slime's own metric ``train_rollout_logprob_abs_diff`` tells. verl has a metric, too.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any
 
 from ..reentry import checks
 
-#: Mean difference in nats per token from which on it is reported. bfloat16 on both sides gives 0.01 to 0.05.
+#: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
 THRESHOLD = 0.1
 _SETTING = "rollout_log_probs"
 
@@ -27,43 +29,38 @@ def check(data_iterator: Any) -> None:
         return
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     rollout = getattr(first, "rollout_data", None)
-    if not isinstance(rollout, Mapping):
-        return
+    if isinstance(rollout, Mapping):
+        with checks.harmless():
+            _check(rollout)
+
+
+def _check(rollout: Mapping[str, Any]) -> None:
+    import torch
+
     trained, sampled = rollout.get("log_probs"), rollout.get("rollout_log_probs")
     if not trained or not sampled:
         return
-    difference = _difference(trained, sampled, _masks(rollout, trained))
-    if difference is None:
+    lengths = [len(values) for values in trained]
+    masks = _masks(rollout, lengths)
+    if masks is None or lengths != [len(values) for values in sampled]:
+        return  # nobody can tell here which values belong together
+    differences = (_joined(trained) - _joined(sampled)).abs()
+    counted = _joined(masks).to(differences.device).bool() & differences.isfinite()
+    differences = differences[counted]
+    if not len(differences):
         return
-    mean, largest, tokens = difference
+    mean, largest = torch.stack([differences.mean(), differences.max()]).tolist()
     if mean > THRESHOLD:
         checks.report(
             f"rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} "
-            f"nats per token on average and {largest:.2g} at most, on {tokens} tokens of this rank; up to "
-            f"{THRESHOLD:g} on average is usual. The policy that samples is not the one that is trained. "
-            "Look for weights that were sent before they were gathered, another precision, another "
-            "temperature, or experts that are chosen differently",
+            f"nats per token on average and {largest:.2g} at most, on {len(differences)} tokens of this "
+            f"rank; up to {THRESHOLD:g} on average is usual. The policy that samples is not the one that is "
+            "trained. Look for weights that were sent before they were gathered, another precision, another "
+            "temperature, experts that are chosen differently, or a run that samples with older weights by "
+            "design",
             setting=_SETTING,
-            aloud=checks.is_first_of_stage(),
+            log=checks.is_first_of_stage(),
         )
-
-
-def _difference(
-    trained: Sequence[Any], sampled: Sequence[Any], masks: Sequence[Any] | None
-) -> tuple[float, float, int] | None:
-    """Return mean and largest difference, and the number of tokens; ``None`` if they cannot be compared."""
-    import torch
-
-    lengths = [len(values) for values in trained]
-    if lengths != [len(values) for values in sampled]:
-        return None
-    absolute = (_joined(trained) - _joined(sampled)).abs()
-    if masks is not None:
-        absolute = absolute[_joined(masks).to(absolute.device).bool()]
-    if not len(absolute):
-        return None
-    mean, largest = torch.stack([absolute.mean(), absolute.max()]).tolist()
-    return mean, largest, len(absolute)
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -72,16 +69,16 @@ def _joined(values: Sequence[Any]) -> Any:
     return torch.cat([torch.as_tensor(value).detach().float().reshape(-1) for value in values])
 
 
-def _masks(rollout: Mapping[str, Any], trained: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the loss masks of the tokens that the log-probs are of, or ``None`` if these are not known."""
+def _masks(rollout: Mapping[str, Any], lengths: list[int]) -> Sequence[Any] | None:
+    """Return the loss masks of the tokens whose log-probs there are, or ``None`` if these are not known."""
+    import torch
+
     masks = rollout.get("loss_masks")
     if not masks:
-        return None
-    lengths = [len(values) for values in trained]
+        return [torch.ones(length) for length in lengths]
     if lengths == [len(mask) for mask in masks]:
         return list(masks)
     # Log-probs of a context-parallel rank are of its zigzag share of each response, and masks of all tokens.
-    import torch
     from megatron.core import parallel_state
 
     from ..losses.sequences.layout import SequenceLayout

@@ -8,8 +8,8 @@ Megatron-Bridge        ``cfg.model.register_pre_wrap_hook(megatron_rl_patches.ho
 verl                   ``actor_rollout_ref.model.external_lib=megatron_rl_patches.hooks.verl``
 =====================  ==========================================================================
 
-Each applies all patches, or those that ``MEGATRON_RL_PATCHES`` names where it is set; ``0`` is none. NeMo-RL
-has no such place, but its configuration sets variables of the workers:
+Each applies all patches but ``distillation``, or those that ``MEGATRON_RL_PATCHES`` names where it is set.
+NeMo-RL has no such place, but its configuration sets variables of the workers:
 ``policy.megatron_cfg.env_vars.MEGATRON_RL_PATCHES=all``.
 """
 
@@ -59,18 +59,16 @@ def pre_wrap(model: list[Any]) -> list[Any]:
 
 
 def switch_on() -> None:
-    """Apply all patches, or those that the variable names where it is set."""
+    """Apply all patches but explicit ones, or those that the variable names where it is set."""
     # Imported here, since verl loads a module of this package in every process, wanted or not.
     import _megatron_rl_patches_startup as startup
 
     from ..activation import activate_from_environment
-    from ..engine import api
     from ..settings import VARIABLE
 
-    if not os.environ.get(VARIABLE, "").strip():
-        api.apply()
-    elif not startup.has_fired():  # type: ignore[no-untyped-call]
-        activate_from_environment()
+    is_set = os.environ.get(VARIABLE, "").strip()
+    if not (is_set and startup.has_fired()):  # type: ignore[no-untyped-call]
+        activate_from_environment({**os.environ, VARIABLE: is_set or "all"})
 
 
 def _announce() -> None:

@@ -2,7 +2,7 @@
 
 So it does nothing unless ``MEGATRON_RL_PATCHES`` is set. Then it activates the patches also where Python does
 not read the startup file, as after ``pip install --target``. verl hides what a plugin raises. So a failure is
-said on stderr, and with ``MEGATRON_RL_PATCHES_STRICT=1`` it ends the process.
+said on stderr, and with ``MEGATRON_RL_PATCHES_STRICT=1`` it raises ``SystemExit``, which verl lets pass.
 """
 
 from __future__ import annotations
@@ -16,4 +16,5 @@ if os.environ.get("MEGATRON_RL_PATCHES", "").strip() and not startup.has_fired()
     try:
         startup.activate()
     except Exception as error:
-        sys.exit(f"megatron_rl_patches: not activated: {error}")
+        print(f"megatron_rl_patches: not activated: {error}", file=sys.stderr)
+        raise SystemExit(1) from error

@@ -207,7 +207,7 @@ def _train(
     from ..frameworks import rollout_log_probs
 
     rollout_log_probs.check(bound.get("data_iterator"))
-    with watched(bound["model"]), guard:
+    with watched(bound["model"], bound.get("optimizer")), guard:
         return wrapped(*args, **kwargs)
 
 

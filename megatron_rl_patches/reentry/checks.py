@@ -1,7 +1,8 @@
-"""What silently spoils reinforcement learning on Megatron, looked for around ``train()`` and said once.
+"""Warnings of settings that spoil reinforcement learning on Megatron without an error.
 
-Training goes on as it would without these checks, which start no collective. They read the config of the
-model, the number of tokens of each microbatch, and the state of the parameter all-gather.
+The checks run around each call of ``train()``, until they have found something. Training goes on as it would
+without them: they start no collective, and an error in them is only logged. They read the config of the
+model, the number of tokens of the first microbatches, and the state of the parameter all-gather.
 """
 
 from __future__ import annotations
@@ -16,16 +17,50 @@ from typing import Any
 from .._chunks import Model, as_chunks, bucket_groups, distinct_configs
 
 _log = logging.getLogger("megatron_rl_patches")
+#: The numbers of tokens of so many microbatches are kept, and read from the GPU at once.
+_MOST_MICROBATCHES = 64
 
-#: What was found in this process: setting -> message.
+#: This has the message about each setting that was reported in this process.
 _found: dict[str, str] = {}
-#: Numbers of tokens that the loss of each microbatch returned, while a ``train()`` is watched.
-_token_counts: ContextVar[list[Any] | None] = ContextVar("token_counts", default=None)
-_has_trained = False
+#: This is the call of ``train()`` that runs in this thread.
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+class _Call:
+    """One call of ``train()``."""
+
+    def __init__(self, configs: list[Any]) -> None:
+        self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in configs)
+        self._counts: list[Any] = []
+        self.trained = False
+
+    def note(self, count: Any) -> None:
+        self.trained = True
+        if not self._per_token and len(self._counts) < _MOST_MICROBATCHES:
+            self._counts.append(count.detach())
+
+    def check_token_weights(self) -> None:
+        """Report microbatches of different lengths, each of whose losses is divided by its own length."""
+        if len(self._counts) < 2 or has_found("calculate_per_token_loss"):
+            return
+        import torch
+
+        tokens = [count for count in torch.stack(self._counts).flatten().tolist() if count > 0]
+        self._counts = []
+        if tokens and min(tokens) != max(tokens):
+            report(
+                "calculate_per_token_loss=False: the loss function returns its number of tokens, and "
+                f"Megatron divides the loss of each microbatch by it. Microbatches had {min(tokens):g} to "
+                f"{max(tokens):g} tokens, so a token of one counts {max(tokens) / min(tokens):.2g} times as "
+                "much as a token of another. Set --calculate-per-token-loss "
+                "(config.calculate_per_token_loss=True)",
+                setting="calculate_per_token_loss",
+                log=is_first_of_stage(),
+            )
 
 
 def found() -> list[str]:
-    """Return the messages of everything that was found in this process so far."""
+    """Return the messages of everything that was reported in this process so far."""
     return [*_found.values()]
 
 
@@ -35,43 +70,40 @@ def has_found(setting: str) -> bool:
 
 
 def forget() -> None:
-    """Forget what was found, and look again at the next ``train()``."""
-    global _has_trained
+    """Forget what was reported, so that it can be reported again."""
     _found.clear()
-    _has_trained = False
 
 
-def report(message: str, *, setting: str, aloud: bool) -> None:
-    """Record what was found about a setting, once, and log it if ``aloud``."""
+def report(message: str, *, setting: str, log: bool) -> None:
+    """Keep the message about a setting, unless there is one already, and log it on the ranks that are to."""
     if setting not in _found:
         _found[setting] = message
-        if aloud:
+        if log:
             _log.warning("megatron_rl_patches: %s", message)
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[None]:
-    """Look at the first call of ``train()`` in this process that returns; the body is that call.
+def watched(model: Any, optimizer: Any = None) -> Iterator[None]:
+    """Check a call of ``train()``, which is the body.
 
     Args:
         model: list of model chunks, or one chunk.
+        optimizer: the optimizer that the call steps, if it steps one.
     """
-    global _has_trained
-    if _has_trained:
-        yield
-        return
     chunks = as_chunks(model)
     configs = distinct_configs(chunks)
-    counts: list[Any] = []
-    token = _token_counts.set(counts)
+    call = _Call(configs)
+    with harmless():
+        _check_dropout(configs)
+    token = _call.set(call)
     try:
         yield
     finally:
-        _token_counts.reset(token)
-    _has_trained = True
-    _check_dropout(configs)
-    _check_token_weights(configs, counts)
-    _check_parameters_are_gathered(chunks)
+        _call.reset(token)
+    with harmless():
+        call.check_token_weights()
+        if call.trained and optimizer is not None:
+            _check_parameters_are_gathered(chunks)
 
 
 def note_tokens(forward_step_result: Any) -> None:
@@ -79,9 +111,24 @@ def note_tokens(forward_step_result: Any) -> None:
 
     It is zero where the loss function does not return one, and on all pipeline stages but the last.
     """
-    counts = _token_counts.get()
-    if counts is not None and isinstance(forward_step_result, tuple) and len(forward_step_result) == 2:
-        counts.append(forward_step_result[1])
+    call = _call.get()
+    if call is None:
+        return
+    with harmless():
+        import torch
+
+        _, count = forward_step_result
+        if torch.is_grad_enabled():
+            call.note(count)
+
+
+@contextmanager
+def harmless() -> Iterator[None]:
+    """Keep an error of a check from training, where it would stop one rank while the others wait for it."""
+    try:
+        yield
+    except Exception as error:
+        _log.debug("megatron_rl_patches: a check of training failed: %s: %s", type(error).__name__, error)
 
 
 def _check_dropout(configs: list[Any]) -> None:
@@ -91,37 +138,27 @@ def _check_dropout(configs: list[Any]) -> None:
             report(
                 f"{setting}={rate:g}: dropout is on while the policy trains and off while it samples and "
                 "scores, so their log-probs differ even with the same weights, and ratios of probabilities "
-                f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0",
+                f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0 "
+                f"(config.{setting}=0)",
                 setting=setting,
-                aloud=_is_rank_0(),
+                log=_is_rank_0(),
             )
 
 
-def _check_token_weights(configs: list[Any], counts: list[Any]) -> None:
-    if not counts or any(getattr(config, "calculate_per_token_loss", False) for config in configs):
-        return
-    tokens = [count for count in map(int, counts) if count > 0]
-    if tokens and min(tokens) != max(tokens):
-        report(
-            "calculate_per_token_loss=False: the loss function returns its number of tokens, and Megatron "
-            f"divides the loss of each microbatch by it. Microbatches had {min(tokens)} to {max(tokens)} "
-            f"tokens, so a token of one counts {max(tokens) / min(tokens):.2g} times as much as a token of "
-            "another. Set --calculate-per-token-loss (config.calculate_per_token_loss=True)",
-            setting="calculate_per_token_loss",
-            aloud=is_first_of_stage(),
-        )
-
-
 def _check_parameters_are_gathered(chunks: Model) -> None:
-    if any(_is_stale(group) for chunk in chunks for group in bucket_groups(chunk)):
+    if any(_is_stale(group) for chunk in chunks if _hooks_are_on(chunk) for group in bucket_groups(chunk)):
         report(
             "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
             "parameters of its last step were gathered. Until the next forward pass every rank has new "
             "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
             "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
             setting="overlap_param_gather",
-            aloud=_is_rank_0(),
+            log=_is_rank_0(),
         )
+
+
+def _hooks_are_on(chunk: Any) -> bool:
+    return bool(getattr(chunk, "remove_forward_pre_hook_handles", None))
 
 
 def _is_stale(group: Any) -> bool:
@@ -148,6 +185,8 @@ def is_first_of_stage() -> bool:
         return True
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        return False
     ranks = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),

@@ -28,8 +28,12 @@ class Outcome(NamedTuple):
     updates: int
 
 
-# A pair of ranks for each, at the same time: they wait for most of it.
-PAIRS = list(product(OVERLAPS, ("first batch", "later step")))
+PLACES_TRIED = ("first batch", "later step")
+
+
+def _pairs(sizes: dict[str, int]) -> list[tuple[str, str]]:
+    """A pair of ranks for each, at the same time: they wait for most of it."""
+    return list(product(["both"] if sizes else OVERLAPS, PLACES_TRIED))
 
 
 def _campaign(folder: str, sizes: dict[str, int]) -> tuple[dict[Case, Outcome], str, str]:
@@ -44,7 +48,7 @@ def _campaign(folder: str, sizes: dict[str, int]) -> tuple[dict[Case, Outcome], 
         applied("reentrant-train", settings=SETTINGS),
         worlds_of(2, Path(folder), "pair") as pair,
     ):
-        overlap, place = PAIRS[pair]
+        overlap, place = _pairs(sizes)[pair]
         options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
         cases = [Case(overlap, stage, place) for stage in STAGES]
         before = _new_model(options, Path(folder), f"{pair}, before")
@@ -86,7 +90,7 @@ def _new_model(options: Any, folder: Path, name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_error_in_time(sizes: dict[str, int], tmp_path: Path) -> None:
-    ranks = spawn_ranks(_campaign, 2 * len(PAIRS), str(tmp_path), sizes, timeout=240)
+    ranks = spawn_ranks(_campaign, 2 * len(_pairs(sizes)), str(tmp_path), sizes, timeout=240)
     for number, (outcomes, before, after) in enumerate(ranks):
         assert after == before
         assert len(outcomes) == len(STAGES)

@@ -27,7 +27,7 @@ PINS = {
     "Megatron-LM-for-slime": "slime/docker/Dockerfile",
     "Megatron-LM-for-OpenClaw-RL": "OpenClaw-RL/slime/docker/Dockerfile",
 }
-#: What runs together: variables of ``make test-frameworks`` -> folders. vime and miles run on slime's Megatron-LM.
+#: What runs together: variables of ``make test-frameworks`` -> folders. vime and miles run on slime's pin.
 TOGETHER = (
     {
         "SLIME_DIR": "slime",

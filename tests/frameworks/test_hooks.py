@@ -40,6 +40,19 @@ def test_without_a_variable(framework: str) -> None:
     assert seen["after"] == [FINE] * 3
 
 
+def _with_a_bad_option() -> set[str]:
+    os.environ.update(MEGATRON_RL_PATCHES_WARN="maybe")
+    from megatron_rl_patches.hooks import switch_on
+
+    switch_on()
+    return {site.state for site in status()}
+
+
+def test_a_bad_option_costs_its_value_alone() -> None:
+    [states] = spawn_ranks(_with_a_bad_option, 1)
+    assert "applied" in states
+
+
 @pytest.mark.parametrize(("value", "applied"), [("lean-head", {"lean-head"}), ("0", set())])
 def test_the_variable_decides_where_it_is_set(value: str, applied: set[str]) -> None:
     [seen] = spawn_ranks(_rollouts, 1, "slime", value)

@@ -92,7 +92,7 @@ def test_custom_megatron_init_path(framework: str, checkouts: Checkouts) -> None
     [seen] = spawn_ranks(_init, 1, framework, checkouts(framework), timeout=300)
     assert seen["unpatched"][0] == FINE
     assert seen["unpatched"][1].startswith(NO_SYNC)
-    assert seen["states"] <= {"applied", "not needed"}
+    assert "applied" in seen["states"] <= {"applied", "not needed"}
     assert seen["patched"] == [FINE] * 3
 
 
@@ -132,7 +132,7 @@ def _pre_wrap(folder: str) -> dict[str, Any]:
 def test_pre_wrap(packages: Packages) -> None:
     [seen] = spawn_ranks(_pre_wrap, 1, str(packages.unpacked(BRIDGE)), timeout=300)
     assert seen["returned"]
-    assert seen["states"] <= {"applied", "not needed"}
+    assert "applied" in seen["states"] <= {"applied", "not needed"}
     assert seen["setups"] == [FINE, FINE]  # unpatched the second one raises: test_real_bridge.py
 
 
@@ -159,7 +159,7 @@ def _external_lib(folder: str) -> dict[str, Any]:
 def test_external_lib(packages: Packages) -> None:
     for seen in spawn_ranks(_external_lib, 2, str(packages.unpacked(VERL)), timeout=300):
         assert seen["unpatched"].startswith(NO_SYNC)
-        assert seen["states"] <= {"applied", "not needed"}
+        assert "applied" in seen["states"] <= {"applied", "not needed"}
         assert seen["patched"] == FINE
 
 

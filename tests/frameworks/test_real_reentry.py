@@ -1,7 +1,7 @@
 """``reentrant-train`` on unmodified checkouts of the frameworks, on a CPU.
 
-Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkouts; see ``docs/frameworks.md``. Without them
-every test here is skipped.
+Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkouts; see
+``docs/frameworks.md``. Without them every test here is skipped.
 """
 
 from __future__ import annotations

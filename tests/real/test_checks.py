@@ -8,6 +8,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
@@ -80,8 +82,6 @@ class _Lines(logging.Handler):
 
 def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[Any, list[str]]:
     """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
-    import torch
-
     from megatron_rl_patches import doctor
     from megatron_rl_patches.reentry import checks
 
@@ -92,11 +92,11 @@ def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[
     with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
         result = train(model, *args, **options)
         train(model, *args, **options)
-        assert set(checks.found()) <= set(doctor.notes_of(doctor.choice_of(), []))
+        assert doctor.notes_of(doctor.choice_of(), []) == checks.found()
     logger.removeHandler(handler)
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
     lines = [line.removeprefix(prefix) for line in handler.lines if line.startswith(prefix)]
-    assert lines == (checks.found() if torch.distributed.get_rank() == 0 else [])
+    assert set(lines) <= set(checks.found())
     return result, lines
 
 
@@ -157,6 +157,23 @@ def test_the_weight_of_a_token() -> None:
     assert silent["lines"] == []
 
 
+def _speakers() -> dict[str, Any]:
+    with cpu_backend():
+        from megatron_rl_patches.reentry import checks
+        from tests.real import tiny_gpt
+
+        options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=2, pp=2))
+        _, lines = _warned(tiny_gpt.build(options)[0])
+        return {"found": len(checks.found()), "lines": len(lines)}
+
+
+@pytest.mark.slow
+def test_one_rank_of_the_last_stage_warns() -> None:
+    seen = spawn_ranks(_speakers, 4, timeout=120)
+    assert [each["found"] for each in seen] == [0, 0, 1, 1]
+    assert [each["lines"] for each in seen] == [0, 0, 1, 0]
+
+
 # --- parameters that are not gathered -----------------------------------------------------------------------
 
 
@@ -180,8 +197,10 @@ def test_parameters_that_are_not_gathered() -> None:
     assert [seen["stale"] for seen in off] == [0, 0]
     assert [seen["lines"] for seen in off] == [[], []]
     assert all(seen["stale"] > seen["of"] / 4 for seen in on)  # the other rank's share
-    assert "overlap_param_gather=True" in on[0]["lines"][0]
-    assert "disable_forward_pre_hook()" in on[0]["lines"][0]
+    [line] = on[0]["lines"]
+    assert "overlap_param_gather=True" in line
+    assert "disable_forward_pre_hook()" in line
+    assert on[1]["lines"] == []
 
 
 # --- log-probs of the rollout -------------------------------------------------------------------------------

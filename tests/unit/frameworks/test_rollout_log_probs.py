@@ -62,8 +62,19 @@ def test_it_is_said_once() -> None:
         {"log_probs": [torch.zeros(3)]},
         {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(2)]},
         {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(3)], "loss_masks": [torch.zeros(3)]},
+        {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.full((3,), -torch.inf)]},
+        {"log_probs": [torch.zeros(3)], "rollout_log_probs": [torch.ones(3)], "loss_masks": [torch.ones(5)]},
+        {"log_probs": [None], "rollout_log_probs": [torch.ones(3)]},
     ],
-    ids=["empty", "not sampled here", "other tokens", "no token counts"],
+    ids=[
+        "empty",
+        "not sampled here",
+        "other tokens",
+        "no token counts",
+        "not finite",
+        "masks of other tokens",
+        "not log-probs",
+    ],
 )
 def test_what_cannot_be_compared_is_left_alone(rollout: dict[str, Any]) -> None:
     assert check(**rollout) == []
