@@ -10,11 +10,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    checkouts verdicts runs report release-check mutation lint format bench gpu docs docs-version \
+    checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs docs-version \
     screenshots clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | gpu | docs | docs-version | screenshots | clean"
+	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four, and docs) | test-frameworks"
 	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
@@ -108,9 +108,31 @@ bench: venv
 	set -e; for module in benchmarks/bench_*.py; do \
 	    $(BIN)/python -m benchmarks.$$(basename $$module .py); done
 
-# On a machine with a GPU whose Python has torch; nothing is installed. JSON: make gpu GPU_ARGS="--json FILE"
-gpu:
-	$(PYTHON) -m benchmarks.head_on_gpu $(GPU_ARGS)
+# On a machine with a GPU and without a network, whose Python 3.12 has torch 2.11: tests, demo and benchmarks in
+# under ten minutes. `make gpu DRY=1` does the same at a small size on the CPU. GPU_ARGS="--folder FOLDER"
+GPU_VENV ?= $(VENV)-gpu
+GPU_WHEELS ?= gpu-wheels
+gpu: $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python -m benchmarks.gpu $(if $(DRY),--dry) $(GPU_ARGS)
+
+# The wheels that it needs besides torch, about 25 MB, for Linux on x86-64; to be brought along. torch would come
+# as a dependency of megatron-core, which is therefore downloaded alone.
+GPU_DOWNLOAD = $(PYTHON) -m pip download --quiet --dest $(GPU_WHEELS) --only-binary=:all: --python-version=3.12 \
+    $(addprefix --platform=manylinux,$(addsuffix _x86_64,_2_28 _2_27 _2_26 _2_24 _2_17 2014 2010 1))
+gpu-wheels:
+	$(GPU_DOWNLOAD) --requirement benchmarks/gpu-requirements.txt
+	$(GPU_DOWNLOAD) --no-deps --constraint constraints/cpu.txt megatron-core
+
+# machine.pth: if PYTHON is that of a virtual environment, its torch is not among the system's packages.
+$(GPU_VENV)/.installed: pyproject.toml setup.cfg benchmarks/gpu-requirements.txt
+	mkdir -p $(GPU_WHEELS)
+	$(PYTHON) -m venv --clear --without-pip --system-site-packages $(GPU_VENV)
+	$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	    "$$($(GPU_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-index --find-links=$(GPU_WHEELS) \
+	    --requirement benchmarks/gpu-requirements.txt megatron-core
+	$(GPU_VENV)/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
+	@touch $@
 
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
@@ -127,7 +149,7 @@ screenshots: venv
 	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CHECKOUTS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp per set of extras; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python

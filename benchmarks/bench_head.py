@@ -144,17 +144,17 @@ class Result:
         return 4 * self.setup.rows * self.setup.vocabulary
 
 
-def inputs_of(setup: Setup, mode: Mode) -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(setup.rows, setup.hidden, generator=generator).to(setup.dtype)
-    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, generator=generator) / setup.hidden**0.5).to(
-        setup.dtype
-    )
+def inputs_of(setup: Setup, mode: Mode, device: torch.device | None = None) -> Inputs:
+    device = device or torch.device("cpu")
+    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
+    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
     n = int(setup.rows * mode.used_rows)
     # Responses stand between prompts: pieces, not one range.
-    rows = None if mode.used_rows == 1 else torch.arange(setup.rows).view(-1, 16)[::2].flatten()[:n]
-    targets = torch.randint(setup.vocabulary, (n,), generator=generator)
-    advantages = torch.randn(n, generator=generator)
+    pieces = torch.arange(setup.rows, device=device).view(-1, 16)[::2]
+    rows = None if mode.used_rows == 1 else pieces.flatten()[:n]
+    targets = torch.randint(setup.vocabulary, (n,), **options)
+    advantages = torch.randn(n, **options)
     return Inputs(
         hidden.requires_grad_(mode.trains_hidden),
         weight.requires_grad_(mode.trains_weight),

@@ -5,8 +5,7 @@ The benchmark prints these, the tests hold them to one percent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -21,8 +20,9 @@ from megatron_rl_patches.inference.memory.estimate import (
     estimate_memory,
 )
 from megatron_rl_patches.inference.memory.training import Memory
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import spawn_ranks
 from tests.real.live_bytes import live_bytes
+from tests.real.one_device import gpu_or_cpu
 
 DENSE = GPTDescription(
     num_layers=4,
@@ -86,29 +86,19 @@ class Measured:
     from_chunks: MemoryEstimate
 
 
-def measure(cases: Sequence[Case]) -> dict[str, list[Measured]]:
-    """Of each case, by rank. All must have the same number of ranks."""
+def measure(cases: Sequence[Case], env: Mapping[str, str] | None = None) -> dict[str, list[Measured]]:
+    """Of each case, by rank. All must have the same number of ranks, which get the variables of ``env``."""
     [ranks] = {case.parallel.world_size for case in cases}
-    accounts = spawn_ranks(_measure_all, ranks, cases, timeout=60 + 60 * len(cases))
+    accounts = spawn_ranks(_measure_all, ranks, cases, timeout=60 + 60 * len(cases), env=env)
     return {case.name: [account[case.name] for account in accounts] for case in cases}
 
 
 def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
-    # Several ranks share one GPU at best, and gloo is no substitute for NCCL there.
-    on_gpu = torch.cuda.is_available() and torch.distributed.get_world_size() == 1
-    with _gpu() if on_gpu else cpu_backend():
-        device = "cuda" if on_gpu else "cpu"
+    with gpu_or_cpu() as device:
         # megatron-core 0.12 does not forget who was in the group for position embeddings: pipelines first.
         cases = sorted(cases, key=lambda case: -case.parallel.pipeline_model_parallel_size)
         _measure(cases[0], device)  # lasting tensors come with the first model: random streams, masks
         return {case.name: _measure(case, device) for case in cases}
-
-
-def _gpu() -> AbstractContextManager[None]:
-    torch.distributed.destroy_process_group()
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
-    return nullcontext()
 
 
 def _measure(case: Case, device: str) -> Measured:

@@ -2,7 +2,7 @@
 
 :func:`build` gives model chunks in real ``DistributedDataParallel`` with the real distributed optimizer;
 :func:`train` has the shape that Megatron-LM's and slime's ``train`` share, upstream assertions included.
-Call both inside ``cpu_backend()`` on a rank with ``torch.distributed`` initialized.
+Call both on a rank with ``torch.distributed`` initialized: on NCCL and a GPU, or inside ``cpu_backend()``.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
         bucket_size=BUCKET,
     )
     stages = [None] if sizes.vpp is None else list(range(sizes.vpp))
-    chunks = [_chunk(config, sizes, stage, options.tied) for stage in stages]
+    chunks = [_chunk(config, sizes, stage, options.tied).cuda() for stage in stages]
     for chunk in chunks:
         if options.frozen_head and chunk.post_process:
             chunk.output_layer.requires_grad_(False)
@@ -283,9 +283,10 @@ def data_iterators(options: Options, seed: int = 0) -> list[SyntheticData]:
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
     """Megatron's ``forward_step_func``: output of one microbatch and the function for its loss."""
-    batch = next(data_iterator)
+    device = next(model.parameters()).device
+    batch = {name: values.to(device) for name, values in next(data_iterator).items()}
     # True is what must not be seen.
-    mask_ss = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    mask_ss = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=device).triu(1)
     output = model(batch["tokens"], batch["position_ids"], mask_ss, labels=batch["labels"])
     return output, partial(_loss)
 
@@ -366,7 +367,10 @@ def train_step(
     succeeded, _, _ = optimizer.step()
     assert succeeded
     # Only the last pipeline stage has a loss.
-    total_and_count = torch.tensor([sum(float(report["loss"]) for report in reports), float(len(reports))])
+    total_and_count = torch.tensor(
+        [sum(float(report["loss"]) for report in reports), float(len(reports))],
+        device=next(model[0].parameters()).device,
+    )
     torch.distributed.all_reduce(total_and_count)
     return (total_and_count[0] / total_and_count[1]).item()
 
@@ -390,7 +394,7 @@ def checksum(model: Sequence[torch.nn.Module], optimizer: Any) -> str:
     digest = hashlib.sha256()
     masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for tensor in [parameter for chunk in model for parameter in chunk.parameters()] + masters:
-        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,191 @@
+"""Losses and deferred logits in bfloat16 on a GPU, against the formulas in float64 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
+from tests.unit.losses.logits.dense import dense_log_probs_and_entropy, relative_error
+from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+
+pytestmark = needs_gpu
+
+ROWS, HIDDEN, VOCABULARY = (64, 32, 2048) if IS_DRY else (512, 256, 32768)
+TEMPERATURE = 0.8
+# Gradients in bfloat16 have eight significant bits; those of hidden states and weight are sums of such.
+ROUNDING, OF_SUMS = 2**-8, 0.02
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Return the same normal numbers on every device, in bfloat16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain operators": {"fused": False},
+    "compiled": {"fused": True},
+    "compiled, in place": {"fused": True, "inplace_backward": True},
+    "in place": {"fused": False, "inplace_backward": True},
+    "scattered rows": {"fused": True, "rows": True},
+    "scattered rows, in place": {"fused": False, "rows": True, "inplace_backward": True},
+    "kept columns": {"fused": True, "keep_mask": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_log_probs_entropies_and_their_gradient(name: str) -> None:
+    options = dict(OPTIONS[name])
+    if options.get("rows"):
+        options["rows"] = torch.arange(ROWS, device=DEVICE).view(-1, 4)[:, :3].flatten()
+    logits = 2 * random(ROWS, VOCABULARY)
+    rows = options.get("rows", slice(None))
+    targets = random_ids(ROWS)[rows]
+    if options.get("keep_mask"):
+        options["keep_mask"] = random(len(targets), VOCABULARY, seed=2) > 0
+    weights = random(2, len(targets), seed=3).float()
+
+    leaf = logits.clone().requires_grad_()
+    values = vocab_parallel_log_probs_and_entropy(leaf * 1, targets, temperature=TEMPERATURE, **options)
+    [gradient] = torch.autograd.grad(values, leaf, list(weights))
+
+    exact = logits.cpu().double().requires_grad_()
+    on_cpu = {key: options[key].cpu() for key in ("rows", "keep_mask") if key in options}
+    expected = dense_log_probs_and_entropy(exact, targets.cpu(), temperature=TEMPERATURE, **on_cpu)
+    [expected_gradient] = torch.autograd.grad(expected, exact, list(weights.cpu().double()))
+
+    assert gradient.dtype == torch.bfloat16
+    for found, value in zip(values, expected, strict=True):
+        assert relative_error(found.cpu(), value, value.abs()) < 5e-6
+    of_row = expected_gradient.abs().amax(1, keepdim=True)
+    assert relative_error(gradient.cpu(), expected_gradient, of_row) < ROUNDING
+
+
+def test_log_probs_at_ids_and_the_tail() -> None:
+    logits, ids = 2 * random(ROWS, VOCABULARY), random_ids(ROWS, 8)
+    leaf = logits.clone().requires_grad_()
+    values = vocab_parallel_log_probs_at(leaf, ids, with_tail=True)
+    [gradient] = torch.autograd.grad([value.sum() for value in values], leaf)
+
+    exact = logits.cpu().double().requires_grad_()
+    expected = dense_log_probs_at(exact, ids.cpu())
+    [expected_gradient] = torch.autograd.grad([value.sum() for value in expected], exact)
+
+    for found, value in zip(values, expected, strict=True):
+        assert relative_error(found.cpu(), value, value.abs()) < 5e-6
+    of_row = expected_gradient.abs().amax(1, keepdim=True)
+    assert relative_error(gradient.cpu(), expected_gradient, of_row) < ROUNDING
+
+
+def test_topk() -> None:
+    logits = 2 * random(ROWS, VOCABULARY)
+    found = vocab_parallel_topk(logits, 16)
+    # Many of bfloat16 logits are equal; of these the lowest ids come first.
+    order = logits.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :16]
+    expected = logits.cpu().double().log_softmax(1).gather(1, order)
+    assert torch.equal(found.indices.cpu(), order)
+    assert relative_error(found.log_probs.cpu(), expected, expected.abs()) < 5e-6
+
+
+def weights_and_hidden() -> tuple[Tensor, Tensor]:
+    return random(ROWS, HIDDEN), 3 * random(VOCABULARY, HIDDEN, seed=4) / HIDDEN**0.5
+
+
+def reference_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return float64 leaves, and logits that have the values which the device rounds to bfloat16.
+
+    Gradients flow as if they had not been rounded.
+    """
+    hidden64, weight64 = (tensor.cpu().double().requires_grad_() for tensor in (hidden, weight))
+    logits = hidden64 @ weight64.T
+    rounded = torch.nn.functional.linear(hidden, weight).cpu().double()
+    return hidden64, weight64, logits + (rounded - logits).detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"tile_bytes": 1 << 16}, {"keep_bytes": 1 << 30}], ids=str)
+@pytest.mark.parametrize("trains_weight", [True, False], ids=["trained weight", "frozen weight"])
+def test_deferred_logits(options: dict[str, int], trains_weight: bool) -> None:
+    hidden, weight = weights_and_hidden()
+    targets, coefficients = random_ids(ROWS), random(2, ROWS, seed=3).float()
+    hidden.requires_grad_()
+    weight.requires_grad_(trains_weight)
+    trained = [hidden, weight] if trains_weight else [hidden]
+    values = vocab_parallel_log_probs_and_entropy(
+        deferred_logits(hidden, weight, **options), targets, temperature=TEMPERATURE
+    )
+    gradients = torch.autograd.grad(values, trained, list(coefficients))
+
+    *exact, logits = reference_logits(hidden.detach(), weight.detach())
+    expected = dense_log_probs_and_entropy(logits, targets.cpu(), temperature=TEMPERATURE)
+    expected_gradients = torch.autograd.grad(
+        expected, exact[: len(trained)], list(coefficients.cpu().double())
+    )
+    for found, value in zip(values, expected, strict=True):
+        error = (found.cpu().double() - value).abs()
+        # The products of tiles may add up in another order, so that a logit is rounded the other way.
+        assert error.median() < 1e-4
+        assert error.max() < 0.1
+    for gradient, value in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(gradient.cpu(), value, value.abs().max()) < OF_SUMS
+
+
+def test_divergence_from_a_teacher_in_host_memory() -> None:
+    hidden, weight = weights_and_hidden()
+    hidden.requires_grad_()
+    teacher = random(ROWS, HIDDEN, seed=5), random(VOCABULARY, HIDDEN, seed=6) / HIDDEN**0.5
+    if DEVICE.type == "cuda":
+        teacher = teacher[0], teacher[1].cpu().pin_memory()
+    value = full_vocabulary_divergence(deferred_logits(hidden, weight), deferred_logits(*teacher))
+    [gradient] = torch.autograd.grad(value.sum(), hidden)
+
+    hidden64, _, student = reference_logits(hidden.detach(), weight)
+    *_, of_teacher = reference_logits(teacher[0], teacher[1].to(DEVICE))
+    log_p, log_q = student.log_softmax(1), of_teacher.detach().log_softmax(1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(1)
+    [expected_gradient] = torch.autograd.grad(expected.sum(), hidden64)
+    assert relative_error(value.cpu(), expected, expected.abs().max()) < 1e-3
+    assert relative_error(gradient.cpu(), expected_gradient, expected_gradient.abs().max()) < OF_SUMS
+
+
+def test_deferred_logits_take_less_memory_than_logits() -> None:
+    rows, hidden_size, vocabulary = (512, 32, 16384) if IS_DRY else (8192, 512, 131072)
+    hidden = random(rows, hidden_size).requires_grad_()
+    weight = random(vocabulary, hidden_size, seed=1).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), device=DEVICE)
+    options = {"tile_bytes": 1 << 20} if IS_DRY else {}
+
+    def step() -> tuple[Tensor, ...]:
+        logits = deferred_logits(hidden, weight, **options)
+        return torch.autograd.grad(vocab_parallel_log_probs(logits, targets).sum(), [hidden, weight])
+
+    step()  # compiles
+    gradients = hidden.nbytes + weight.nbytes
+    assert peak_bytes(step) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
+
+
+def test_a_loss_takes_the_gradient_and_a_block_beyond_the_logits() -> None:
+    rows, vocabulary = (512, 16384) if IS_DRY else (4096, 131072)
+    logits = random(rows, vocabulary).requires_grad_() * 1
+    targets = torch.randint(vocabulary, (rows,), device=DEVICE)
+
+    def step() -> Tensor:
+        return torch.autograd.grad(vocab_parallel_log_probs(logits, targets).sum(), logits)[0]
+
+    step()  # compiles
+    # A block of a GPU is 64 MiB or more, so that it counts beside logits of 1 GiB.
+    assert peak_bytes(step) < 1.25 * logits.nbytes
