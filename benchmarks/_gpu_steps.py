@@ -329,7 +329,7 @@ def _hooks(dry: bool) -> Result:
     result = Result(table=[["call", "bare (µs)", "patched (µs)", "added (µs)", "claim (µs)"]])
     with bench_overhead.patched() as device:
         for case in bench_overhead.cases(bf16=True):
-            found = bench_overhead.compare(case, 3 if dry else 60)
+            found = bench_overhead.compare(case, 3 if dry else 30)
             limit = f"< {found.limit_us:g}"
             times = [f"{value:.2f}" for value in (found.bare_us, found.patched_us)]
             result.table.append([found.case, *times, f"{found.added_us:+.2f}", limit])

@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ._loss_report import _table as table
@@ -40,7 +41,10 @@ _ERROR_CHARACTERS = 6000
 
 @dataclass(frozen=True)
 class Step:
-    """A step: its title, the function that it calls, as ``module:function``, and how long it may take."""
+    """A step: its title, the function that it calls, as ``module:function``, and how long it may take.
+
+    The limits leave room. All steps together are not given more than ``TOTAL_SECONDS``.
+    """
 
     name: str
     title: str
@@ -50,9 +54,9 @@ class Step:
 
 _MODULE = "benchmarks._gpu_steps"
 STEPS = (
-    Step("tests", "Tests", f"{_MODULE}:tests", 120),
+    Step("tests", "Tests", f"{_MODULE}:tests", 150),
     Step("demo", "Demo", f"{_MODULE}:demo", 90),
-    Step("losses", "Losses over logits", f"{_MODULE}:losses", 100),
+    Step("losses", "Losses over logits", f"{_MODULE}:losses", 130),
     Step("head", "Output layer with its loss", f"{_MODULE}:head", 120),
     Step("topk", "Top-k", f"{_MODULE}:topk", 50),
     Step("memory", "Memory of an inference-only model", f"{_MODULE}:memory", 50),
@@ -124,23 +128,21 @@ def _run(step: Step, dry: bool, limit: float, log: Path, result: Path) -> int | 
     if limit <= 0:
         return None
     command = [sys.executable, "-m", "benchmarks.gpu", "--step", step.function, str(result), str(int(dry))]
-    # What the step has started belongs to its session, and ends with it.
     with (
         log.open("w") as output,
-        subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process,
+        psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process,
     ):
         try:
             return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGINT)  # so that it stops ranks that have a session of their own
-            with suppress(subprocess.TimeoutExpired):
+        except psutil.TimeoutExpired:
+            started = process.children(recursive=True)  # also those in a session of their own
+            process.send_signal(signal.SIGINT)  # so that the log shows where it was
+            with suppress(psutil.TimeoutExpired):
                 process.wait(_STOPPING_SECONDS)
+            for remaining in [process, *started]:
+                with suppress(psutil.NoSuchProcess):
+                    remaining.kill()
             return None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _step(function: str, file: str, dry: str) -> None:

@@ -138,7 +138,7 @@ def test_deferred_logits(options: dict[str, int], trains_weight: bool) -> None:
     for found, value in zip(values, expected, strict=True):
         error = (found.cpu().double() - value).abs()
         # The products of tiles may add up in another order, so that a logit is rounded the other way.
-        assert error.median() < 1e-4
+        assert error.median() < 5e-4
         assert error.max() < 0.1
     for gradient, value in zip(gradients, expected_gradients, strict=True):
         assert relative_error(gradient.cpu(), value, value.abs().max()) < OF_SUMS
@@ -164,8 +164,10 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
 
 def test_deferred_logits_take_less_memory_than_logits() -> None:
     rows, hidden_size, vocabulary = (512, 32, 16384) if IS_DRY else (8192, 512, 131072)
-    hidden = random(rows, hidden_size).requires_grad_()
-    weight = random(vocabulary, hidden_size, seed=1).requires_grad_()
+    hidden, weight = (
+        torch.randn(size, hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+        for size in (rows, vocabulary)
+    )
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
     options = {"tile_bytes": 1 << 20} if IS_DRY else {}
 
@@ -180,7 +182,7 @@ def test_deferred_logits_take_less_memory_than_logits() -> None:
 
 def test_a_loss_takes_the_gradient_and_a_block_beyond_the_logits() -> None:
     rows, vocabulary = (512, 16384) if IS_DRY else (4096, 131072)
-    logits = random(rows, vocabulary).requires_grad_() * 1
+    logits = torch.randn(rows, vocabulary, dtype=torch.bfloat16, device=DEVICE).requires_grad_() * 1
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
 
     def step() -> Tensor:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from typing import Any
 
-from benchmarks._gpu_steps import Result
 
+def succeed(dry: bool) -> Any:
+    from benchmarks._gpu_steps import Result
 
-def succeed(dry: bool) -> Result:
     return Result(figures={"answer": 42})
 
 
-def fail(dry: bool) -> Result:
+def fail(dry: bool) -> Any:
     raise ValueError("no such kernel")
 
 
-def hang(dry: bool) -> Result:
+def hang(dry: bool) -> Any:
+    """Print the number of a process with a session of its own, as the demo's launcher is, and wait."""
+    waiting = [sys.executable, "-c", "import time; time.sleep(600)"]
+    print(subprocess.Popen(waiting, start_new_session=True).pid, flush=True)
     time.sleep(600)
-    return Result()

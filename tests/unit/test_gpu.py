@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import gpu
@@ -16,20 +17,30 @@ from benchmarks.gpu import Step
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_other_steps_run_after_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     steps = [
         Step("bad", "Bad", "tests.unit.gpu_steps:fail", 100),
-        Step("slow", "Slow", "tests.unit.gpu_steps:hang", 1),
+        Step("slow", "Slow", "tests.unit.gpu_steps:hang", 20),
         Step("good", "Good", "tests.unit.gpu_steps:succeed", 100),
     ]
     assert gpu.run(steps, dry=False, folder=tmp_path) == 1
     outcomes = json.loads((tmp_path / "gpu.json").read_text())["steps"]
-    assert [outcome["status"] for outcome in outcomes.values()] == ["failed", "not done in 1 s", "ok"]
+    assert [outcome["status"] for outcome in outcomes.values()] == ["failed", "not done in 20 s", "ok"]
     assert outcomes["bad"]["error"].endswith("ValueError: no such kernel\n")
+    assert "KeyboardInterrupt" in outcomes["slow"]["error"]
+    assert not _is_running(int(outcomes["slow"]["error"].splitlines()[0]))
     assert outcomes["good"]["result"]["figures"] == {"answer": 42}
     page = (tmp_path / "gpu.md").read_text()
     assert "ValueError: no such kernel" in page
     assert "- answer: 42" in page
+
+
+def _is_running(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_there_must_be_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
