@@ -52,6 +52,7 @@ def test_there_must_be_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)  # A busy machine takes much longer than the two minutes of an idle one.
 def test_a_dry_run_succeeds_in_every_step(tmp_path: Path) -> None:
     """The environment has the packages of this one, so that none has to be brought along."""
     variables = [
@@ -63,7 +64,7 @@ def test_a_dry_run_succeeds_in_every_step(tmp_path: Path) -> None:
     ]
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
     done = subprocess.run(
-        ["make", "gpu", *variables], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280
+        ["make", "gpu", *variables], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=680
     )
     report = json.loads((tmp_path / "gpu.json").read_text())
     failed = {name: outcome for name, outcome in report["steps"].items() if outcome["status"] != "ok"}
