@@ -16,6 +16,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from megatron_rl_patches.losses.logits.head import add_product
 from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy, relative_error
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at
@@ -178,6 +179,17 @@ def test_deferred_logits_take_less_memory_than_logits() -> None:
     step()  # compiles
     gradients = hidden.nbytes + weight.nbytes
     assert peak_bytes(step) - gradients < 0.5 * rows * vocabulary * hidden.element_size()
+
+
+def test_a_product_is_added_in_float32_without_a_second_sum() -> None:
+    rows, columns = (4096, 64) if IS_DRY else (131072, 1024)  # of a weight's gradient
+    a, b = random(rows, 16), random(16, columns, seed=1)
+    total = torch.ones(rows, columns, device=DEVICE)
+    assert peak_bytes(lambda: add_product(total, a, b)) < 0.5 * total.nbytes
+    expected = 1 + a[:512].cpu().double() @ b.cpu().double()
+    total.fill_(1.0)
+    add_product(total, a, b)
+    assert relative_error(total[:512].cpu(), expected, expected.abs().max()) < 1e-6
 
 
 def test_a_loss_takes_the_gradient_and_a_block_beyond_the_logits() -> None:

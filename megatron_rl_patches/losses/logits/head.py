@@ -29,6 +29,8 @@ _ALIGNMENT = 256
 # Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
 # to float32 at a time.
 _CONVERTED_COLUMNS = 512
+# Where torch has such a product, so large a part of it is made at a time.
+_PRODUCT_BYTES = 128 * _MIB
 
 
 class MainGradient(Protocol):
@@ -340,7 +342,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
-        total += torch.mm(a, b, out_dtype=total.dtype)
+        # The product is a tensor of its own. Of few rows of logits it would be as large as the weight.
+        for rows in _ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
     elif may_round and a.dtype == torch.bfloat16:
         total += torch.mm(a, b)
     else:
