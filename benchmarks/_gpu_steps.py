@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl_patches.testing import spawn_ranks
 from tests.real import memory_cases
+from tests.real.one_device import gpu_or_cpu
 
 from . import _loss_candidates, _topk_candidates
 from ._head_candidates import DEFERRED
@@ -313,6 +314,24 @@ def memory(dry: bool) -> Result:
             off = abs(live / total - 1)
             claim = f"estimate of {use}, {case.name}"
             result.claims.append((claim, f"{off:.2%} off", "<= 1%", off <= 0.01))
+    [of_scoring] = spawn_ranks(_scoring, 1, cases[-1], 0.1 if dry else 2.0, env=RANK_VARIABLES)
+    result.costs = of_scoring.costs
+    return result
+
+
+def _scoring(case: memory_cases.Case, seconds: float) -> Result:
+    """Measure the forward pass of a model that only scores."""
+    result, batch = Result(), 64
+    with gpu_or_cpu() as device, torch.no_grad():
+        memory_cases.initialize(case.parallel)
+        [model] = memory_cases.inference_model(case, device)
+        tokens = torch.ones(batch, memory_cases.SEQUENCE, dtype=torch.int64, device=device)
+        positions = torch.arange(memory_cases.SEQUENCE, device=device).expand_as(tokens)
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        forward = Call(lambda _: model(tokens, positions, None), weights)
+        result.measure(
+            f"inference-only, {batch} samples", {"forward": forward}, seconds, torch.device(device)
+        )
     return result
 
 

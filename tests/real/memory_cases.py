@@ -46,6 +46,7 @@ EXPERTS = GPTDescription(
     num_experts=8,
     moe_ffn_hidden_size=256,
 )
+SEQUENCE = 16
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,22 @@ def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
         return {case.name: _measure(case, device) for case in cases}
 
 
-def _measure(case: Case, device: str) -> Measured:
+def inference_model(case: Case, device: str) -> list[Any]:
+    """Build the model that only scores, after :func:`initialize`; its parameters are not a number."""
     from megatron_rl_patches.inference import build_inference_model
 
-    _initialize(case.parallel)
-    config = _config(case)
+    return build_inference_model(partial(_provide, case), _config(case), dtype=case.dtype, device=device)
 
+
+def _measure(case: Case, device: str) -> Measured:
+    initialize(case.parallel)
     before, allocated_before = live_bytes(), _allocated(device)
-    teacher = build_inference_model(partial(_provide, case), config, dtype=case.dtype, device=device)
+    teacher = inference_model(case, device)
     live_inference, allocated_inference = live_bytes() - before, _allocated(device) - allocated_before
     del teacher
 
     before, allocated_before = live_bytes(), _allocated(device)
-    model, optimizer = _train(case, config, device)
+    model, optimizer = _train(case, _config(case), device)
     live_training, allocated_training = live_bytes() - before, _allocated(device) - allocated_before
     return Measured(
         rank=torch.distributed.get_rank(),
@@ -126,7 +130,7 @@ def _measure(case: Case, device: str) -> Measured:
     )
 
 
-def _initialize(sizes: ParallelSizes) -> None:
+def initialize(sizes: ParallelSizes) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
@@ -167,7 +171,7 @@ def _provide(case: Case, config: Any, pre_process: bool, post_process: bool) -> 
         config,
         layers,
         vocab_size=case.description.padded_vocab_size(case.parallel.tensor_model_parallel_size),
-        max_sequence_length=16,
+        max_sequence_length=SEQUENCE,
         pre_process=pre_process,
         post_process=post_process,
         position_embedding_type="rope",
