@@ -83,6 +83,8 @@ def measure(
             left_out[name] = why(error)
             del ready[name]
         _collect(device)
+    if COPY in left_out:
+        raise RuntimeError(f"not even a copy can be measured: {left_out[COPY]}")
     times: dict[str, list[float]] = {name: [] for name in ready}
     end = time.perf_counter() + seconds
     for turn in range(MAX_TURNS):
