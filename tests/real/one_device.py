@@ -24,5 +24,6 @@ def gpu_or_cpu() -> Iterator[str]:
         return
     torch.distributed.destroy_process_group()
     torch.cuda.set_device(0)
-    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined, unused-ignore]
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     yield "cuda"
