@@ -29,6 +29,8 @@ from .output import show_table
 CHANGED = 1
 _PROGRESS_EVERY = 100
 _LISTED = 40
+#: The JSON names each test that cannot run here for one of these reasons.
+_NAMED = (verdicts.GPU_TENSOR, verdicts.OTHER_PACKAGE)
 
 
 def conformance(
@@ -187,6 +189,7 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
         "passed": outcomes[verdicts.PASSED],
         "skipped": outcomes[verdicts.SKIPPED],
         "not_runnable": _reasons(final),
+        "named": {reason: [result.nodeid for result in final if _needs(result, reason)] for reason in _NAMED},
         "failed": [asdict(result) for result in _failed(final)],
         "changed_by_patches": [_as_dict(change) for change in changed],
         "directories": _by_directory(final),
@@ -196,6 +199,10 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
 def _reasons(final: Iterable[Result]) -> dict[str, int]:
     reasons = Counter(result.reason for result in final if result.outcome == verdicts.NOT_RUNNABLE)
     return dict(reasons.most_common())
+
+
+def _needs(result: Result, reason: str) -> bool:
+    return result.outcome == verdicts.NOT_RUNNABLE and result.reason == reason
 
 
 def _failed(final: Iterable[Result]) -> list[Result]:

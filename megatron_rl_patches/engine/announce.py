@@ -43,9 +43,11 @@ class Announcer:
     def at_exit(self, statuses: Sequence[SiteStatus]) -> None:
         """Log what was not logged before: the summary if nothing patched ran, and modules never imported."""
         used = [status for status in statuses if status.framework in sys.modules]
-        if any(status.state not in ("waiting", "reverted") and not status.is_fault for status in used):
+        faults = [status for status in used if status.is_fault]
+        states = {status.state for status in used}
+        if "applied" in states or ("not needed" in states and not faults):
             self.once(used)
-        self.warn([status for status in used if status.is_fault])
+        self.warn(faults)
         idle = [status.target for status in used if status.state == "waiting"]
         if idle:
             line = (

@@ -101,7 +101,14 @@ def conformance_section(records: dict[str, dict[str, Any]]) -> str:
         ("source", "file", "tests", "raised"),
         [row for source, record in records.items() for row in _failures(source, record["failed"])],
     )
-    return f"\n{_CONFORMANCE}{facts}\n{by_directory}\n### Failed without patches\n\n{failed}"
+    named = markdown_table(
+        ("source", "needs", "file", "tests"),
+        [row for source, record in records.items() for row in _named(source, record.get("named", {}))],
+    )
+    return (
+        f"\n{_CONFORMANCE}{facts}\n{by_directory}\n### Failed without patches\n\n{failed}\n"
+        f"### Cannot run, for a tensor on a GPU or another package\n\n{named}"
+    )
 
 
 def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
@@ -119,10 +126,19 @@ def _share(outcomes: dict[str, int]) -> str:
     return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
 
 
+def _named(source: str, named: dict[str, list[str]]) -> list[tuple[str, ...]]:
+    files = Counter((reason, _file(test)) for reason, tests in named.items() for test in tests)
+    return [(source, reason, f"`{file}`", str(count)) for (reason, file), count in sorted(files.items())]
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0].removeprefix("tests/unit_tests/")
+
+
 def _failures(source: str, failed: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     groups: Counter[tuple[str, str]] = Counter()
     for result in failed:
-        file = result["nodeid"].partition("::")[0].removeprefix("tests/unit_tests/")
+        file = _file(result["nodeid"])
         message = re.sub(r"^rank \d+ of \d+:? ", "", (result["message"].splitlines() or [""])[0])
         shown = "it hangs" if result["outcome"] == HANGS else f"`{message[:_MESSAGE]}`"
         groups[file, shown] += 1

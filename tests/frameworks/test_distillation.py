@@ -151,7 +151,7 @@ def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[st
             "expected": float(_dense_loss(probs, top_k, combine)),
             "left": sorted(set(KEYS) & set(rollout)),
             "teachers": sorted(actor.weights_backuper.backup_tags),
-            "states": {site.state for site in status() if site.patch == NAME},
+            "states": {site.state for site in status() if (site.patch, site.framework) == (NAME, "slime")},
         }
 
 

@@ -109,7 +109,7 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
         assert seen["hooks while saving"] == [False] * 3
         assert seen["collecting"]
         assert set(seen["states"].values()) == {"applied"}
-        assert len(seen["states"]) == 4
+        assert len(seen["states"]) == 5
         assert all(seen["copies"])
         error, stayed = seen["foreign"]
         assert error.startswith(NO_SYNC)

@@ -76,6 +76,7 @@ def test_a_changed_verdict(checkout: Path, tmp_path: Path, monkeypatch: pytest.M
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["tests"], facts["passed"], facts["skipped"]) == (5, 2, 1)
     assert facts["not_runnable"] == {"TransformerEngine": 1}
+    assert facts["named"] == {"tensor on a GPU": [], "other package": []}
     assert [one["nodeid"] for one in facts["failed"]] == [f"{DDP}streams"]
     (change,) = facts["changed_by_patches"]
     assert change["with"]["message"] == "AssertionError: reduced twice"
