@@ -7,6 +7,7 @@ if the step failed.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,10 @@ def tests(dry: bool) -> Result:
     folders = sorted({str(Path(file).parent) for file in files})
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        _run("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *folders)
+        # Of the machine's own plugins some refuse this suite's settings.
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+        _run("-m", "pytest", *options, f"--junitxml={report}", *folders)
         [suite] = ElementTree.parse(report).getroot()
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     if counts["skipped"] or not counts["tests"]:
