@@ -95,7 +95,8 @@ def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, An
             with scorer.enter(TeacherScorer(actor)):
                 job.train()
             actor.backup("actor")
-        states = {s.target.rpartition(".")[2]: s.state for s in status() if s.patch == NAME}
+        own = [site for site in status() if (site.patch, site.framework) == (NAME, "slime")]
+        states = {site.target.rpartition(".")[2]: site.state for site in own}
         return {"losses": losses, "states": states}
 
 
