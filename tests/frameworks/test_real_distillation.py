@@ -7,6 +7,7 @@ actor, which needs Ray, is replaced by one that swaps weights as it does.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,7 @@ class Actor:
                     value.copy_(images[name])
 
 
-def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, Any]:
+def _distilled(paths: list[str], folder: Path, top_k: int | str, combine: str) -> dict[str, Any]:
     prepare(paths)
     with cpu_backend():
         from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
@@ -66,7 +67,7 @@ def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, An
                 for name, value in job.model[0].module.state_dict().items()
                 if isinstance(value, torch.Tensor)
             }
-            for path in ("/math", "/code")
+            for path in _folders(folder).values()
         }
         options: dict[str, Any] = {
             "loss_type": "custom_loss",
@@ -75,7 +76,7 @@ def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, An
             "opd_combine": combine,
             "opd_divergence": "reverse_kl",
             "opd_beta": 0.5,
-            "opd_teachers": {"math": "/math", "code": "/code"},
+            "opd_teachers": _folders(folder),
             "opd_teacher_weights": (),
             "entropy_coef": 0.0,
         }
@@ -100,6 +101,13 @@ def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, An
         return {"losses": losses, "states": states}
 
 
+def _folders(folder: Path) -> dict[str, str]:
+    """The folders of the teachers; this actor keeps their weights in memory."""
+    for name in ("math", "code"):
+        (folder / name).mkdir(exist_ok=True)
+    return {name: str(folder / name) for name in ("math", "code")}
+
+
 @pytest.mark.parametrize(
     ("top_k", "combine"),
     [
@@ -108,8 +116,10 @@ def _distilled(paths: list[str], top_k: int | str, combine: str) -> dict[str, An
         pytest.param("full", "average", marks=pytest.mark.runs("exact distillation", ranks=1)),
     ],
 )
-def test_the_student_approaches_its_teachers(checkouts: Checkouts, top_k: int | str, combine: str) -> None:
-    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), top_k, combine, timeout=300)
+def test_the_student_approaches_its_teachers(
+    checkouts: Checkouts, tmp_path: Path, top_k: int | str, combine: str
+) -> None:
+    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), tmp_path, top_k, combine, timeout=300)
     assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
     assert "missing" not in seen["states"].values()
     losses = seen["losses"]
