@@ -65,7 +65,7 @@ def test_patches_change_no_verdict(checkouts: Checkouts, tmp_path: Path) -> None
     select = tuple(name for name in SUBSET if Path(checkout, name).exists())
     assert run(checkout, select, "all", results) == []
     outcomes = Counter(result.outcome for result in verdicts.final_of(results))
-    assert outcomes[verdicts.PASSED] > 100
+    assert outcomes[verdicts.PASSED] > 90
     assert outcomes[verdicts.HANGS] == 0
     assert len(verdicts.final_of(results, "all")) >= outcomes[verdicts.PASSED]
 
