@@ -103,7 +103,7 @@ def cases(bf16: bool = False) -> Iterator[Case]:
             functools.partial(_bare_train, model, optimizer),
             functools.partial(train, model, optimizer),
             calls=1,
-            limit_us=50.0,
+            limit_us=150.0,
         )
     chunk = model[0]
     disable, enable = (vars(type(chunk))[f"{verb}_forward_pre_hook"] for verb in ("disable", "enable"))
@@ -117,9 +117,9 @@ def cases(bf16: bool = False) -> Iterator[Case]:
         chunk.enable_forward_pre_hook()
         chunk.disable_forward_pre_hook(param_sync=False)
 
-    yield Case("disable + enable_forward_pre_hook", bare, both, calls=2, limit_us=5.0)
+    yield Case("disable + enable_forward_pre_hook", bare, both, calls=2, limit_us=10.0)
     off_already = functools.partial(chunk.disable_forward_pre_hook, param_sync=False)
-    yield Case("disable_forward_pre_hook, off already", lambda: None, off_already, calls=1, limit_us=5.0)
+    yield Case("disable_forward_pre_hook, off already", lambda: None, off_already, calls=1, limit_us=10.0)
 
 
 def _bare_train(model: Sequence[Any], optimizer: Any) -> None:
@@ -163,7 +163,8 @@ def render(results: Sequence[Result], rounds: int) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            "`train()` is an empty loop: assertion and installation only. With overlapped parameter gather",
+            "`train()` is an empty loop: assertion and installation only. The checks that may warn are in it,",
+            "about 7 µs. With overlapped parameter gather",
             "on several ranks, entry also includes the all-reduce of one integer, by which ranks agree",
             "whether a former call broke off. The bare `disable_forward_pre_hook` raises when the hooks are",
             "off, so it has no time there.",
