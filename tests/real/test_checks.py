@@ -35,6 +35,7 @@ def train(
 
     config = get_model_config(model[0])
     config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model[0].no_sync
     for chunk in model:
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
