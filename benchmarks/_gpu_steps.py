@@ -47,7 +47,7 @@ class Result:
     Attributes:
         costs: case -> way -> cost.
         table: rows of a table of its own, the header first.
-        claims: what is claimed, what was found, the limit, and whether it is met.
+        claims: what is claimed, the measured value, the limit, and whether it is met.
         left_out: way -> why it was not measured.
         figures: numbers without a table, by name.
     """
@@ -98,12 +98,12 @@ def demo(dry: bool) -> Result:
             *("-m", "megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", rollouts),
             *("--json", str(figures)),
         )
-        found = json.loads(figures.read_text())
+        measured = json.loads(figures.read_text())
     expected = "nccl" if torch.cuda.is_available() else "gloo"
-    if found["backend"] != expected:
-        raise RuntimeError(f"the demo ran on {found['backend']}, expected {expected}")
+    if measured["backend"] != expected:
+        raise RuntimeError(f"the demo ran on {measured['backend']}, expected {expected}")
     names = ("backend", "steps", "seconds", "reward_per_rollout")
-    return Result(figures={name: found[name] for name in names})
+    return Result(figures={name: measured[name] for name in names})
 
 
 def _run(*arguments: str) -> None:
@@ -223,8 +223,8 @@ def verl() -> Way:
     )
 
     def way(x: Inputs) -> Tensor:
-        found = linear_cross_entropy(_rows_of(x), x.weight, x.targets, TEMPERATURE, "none", None)
-        return cast(Tensor, found[0])
+        log_probs = linear_cross_entropy(_rows_of(x), x.weight, x.targets, TEMPERATURE, "none", None)
+        return cast(Tensor, log_probs[0])
 
     return way
 
@@ -352,13 +352,13 @@ def _hooks(dry: bool) -> Result:
     result = Result(table=[["call", "bare (µs)", "patched (µs)", "added (µs)", "claim (µs)"]])
     with bench_overhead.patched() as device:
         for case in bench_overhead.cases(bf16=True):
-            found = bench_overhead.compare(case, 3 if dry else 30)
-            limit = f"< {found.limit_us:g}"
-            times = [f"{value:.2f}" for value in (found.bare_us, found.patched_us)]
-            result.table.append([found.case, *times, f"{found.added_us:+.2f}", limit])
+            cost = bench_overhead.compare(case, 3 if dry else 30)
+            limit = f"< {cost.limit_us:g}"
+            times = [f"{value:.2f}" for value in (cost.bare_us, cost.patched_us)]
+            result.table.append([cost.case, *times, f"{cost.added_us:+.2f}", limit])
             if not dry:
-                met = found.added_us < found.limit_us
-                result.claims.append((found.case, f"{found.added_us:+.2f} µs", limit + " µs", met))
+                met = cost.added_us < cost.limit_us
+                result.claims.append((cost.case, f"{cost.added_us:+.2f} µs", limit + " µs", met))
             both = {"bare": case.bare, "patched": case.patched}
             calls = {name: Call(lambda _, run=run: run(), 0) for name, run in both.items()}  # type: ignore[misc]
             result.measure(case.name, calls, 0.1, torch.device(device))

@@ -187,9 +187,10 @@ def _section(step: Step, outcome: dict[str, Any]) -> Iterator[str]:
         yield ""
     if result["claims"]:
         rows = [
-            [what, found, limit, "yes" if met else "**no**"] for what, found, limit, met in result["claims"]
+            [claim, measured, limit, "yes" if met else "**no**"]
+            for claim, measured, limit, met in result["claims"]
         ]
-        yield from (*table(["claim", "found", "limit", "met"], rows), "")
+        yield from (*table(["claim", "measured", "limit", "met"], rows), "")
     if result["table"]:
         yield from (*table(result["table"][0], result["table"][1:]), "")
     for case, costs in result["costs"].items():

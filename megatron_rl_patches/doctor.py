@@ -311,12 +311,12 @@ def _version_of(distribution: str, file: str | None = None) -> str | None:
     A folder on PYTHONPATH hides an installed package whose version is another one.
     """
     try:
-        found = metadata.distribution(distribution)
+        installed = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return None
-    folders = [str(found.locate_file("")), _editable_folder(found)]
+    folders = [str(installed.locate_file("")), _editable_folder(installed)]
     is_of_it = file is None or any(folder and Path(file).is_relative_to(folder) for folder in folders)
-    return found.version if is_of_it else None
+    return installed.version if is_of_it else None
 
 
 def _editable_folder(distribution: metadata.Distribution) -> str | None:

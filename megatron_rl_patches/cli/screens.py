@@ -148,7 +148,7 @@ def _show_selected(screen: Screen, variable: str | None, names: Sequence[str]) -
 
 
 def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
-    """Print a row for every patch and framework that is there, and a line with the other patches."""
+    """Print a row for every patch and installed framework, and a line with the other patches."""
     rows, styles = [("patch", "framework", "sites")], ["bold"]
     by_place: dict[tuple[str, str], list[SiteStatus]] = {}
     for status in statuses:
@@ -161,8 +161,8 @@ def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequen
         styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
     if by_place:
         screen.table(rows, styles)
-    there = {patch for patch, _ in by_place}
-    if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in there]:
+    shown = {patch for patch, _ in by_place}
+    if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in shown]:
         screen.line(f"no framework for these is here: {', '.join(idle)}", "dim")
 
 
@@ -175,7 +175,7 @@ def _counted(sites: Sequence[SiteStatus]) -> str:
 
 
 def _show_reasons(screen: Screen, statuses: Sequence[SiteStatus]) -> None:
-    """Print why sites of frameworks that are there do not fit."""
+    """Print why sites of installed frameworks do not fit."""
     for status in statuses:
         if status.state not in ("fits", "absent") and not status.reason.startswith(IN_COMPANY):
             function = ".".join(status.target.rsplit(".", 2)[1:])

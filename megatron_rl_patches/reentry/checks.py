@@ -11,19 +11,17 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from .._chunks import Model, as_chunks, bucket_groups, distinct_configs
+from .._scoped import Scope
 
 _log = logging.getLogger("megatron_rl_patches")
-#: The numbers of tokens of so many microbatches are kept, and read from the GPU at once.
+#: A call of ``train()`` is judged by its first microbatches, up to this number.
 _MOST_MICROBATCHES = 64
 
 #: This has the message about each setting that was reported in this process.
 _found: dict[str, str] = {}
-#: This is the call of ``train()`` that runs in this thread.
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class _Call:
@@ -57,6 +55,9 @@ class _Call:
                 setting="calculate_per_token_loss",
                 log=is_first_of_stage(),
             )
+
+
+_current: Scope[_Call] = Scope("train_call")
 
 
 def found() -> list[str]:
@@ -95,11 +96,8 @@ def watched(model: Any, optimizer: Any = None) -> Iterator[None]:
     call = _Call(configs)
     with harmless():
         _check_dropout(configs)
-    token = _call.set(call)
-    try:
+    with _current.enter(call):
         yield
-    finally:
-        _call.reset(token)
     with harmless():
         call.check_token_weights()
         if call.trained and optimizer is not None:
@@ -111,7 +109,7 @@ def note_tokens(forward_step_result: Any) -> None:
 
     It is zero where the loss function does not return one, and on all pipeline stages but the last.
     """
-    call = _call.get()
+    call = _current.get()
     if call is None:
         return
     with harmless():
