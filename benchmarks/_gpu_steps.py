@@ -30,7 +30,7 @@ from tests.real.one_device import gpu_or_cpu
 from . import _loss_candidates, _topk_candidates
 from ._head_candidates import DEFERRED
 from ._measure import Call, Cost, measure, why
-from .bench_head import MODES, TEMPERATURE, WAYS, Inputs, Mode, Setup, Way, inputs_of, step
+from .bench_head import MODES, TEMPERATURE, WAYS, Inputs, Mode, Setup, Way, deferred, inputs_of, step
 from .bench_inference_memory import BF16_GRADIENTS, PLAIN, PLAIN_BF16_GRADIENTS
 
 ROOT = Path(__file__).parents[1]
@@ -153,6 +153,9 @@ def head(dry: bool) -> Result:
     setup = Setup(128, 64, 4096, torch.bfloat16) if dry else Setup(8192, 4096, VOCABULARY, torch.bfloat16)
     device, result = _device(), Result()
     ways = dict(WAYS)
+    ways |= {
+        f"deferred, tiles of {mib} MiB": partial(deferred, tile_bytes=mib << 20) for mib in OTHER_TILES_MIB
+    }
     for name, load in OTHER_HEADS.items():
         try:
             ways[name] = load()
@@ -181,6 +184,7 @@ def head(dry: bool) -> Result:
     return result
 
 
+OTHER_TILES_MIB = (128, 2048)
 HEAD_MILLISECONDS, HEAD_GIB = {"all rows": 65, "half of the rows": 33}, 1.2
 PRODUCTS = "matrix products alone"
 

@@ -41,11 +41,11 @@ from .bench_loss import WARM_HEAP
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PLOT = DOCS / "benchmarks" / "distillation.md", DOCS / "images" / "distillation_bias.png"
-TURNS, REFERENCE_ROWS, TEMPERATURE = 3, 16, 0.8
-# Products of [n, h] or [n, V] with a weight: logits of student and teacher in forward and again in backward,
-# and the gradients of the student's hidden states and weight.
-PRODUCTS = 6
-DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon")
+TURNS, REFERENCE_ROWS, TEMPERATURE = 5, 16, 0.8
+#: How often logits of student and teacher are needed: in forward and again in backward. Jensen-Shannon's
+#: mixture needs both normalizers first.
+PASSES = {"reverse_kl": 2, "forward_kl": 2, "jensen_shannon": 3}
+DIVERGENCES = tuple(PASSES)
 BETA = 0.5
 
 
@@ -156,7 +156,8 @@ OURS: dict[str, Way] = {"formula, autograd": naive, "logits made": made, "deferr
 @dataclass
 class Result:
     setup: Setup
-    products_ms: float = 0.0
+    #: divergence -> milliseconds of the matrix products that it needs.
+    products: dict[str, float] = field(default_factory=dict)
     #: (way, divergence) -> peak in bytes, and perhaps milliseconds and errors of values and gradients.
     costs: dict[tuple[str, str], tuple[float, ...]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -174,7 +175,6 @@ def _measure(setup: Setup, with_time: bool) -> Result:
     except Exception as error:
         result.missing["TRL"] = why(error)
     x, small = Inputs.of(setup), Inputs.of(Setup(REFERENCE_ROWS, *list(vars(setup).values())[1:]))
-    products: list[float] = []
     for divergence in DIVERGENCES if with_time else DIVERGENCES[:1]:
         peaks = {}
         for name, way in ways.items():
@@ -184,8 +184,9 @@ def _measure(setup: Setup, with_time: bool) -> Result:
             result.costs.update({(name, divergence): (peak,) for name, peak in peaks.items()})
             continue
         times: dict[str, list[float]] = {name: [] for name in ways}
+        products = []
         for _ in range(TURNS):
-            products.append(_time(lambda: _products(x)))
+            products.append(_time(lambda: _products(x, PASSES[divergence])))  # noqa: B023
             for name, way in ways.items():
                 times[name].append(_time(lambda: step(way, x, divergence)))  # noqa: B023
         for name, way in ways.items():
@@ -194,7 +195,7 @@ def _measure(setup: Setup, with_time: bool) -> Result:
                 1e3 * statistics.median(times[name]),
                 *_errors(way, small, divergence),
             )
-    result.products_ms = 1e3 * statistics.median(products) if products else 0.0
+        result.products[divergence] = 1e3 * statistics.median(products)
     return result
 
 
@@ -204,18 +205,18 @@ def step(way: Way, x: Inputs, divergence: str) -> list[Tensor]:
     return [values.detach(), *torch.autograd.grad((values * x.weights).sum(), (x.hidden, x.weight))]
 
 
-def _products(x: Inputs) -> None:
+def _products(x: Inputs, passes: int) -> None:
     """Multiply what the divergence of deferred logits has to multiply, in tiles of the same size."""
     columns = max((64 << 20) // 4 // 2 // len(x.hidden), 1024)
     hidden, of_hidden = x.hidden.detach(), torch.zeros_like(x.hidden.detach())
     of_weight = torch.empty_like(x.weight.detach())
-    for turn in ("forward", "backward"):
+    for number in range(passes):
         for start in range(0, len(x.weight), columns):
             tile = slice(start, start + columns)
             weight = x.weight.detach()[tile]
             logits = hidden @ weight.T
             x.teacher_hidden @ x.teacher_weight[tile].T
-            if turn == "backward":
+            if number == passes - 1:  # backward
                 of_hidden.addmm_(logits, weight)
                 torch.mm(logits.T, hidden, out=of_weight[tile])
 
@@ -308,8 +309,9 @@ def render(results: Sequence[Result], bias: Sequence[Bias]) -> str:
             "",
             "- Memory: peak of live bytes in forward and backward, without the gradients of hidden states",
             "  and weight, × the float32 logits of one side.",
-            f"- Time: median of {TURNS} turns, × the {PRODUCTS} matrix products that it needs, which take",
-            "  turns with the others: logits of both sides in forward and again in backward, and gradients.",
+            f"- Time: median of {TURNS} turns, × the matrix products that it needs, which take turns with",
+            "  the others: logits of both sides in forward and again in backward, and two gradients. The",
+            "  mixture of Jensen-Shannon needs the normalizers of both sides first: their logits once more.",
             f"- Errors: against float64 over {REFERENCE_ROWS} rows, relative to the largest value.",
             "",
             *(line for result in results for line in _section(result)),
@@ -328,15 +330,18 @@ def _section(result: Result) -> Iterator[str]:
     setup = result.setup
     one_side = 4 * setup.rows * setup.vocabulary
     yield from (f"## {setup}", "")
-    if result.products_ms:
-        yield from (f"The products take {result.products_ms:.0f} ms.", "")
+    if result.products:
+        products = ", ".join(
+            f"{ms:.0f} ms ({name.replace('_', ' ')})" for name, ms in result.products.items()
+        )
+        yield from (f"The products take {products}.", "")
     header = ["divergence", "way", "memory", "time", "error of values", "error of gradients"]
     rows = [
         [
             divergence.replace("_", " "),
             way,
             f"{peak / one_side:.3f}",
-            *(f"{taken / result.products_ms:.2f}" for taken in more[:1]),
+            *(f"{taken / result.products[divergence]:.2f}" for taken in more[:1]),
             *(f"{error:.0e}" for error in more[1:]),
             *["–"] * (3 - len(more)),
         ]

@@ -109,14 +109,14 @@ def made(x: Inputs) -> Tensor:
     return vocab_parallel_log_probs(logits, x.targets, rows=x.rows, temperature=TEMPERATURE)
 
 
-def _deferred(x: Inputs, keep_bytes: int = 0) -> Tensor:
-    logits = deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes)
+def deferred(x: Inputs, tile_bytes: int | None = None, keep_bytes: int = 0) -> Tensor:
+    logits = deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes, keep_bytes=keep_bytes)
     return vocab_parallel_log_probs(logits, x.targets, rows=x.rows, temperature=TEMPERATURE)
 
 
 def _half_kept(x: Inputs) -> Tensor:
     rows = len(x.targets)
-    return _deferred(x, keep_bytes=rows * len(x.weight) * x.hidden.element_size() // 2)
+    return deferred(x, keep_bytes=rows * len(x.weight) * x.hidden.element_size() // 2)
 
 
 Way = Callable[[Inputs], Tensor]
@@ -124,7 +124,7 @@ HALF_KEPT = "deferred, half of the tiles kept"
 WAYS: dict[str, Way] = {
     NAIVE: naive,
     BASE: made,
-    DEFERRED: _deferred,
+    DEFERRED: deferred,
     HALF_KEPT: _half_kept,
 }
 
@@ -211,7 +211,7 @@ def _measure(
 
 
 def measure_growth(setups: Sequence[Setup], seconds: float) -> list[Result]:
-    ways = {BASE: made, DEFERRED: _deferred}
+    ways = {BASE: made, DEFERRED: deferred}
     return [_measure(setup, seconds, True, ways, MODES[:1]) for setup in setups]
 
 

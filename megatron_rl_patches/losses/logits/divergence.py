@@ -33,7 +33,7 @@ from .autograd import all_gather, gradients_of_inputs, save_source
 from .head import HeadLogits
 from .inplace import StorageClaim
 from .rows import SelectedRows
-from .softmax import stretches
+from .softmax import exp, stretches
 from .source import Inputs, LogitSource, Tile
 
 FullDivergence = Literal["reverse_kl", "forward_kl", "jensen_shannon", "importance_weighted_reverse_kl"]
@@ -41,8 +41,9 @@ FullDivergence = Literal["reverse_kl", "forward_kl", "jensen_shannon", "importan
 _MINUS_INF = float("-inf")
 #: A log-probability of -inf counts as so many nats.
 RULED_OUT = -1e4
-# Tensors of a block's size that the functions below have at once.
-_BUFFERS = 8
+# The functions below have eight tensors of a block's size at once. A block is as large as if they had two:
+# measured, smaller blocks cost more in calls than a larger cache saves.
+_BUFFERS = 2
 # Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
 _SMALL_GAP = 0.25
 
@@ -113,9 +114,9 @@ class _Divergence(torch.autograd.Function):
             normalizers, value, in_one_pass = parts[:-2], parts[-2], not parts[-1].any()
             expected = value
         if not in_one_pass:
-            sums = _reduce(pairs, _TwoSums(normalizers, options).of_block, _add, [0.0, 0.0], all_gather)
-            value = sums.sum(0)
-            expected = sums[1] if options.name == "jensen_shannon" else value
+            empty = [0.0, 0.0] if options.name == "jensen_shannon" else [0.0]
+            sums = _reduce(pairs, _Sums(normalizers, options).of_block, _add, empty, all_gather)
+            value, expected = sums.sum(0), sums[-1]
         value = value.where((normalizers != _MINUS_INF).all(0), torch.nan)
 
         ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
@@ -264,7 +265,7 @@ def _normalizers(block: _Block) -> Tensor:
 def _log_sum_exp(x: Tensor) -> Tensor:
     largest = x.amax(1)
     reference = largest.where(largest != _MINUS_INF, 0.0)
-    return reference.double() + _sum((x - reference[:, None]).exp()).log()
+    return reference.double() + _sum(exp(x - reference[:, None])).log()
 
 
 class _ChainRule:
@@ -280,8 +281,9 @@ class _ChainRule:
     def of_block(self, block: _Block) -> Tensor:
         masses = _normalizers(block)
         compared = _Compared.of(block.xs, masses, self._options)
-        ruled_out = [x == _MINUS_INF for x in block.xs]
-        differ = torch.stack([(one != ruled_out[0]).any(1) for one in ruled_out[1:]]).any(0)
+        gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
+        # Where one of them rules a column out, the gap is next to RULED_OUT.
+        differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
         value = _sum(compared.terms(self._options)[0])
         return torch.cat([masses, value[None], differ.double()[None]])
 
@@ -295,8 +297,11 @@ class _ChainRule:
         return torch.cat([totals, (share * values.T + between).sum(1)[None], differ.amax(0)[None]])
 
 
-class _TwoSums:
-    """The sums over all columns that make a divergence when the normalizers ``[m, n]`` are known."""
+class _Sums:
+    """The sums over all columns that make a divergence when the normalizers ``[m, n]`` are known.
+
+    These are one, or for the Jensen-Shannon divergence two: of the teachers' part and of the student's.
+    """
 
     def __init__(self, normalizers: Tensor, options: DivergenceOptions) -> None:
         self._normalizers, self._options = normalizers, options
@@ -355,10 +360,10 @@ class _Compared(NamedTuple):
             mixture = torch.stack(weighted).logsumexp(0)
             teacher = _LogProbs(mixture, torch.zeros_like(student.normalizer))
         old_gap = old[0].minus(teacher) if old else None
-        return cls(student.values.exp(), teacher.values.exp(), student.minus(teacher), old_gap)
+        return cls(exp(student.values), exp(teacher.values), student.minus(teacher), old_gap)
 
-    def terms(self, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
-        """Return what each column adds to the sums of :class:`_TwoSums`; one of them is zero for most."""
+    def terms(self, options: DivergenceOptions) -> tuple[Tensor, ...]:
+        """Return what each column adds to the one or two sums that make the divergence."""
         if self.old_gap is not None:
             value = self.p * self.old_gap
         elif options.name == "reverse_kl":
@@ -370,13 +375,15 @@ class _Compared(NamedTuple):
             middle = self.p + options.beta * (self.q - self.p)
             of_teacher = _relative_entropy(self.q, middle, gap - self.gap)
             return options.beta * of_teacher, (1.0 - options.beta) * _relative_entropy(self.p, middle, gap)
-        return value, torch.zeros_like(value)
+        return (value,)
 
     def gap_to_middle(self, beta: float) -> Tensor:
         """Return ``log p - log m`` with ``m = beta q + (1 - beta) p``."""
-        from_p = -torch.log1p(beta * (-self.gap).clamp(max=1.0).expm1())
-        from_q = self.gap - torch.log1p((1.0 - beta) * self.gap.clamp(max=-1.0).expm1())
-        return torch.where(self.gap < -1.0, from_q, from_p)
+        # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
+        by_q = self.gap < -1.0
+        ratio_minus_1 = torch.where(by_q, self.gap, -self.gap).expm1_()
+        share = self.gap.new_tensor(1.0 - beta).where(by_q, beta)
+        return self.gap.where(by_q, 0.0).sub_(ratio_minus_1.mul_(share).log1p_())
 
     def derivative(self, expected: Tensor, options: DivergenceOptions) -> Tensor:
         """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.

@@ -176,13 +176,13 @@ def block_statistics(
         out = None if buffers is None else buffers[0]
         x = torch.where(keep_mask, x, torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device), out=out)
     max_logit, largest = x.amax(2).max(1)
-    reference = _finite(max_logit)[:, None, None]
+    reference = finite(max_logit)[:, None, None]
     z = scaled_(torch.sub(x, reference, out=None if buffers is None else buffers[0]), temperature)
     if with_entropy:
         z = z.clamp_(min=exp_floor(z.dtype))
-        exp_z = _exp(z, out=None if buffers is None else buffers[1])
+        exp_z = exp(z, out=None if buffers is None else buffers[1])
     else:
-        exp_z = _exp(z, out=None if buffers is None else z)
+        exp_z = exp(z, out=None if buffers is None else z)
     sum_exp = _sum_of_columns(exp_z).scatter_(1, largest[:, None], 0.0).sum(1, dtype=torch.float64)
     if not with_entropy:
         return max_logit, largest, sum_exp
@@ -207,11 +207,11 @@ def sum_exp_but_largest(x: Tensor, max_logit: Tensor, temperature: Tensor | None
 
     The largest logit's term, 1, would swallow the digits of the others where they are small.
     """
-    exp_z = _exp(scaled_(x - _finite(max_logit)[:, None], temperature))
+    exp_z = exp(scaled_(x - finite(max_logit)[:, None], temperature))
     return _sum_of_columns(exp_z.scatter_(1, exp_z.argmax(1, keepdim=True), 0.0))
 
 
-def _finite(max_logit: Tensor) -> Tensor:
+def finite(max_logit: Tensor) -> Tensor:
     """Replace -inf, the largest logit where no column counts."""
     return max_logit.clamp(min=torch.finfo(max_logit.dtype).min)
 
@@ -319,12 +319,12 @@ def _contribution(
     assert max_logit is not None and a is not None
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
     if b is None:
-        return _exp(z, exp_out).mul_(a)
+        return exp(z, exp_out).mul_(a)
     z.clamp_(min=exp_floor(z.dtype))
-    return _exp(z, exp_out).mul_(z.mul_(b).add_(a))
+    return exp(z, exp_out).mul_(z.mul_(b).add_(a))
 
 
-def _exp(z: Tensor, out: Tensor | None = None) -> Tensor:
+def exp(z: Tensor, out: Tensor | None = None) -> Tensor:
     """Return ``exp(z)`` by way of ``exp2``: on some CPUs ``torch.exp`` takes three times as long."""
     return torch.mul(z, _LOG2_E, out=out).exp2_()
 
@@ -348,6 +348,11 @@ def _width_of_stretches(columns: int) -> int:
         return width
     divisors = (width for width in range(8 * _STRETCH, _SHORTEST_STRETCH, -1) if columns % width == 0)
     return next(divisors, columns)
+
+
+def sum_exp(z: Tensor) -> Tensor:
+    """Return the sums of ``exp(z)`` over rows ``[rows, V]``, float64 ``[rows]``; ``z`` is overwritten."""
+    return _sum_of_columns(stretches(exp(z, out=z))).sum(1, dtype=torch.float64)
 
 
 def _sum_of_columns(x: Tensor) -> Tensor:
