@@ -222,9 +222,9 @@ def _products(x: Inputs, passes: int) -> None:
 
 
 def _time(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def _errors(way: Way, x: Inputs, divergence: str) -> tuple[float, float]:
@@ -309,8 +309,8 @@ def render(results: Sequence[Result], bias: Sequence[Bias]) -> str:
             "",
             "- Memory: peak of live bytes in forward and backward, without the gradients of hidden states",
             "  and weight, × the float32 logits of one side.",
-            f"- Time: median of {TURNS} turns, × the matrix products that it needs, which take turns with",
-            "  the others: logits of both sides in forward and again in backward, and two gradients. The",
+            f"- CPU time: median of {TURNS} turns, × the matrix products that it needs, which take turns",
+            "  with the others: logits of both sides in forward and again in backward, two gradients. The",
             "  mixture of Jensen-Shannon needs the normalizers of both sides first: their logits once more.",
             f"- Errors: against float64 over {REFERENCE_ROWS} rows, relative to the largest value.",
             "",
@@ -335,7 +335,7 @@ def _section(result: Result) -> Iterator[str]:
             f"{ms:.0f} ms ({name.replace('_', ' ')})" for name, ms in result.products.items()
         )
         yield from (f"The products take {products}.", "")
-    header = ["divergence", "way", "memory", "time", "error of values", "error of gradients"]
+    header = ["divergence", "way", "memory", "CPU time", "error of values", "error of gradients"]
     rows = [
         [
             divergence.replace("_", " "),

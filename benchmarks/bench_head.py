@@ -2,9 +2,9 @@
 
     python -m benchmarks.bench_head [--quick] [--seconds S]
 
-Each way takes turns with the others in one run; time is given in that of the logits made with ``lean-loss``.
-Memory is the peak of what is allocated during forward and backward, without the gradients of hidden states
-and weight, in float32 logits. Writes docs/benchmarks/head.md and a plot.
+Each way takes turns with the others in one run; CPU time is given in that of the logits made with
+``lean-loss``. Memory is the peak of what is allocated during forward and backward, without the gradients of
+hidden states and weight, in float32 logits. Writes docs/benchmarks/head.md and a plot.
 
 Heads of other frameworks stand beside ours where NEMO_RL_DIR, SKYRL_DIR, AREAL_DIR, TRL_DIR and
 TRL_BEFORE_DIR (an unpacked wheel of a release before 1.13) name checkouts; the page says why one is left out.
@@ -201,9 +201,9 @@ def _measure(
         end = time.perf_counter() + seconds * len(ways)
         while time.perf_counter() < end or len(taken[BASE]) < 3:
             for name, way in ways.items():
-                start = time.perf_counter()
+                start = time.process_time()
                 step(way, x, mode)
-                taken[name].append(time.perf_counter() - start)
+                taken[name].append(time.process_time() - start)
         times.update({name: median(values) for name, values in taken.items()})
     if with_time:
         result.errors = _errors(setup, all_ways, _log_probs)
@@ -379,7 +379,7 @@ def render_growth(growing: Sequence[Result]) -> list[str]:
         "",
         "## Growth",
         "",
-        "Deferred, all rows: peak beyond the gradients, and time in that of the first.",
+        "Deferred, all rows: peak beyond the gradients, and CPU time in that of the first.",
         "",
     ]
     lines += ["| setup | float32 logits | memory, MiB | time |", "| --- | --- | --- | --- |"]
@@ -416,7 +416,7 @@ def render(
         peak = result.peak["all rows"]
         cells = [f"{peak[way] / result.logits_bytes:.3f}" if way in peak else "–" for way in WAYS]
         lines.append(f"| {result.setup} | {' | '.join(cells)} |")
-    lines += ["", "## Time", "", "In that of the logits made with `lean-loss`, on one thread.", ""]
+    lines += ["", "## Time", "", "CPU time of one thread, in that of the logits made with `lean-loss`.", ""]
     lines += [f"| setup | rows | {' | '.join(WAYS)} |", f"| --- | --- |{' --- |' * len(WAYS)}"]
     for result in results:
         for mode, seconds in result.seconds.items():

@@ -57,9 +57,9 @@ def measure(setups: Sequence[Setup], turns: int) -> Result:
             seconds: dict[int, list[float]] = {size: [] for size in steps}
             for _ in range(turns):
                 for size, one in steps.items():
-                    start = time.perf_counter()
+                    start = time.process_time()
                     one()
-                    seconds[size].append(time.perf_counter() - start)
+                    seconds[size].append(time.process_time() - start)
             result[str(setup), mode.name] = {size: (peaks[size], median(seconds[size])) for size in steps}
     return result
 
