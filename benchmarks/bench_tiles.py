@@ -74,7 +74,7 @@ def render(result: Result) -> str:
             f"{description()}.",
             "",
             *_section(
-                "Time, that of the default = 1", result, lambda cost, default: cost[1] / default[1], ".2f"
+                "CPU time, that of the default = 1", result, lambda cost, default: cost[1] / default[1], ".2f"
             ),
             *_section(
                 "Memory: peak beyond the gradients, in MiB", result, lambda cost, _: cost[0] / 2**20, ".0f"
