@@ -22,7 +22,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -335,16 +336,17 @@ class _LogProbs(NamedTuple):
         return (self.x - other.x) - normalizer[:, None]
 
 
-class _Compared(NamedTuple):
-    """The student's and the teacher's probabilities of some columns, ``[b, w]``.
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """The student and the teacher at some columns; all tensors are ``[b, w]``.
 
     Attributes:
         gap: ``log p - log q``.
         old_gap: ``log p_old - log q``, if there is an old policy.
     """
 
-    p: Tensor
-    q: Tensor
+    student: _LogProbs
+    teacher: _LogProbs
     gap: Tensor
     old_gap: Tensor | None
 
@@ -360,7 +362,17 @@ class _Compared(NamedTuple):
             mixture = torch.stack(weighted).logsumexp(0)
             teacher = _LogProbs(mixture, torch.zeros_like(student.normalizer))
         old_gap = old[0].minus(teacher) if old else None
-        return cls(exp(student.values), exp(teacher.values), student.minus(teacher), old_gap)
+        return cls(student, teacher, student.minus(teacher), old_gap)
+
+    @cached_property
+    def p(self) -> Tensor:
+        """The student's probabilities."""
+        return exp(self.student.values)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The teacher's probabilities, which most gradients do not need."""
+        return exp(self.teacher.values)
 
     def terms(self, options: DivergenceOptions) -> tuple[Tensor, ...]:
         """Return what each column adds to the one or two sums that make the divergence."""
