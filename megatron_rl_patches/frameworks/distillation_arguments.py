@@ -1,4 +1,4 @@
-"""slime's command line with ``--loss-type opd_loss``."""
+"""The command line of slime, vime and miles with ``--loss-type opd_loss``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
 _CONFLICTS = {
     "allgather_cp": "teachers are scored in the zigzag layout of context parallelism",
     "use_routing_replay": "scoring is not part of the replay",
+    "use_indexer_replay": "scoring is not part of the replay",
+    "lora_rank": "a teacher would be scored with the student's adapter",
+    "lora_adapter_path": "a teacher would be scored with the student's adapter",
+    "multi_lora_n_adapters": "a teacher would be scored with the student's adapter",
     "entropy_coef": "the loss has no entropy bonus",
 }
 
 
 def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return slime's function that adds arguments to a parser, with one more choice of ``--loss-type``."""
+    """Return the framework's function that adds its arguments, with one more choice of ``--loss-type``."""
 
     def add_arguments(parser: Any) -> Any:
         parser = provider(parser)

@@ -1,4 +1,4 @@
-"""Distributions of student and teachers, in slime's actor, before it trains.
+"""Distributions of student and teachers, in the actor of slime, vime or miles, before it trains.
 
 Teachers are weights that the framework swaps into the actor's model, as its own reference is: there is no
 second model on the device. They are forwarded by the framework's own ``forward_only``, over the microbatches
@@ -48,7 +48,7 @@ class TeacherScorer:
     """Finds the distributions of student and teachers for an actor that is about to train.
 
     Args:
-        actor: slime's, with its model and the weights that it swaps.
+        actor: the framework's, with its model and the weights that it swaps.
 
     Attributes:
         batch: the microbatch of the running forward step.
@@ -74,6 +74,7 @@ class TeacherScorer:
         """
         _raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
         names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
+        self._put_actor_in()
         try:
             if old := self._old(forward):
                 rollout_data[OLD] = old
@@ -104,6 +105,19 @@ class TeacherScorer:
                 'the "source" of each sample, or "source_name" in its metadata, must be a teacher'
             )
         return None
+
+    def _put_actor_in(self) -> None:
+        """Make sure that the model holds the actor's weights, and that there is a copy of them.
+
+        miles keeps no copy of a model that it never swaps. If it does not compute advantages, it does not put
+        the weights back that were dropped while the memory of the actor was paused.
+        """
+        actor = self.actor
+        if getattr(actor, "_enable_weight_backup", True):
+            actor._switch_model(_ACTOR)
+        else:
+            actor.with_opd_teacher = True  # With this miles swaps models, and renews the copy after training.
+            actor.weights_backuper.backup(_ACTOR)
 
     def _old(self, forward: Forward) -> Sequence[Distribution]:
         """Return the distributions of the policy that sampled, where the loss or the teachers need them."""
@@ -212,8 +226,8 @@ def _collected_topk(topk: TopKDistribution, layout: SequenceLayout, non_loss_dat
 def _collected(samples: Sequence[Any], device: torch.device, non_loss_data: bool) -> Any:
     """Return what ``forward_only`` collects: a list with one value per sample.
 
-    Up to slime v0.2.2 ``forward_only`` calls Megatron with ``collect_non_loss_data`` and expects the list
-    alone; later releases expect a loss before it.
+    ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data`` and
+    expects the list alone; later releases of slime expect a loss before it.
     """
     collected = {"distributions": list(samples)}
     return collected if non_loss_data else (torch.zeros((), device=device), collected)
@@ -234,18 +248,19 @@ scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
 def train(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward student and teachers, then train. Before it, slime has logged the rollout."""
+    """Forward student and teachers, then train. Before it, the framework has logged the rollout."""
     current = scorer.get()
     if current is None:
         return wrapped(*args, **kwargs)
     arguments = bind(wrapped, args, kwargs).arguments
     iterators = arguments["data_iterator"]
     forward_only = inspect.unwrap(wrapped).__globals__["forward_only"]
+    takes_rollout_id = "rollout_id" in inspect.signature(forward_only).parameters  # miles needs it
+    options = {"rollout_id": arguments["rollout_id"]} if takes_rollout_id else {}
 
     def forward(function: Callable[..., Any]) -> Any:
-        return forward_only(
-            function, current.actor.args, arguments["model"], iterators, arguments["num_microbatches"]
-        )
+        state = current.actor.args, arguments["model"], iterators, arguments["num_microbatches"]
+        return forward_only(function, *state, **options)
 
     with current.scores_in(iterators[0].rollout_data, forward):
         return wrapped(*args, **kwargs)

@@ -1,21 +1,21 @@
 """``--loss-type opd_loss``: the student learns from teachers, on its top-k or on the whole vocabulary.
 
-=========  ======================================  ==========================================================
-framework  function                                what is around it
-=========  ======================================  ==========================================================
-slime      ``get_slime_extra_args_provider``       ``--loss-type`` has one more choice
-slime      ``slime_validate_args``                 the loss becomes a custom one, its options are checked
-slime      ``MegatronTrainRayActor.train_actor``   names the actor for the next two
-slime      ``train``                               the student and the teachers are forwarded before
-slime      ``get_batch``                           their distributions come with each microbatch
-=========  ======================================  ==========================================================
+======================================  ======================================================================
+function                                what is around it
+======================================  ======================================================================
+``get_slime_extra_args_provider``       ``--loss-type`` has one more choice
+``slime_validate_args``                 the loss becomes a custom one, its options are checked
+``MegatronTrainRayActor.train_actor``   names the actor for the next two
+``train``                               the student and the teachers are forwarded before
+``get_batch``                           their distributions come with each microbatch
+======================================  ======================================================================
 
-vime has the same functions under its own name. The patch is selected by name only, as it is meant to change
-what is trained. What is around the functions is in :mod:`..frameworks.distillation_arguments` and
-:mod:`..frameworks.distillation_teachers`.
+slime, vime and miles have these functions, the first two under their own names. The patch is selected by name
+only, as it is meant to change what is trained. What is around the functions is in
+:mod:`..frameworks.distillation_arguments` and :mod:`..frameworks.distillation_teachers`.
 
-Not patched: frameworks whose rollouts bring a teacher's top-k along (OpenClaw-RL), where the loss can be
-named as a custom one without any patch, and miles.
+No patch is needed where rollouts bring a teacher's top-k along (OpenClaw-RL): there the loss can be named as
+a custom one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Literal
 from ..engine.options import build
 from ..engine.spec import Patch
 from ..errors import PatchError
-from ..frameworks import SLIME_LIKE
+from ..frameworks import WITH_MEGATRON_UTILS
 from ..frameworks.arguments import bind, calls
 
 #: What on-policy distillation can minimize: functions of ``megatron_rl_patches.losses``.
@@ -143,9 +143,10 @@ def _train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dic
 
 # --- sites: two in the driver, whose arguments the workers get, and three on every worker
 
-for _framework in SLIME_LIKE:
+for _framework in WITH_MEGATRON_UTILS:
     _arguments = f"{_framework}.utils.arguments"
     _utils = f"{_framework}.backends.megatron_utils"
+    _data = "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data"
     patch.wrap(
         _arguments,
         f"get_{_framework}_extra_args_provider",
@@ -164,7 +165,7 @@ for _framework in SLIME_LIKE:
         requires_names=("train_one_step",),
     )(calls("distillation_teachers.train"))
     patch.wrap(
-        f"{_utils}.data",
+        _data,
         "get_batch",
         parameters=("data_iterator", "keys"),
         requires_names=("get_next",),

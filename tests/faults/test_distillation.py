@@ -82,7 +82,7 @@ def _made_logits() -> str:
         with scorer.scores_in(rollout, forward):
             return "no error"
     except InvalidInputError as error:
-        assert switched == ["opd_math", "actor"] and not rollout
+        assert switched == ["actor", "opd_math", "actor"] and not rollout
         return str(error)
 
 

@@ -1,8 +1,9 @@
-"""``distillation`` on the stand-in for slime and real megatron-core, with one rank and with two."""
+"""``distillation`` on the stand-ins for slime and miles, and real megatron-core, on one rank and on two."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ def _rollout() -> dict[str, Any]:
     }
 
 
-def _arguments() -> argparse.Namespace:
-    """Of slime's command line."""
-    from slime.utils.arguments import get_slime_extra_args_provider, slime_validate_args
-
-    parser = get_slime_extra_args_provider()(argparse.ArgumentParser())
+def _arguments(framework: str) -> argparse.Namespace:
+    """Of the framework's command line."""
+    arguments = importlib.import_module(f"{framework}.utils.arguments")
+    provider = getattr(arguments, f"get_{framework}_extra_args_provider")()
+    parser = provider(argparse.ArgumentParser())
     options = ["--loss-type", "opd_loss", "--rollout-temperature", str(TEMPERATURE)]
     args = parser.parse_args(options)
-    slime_validate_args(args)
+    getattr(arguments, f"{framework}_validate_args")(args)
     return args
 
 
@@ -76,7 +77,7 @@ def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
     """Of all response tokens, over the whole vocabulary."""
     import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from slime.backends.megatron_utils.model import logits_of
+    from rl_framework import logits_of
 
     parts = []
     for indices in rollout["micro_batch_indices"]:
@@ -90,13 +91,14 @@ def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
     return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
 
 
-def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[str, Any]:
+def _distilled(framework: str, folder: Path, tp: int, top_k: int | str, combine: str) -> dict[str, Any]:
     with cpu_backend():
+        import rl_framework
         import torch
         from megatron.core import parallel_state
 
         from megatron_rl_patches.frameworks.distillation_loss import KEYS, opd_loss
-        from tests.frameworks.jobs import SlimeJob
+        from tests.frameworks.jobs import JOBS
         from tests.real import tiny_gpt
 
         # Of a checkpoint each rank has its own part.
@@ -106,16 +108,15 @@ def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[st
         teachers = tuple((name, str(path)) for name, path in paths.items())
         chosen = {"opd_top_k": top_k, "opd_combine": combine, "opd_teachers": teachers}
         apply(NAME, "reentrant-train", settings=Settings(**chosen))
-        job = SlimeJob(parallelism=tiny_gpt.Parallelism(tp=tp))
-        vars(job.args).update(vars(_arguments()))
-        from slime.backends.megatron_utils import actor as actor_module
-        from slime.backends.megatron_utils import data, model
-
+        job = JOBS[framework](parallelism=tiny_gpt.Parallelism(tp=tp))
+        vars(job.args).update(vars(_arguments(framework)))
+        actor_module = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
+        model_module = importlib.import_module(f"{framework}.backends.megatron_utils.model")
         losses: list[float] = []
 
         def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
             keys = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
-            batch = data.get_batch(iterator, keys)
+            batch = model_module.get_batch(iterator, keys)
 
             def loss_of(logits: Any) -> Any:
                 loss, metrics = opd_loss(
@@ -125,13 +126,13 @@ def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[st
                 return loss, metrics
 
             lengths = batch["response_lengths"]
-            return model.logits_of(chunk, batch["tokens"]), loss_of
+            return rl_framework.logits_of(chunk, batch["tokens"]), loss_of
 
         job.args.forward_step_func = forward_step
         [chunk], rollout = job.model, _rollout()
         probs = {"actor": _probabilities(chunk, rollout)}
         actor = actor_module.MegatronTrainRayActor(job.args, job.model, job.optimizer, job.scheduler)
-        own = actor.weights_backuper.backup_tags["actor"]
+        own = {name: w.clone() for name, w in chunk.module.state_dict().items() if torch.is_tensor(w)}
         generator = torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
         for name, path in paths.items():
             weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in own.items()}
@@ -142,32 +143,36 @@ def _distilled(folder: Path, tp: int, top_k: int | str, combine: str) -> dict[st
             torch.save(weights, path / "weights.pt")
             chunk.module.load_state_dict(weights, strict=False)
             probs[name] = _probabilities(chunk, rollout)
-        actor._switch_model("actor")
+        chunk.module.load_state_dict(own, strict=False)
+        options = {"witness_info": None, "attempt": 0} if framework == "miles" else {}
         for number in range(4):
             losses.append(0.0)
-            actor.train_actor(number, rollout)
+            actor.train_actor(number, rollout, **options)
         return {
             "losses": losses,
             "expected": float(_dense_loss(probs, top_k, combine)),
             "left": sorted(set(KEYS) & set(rollout)),
             "teachers": sorted(actor.weights_backuper.backup_tags),
-            "states": {site.state for site in status() if (site.patch, site.framework) == (NAME, "slime")},
+            "states": {site.state for site in status() if (site.patch, site.framework) == (NAME, framework)},
         }
 
 
 @pytest.mark.parametrize(
-    ("ranks", "top_k", "combine"),
+    ("framework", "ranks", "top_k", "combine"),
     [
-        (1, K, "mixture"),
-        (2, K, "route"),
-        (2, "full", "mixture"),
-        (1, "full", "average"),
+        ("slime", 1, K, "mixture"),
+        ("slime", 2, K, "route"),
+        ("slime", 2, "full", "mixture"),
+        ("slime", 1, "full", "average"),
+        ("miles", 2, K, "mixture"),
+        ("miles", 1, "full", "mixture"),
+        ("miles", 2, "full", "average"),
     ],
 )
 def test_the_student_approaches_its_teachers(
-    ranks: int, top_k: int | str, combine: str, tmp_path: Path
+    framework: str, ranks: int, top_k: int | str, combine: str, tmp_path: Path
 ) -> None:
-    seen = spawn_ranks(_distilled, ranks, tmp_path, ranks, top_k, combine)
+    seen = spawn_ranks(_distilled, ranks, framework, tmp_path, ranks, top_k, combine)
     for one in seen:
         assert one["states"] == {"applied"}
         assert one["losses"] == seen[0]["losses"]

@@ -1,4 +1,4 @@
-"""``distillation`` on unmodified checkouts of slime, on a CPU: ``SLIME_DIR`` and ``MEGATRON_LM_DIR``.
+"""``distillation`` on unmodified checkouts, on a CPU: ``SLIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR``.
 
 The framework's own ``forward_only``, ``get_batch``, ``DataIterator``, ``train`` and ``loss_function``; the
 actor, which needs Ray, is replaced by one that swaps weights as it does.
@@ -25,7 +25,7 @@ NAME = "distillation"
 
 
 class Actor:
-    """``load_other_checkpoint``, ``_switch_model`` and ``weights_backuper`` of slime's."""
+    """``load_other_checkpoint``, ``_switch_model`` and ``weights_backuper`` of slime's and of miles'."""
 
     def __init__(self, args: Any, model: list[Any], teachers: dict[str, dict[str, Any]]) -> None:
         self.args, self.model, self.teachers = args, model, teachers
@@ -52,14 +52,16 @@ class Actor:
                     value.copy_(images[name])
 
 
-def _distilled(paths: list[str], folder: Path, top_k: int | str, combine: str) -> dict[str, Any]:
+def _distilled(
+    framework: str, paths: list[str], folder: Path, top_k: int | str, combine: str
+) -> dict[str, Any]:
     prepare(paths)
     with cpu_backend():
         from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
-        from tests.frameworks.real_jobs import RealSlimeJob
+        from tests.frameworks.real_jobs import JOBS
 
         apply(NAME, "reentrant-train", settings=Settings())
-        job = RealSlimeJob()
+        job = JOBS[framework]()
         generator = torch.Generator().manual_seed(3)
         teachers = {
             path: {
@@ -96,7 +98,7 @@ def _distilled(paths: list[str], folder: Path, top_k: int | str, combine: str) -
             with scorer.enter(TeacherScorer(actor)):
                 job.train()
             actor.backup("actor")
-        own = [site for site in status() if (site.patch, site.framework) == (NAME, "slime")]
+        own = [site for site in status() if (site.patch, site.framework) == (NAME, framework)]
         states = {site.target.rpartition(".")[2]: site.state for site in own}
         return {"losses": losses, "states": states}
 
@@ -108,6 +110,7 @@ def _folders(folder: Path) -> dict[str, str]:
     return {name: str(folder / name) for name in ("math", "code")}
 
 
+@pytest.mark.parametrize("framework", ["slime", "miles"])
 @pytest.mark.parametrize(
     ("top_k", "combine"),
     [
@@ -117,9 +120,11 @@ def _folders(folder: Path) -> dict[str, str]:
     ],
 )
 def test_the_student_approaches_its_teachers(
-    checkouts: Checkouts, tmp_path: Path, top_k: int | str, combine: str
+    framework: str, checkouts: Checkouts, tmp_path: Path, top_k: int | str, combine: str
 ) -> None:
-    [seen] = spawn_ranks(_distilled, 1, checkouts("slime"), tmp_path, top_k, combine, timeout=300)
+    [seen] = spawn_ranks(
+        _distilled, 1, framework, checkouts(framework), tmp_path, top_k, combine, timeout=300
+    )
     assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
     assert "missing" not in seen["states"].values()
     losses = seen["losses"]

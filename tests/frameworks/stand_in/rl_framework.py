@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +133,88 @@ def train_one_step(
     assert update_successful
     opt_param_scheduler.step(increment=step_global_batch_size)
     zero_gradients(model, optimizer)
+
+
+class DataIterator:
+    """A rollout, cut into microbatches."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
+        self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        indices = self.micro_batch_indices[self.offset]
+        self.offset += 1
+        selected = {key: self.rollout_data.get(key) for key in keys}
+        return {key: values and [values[i] for i in indices] for key, values in selected.items()}
+
+    def reset(self) -> None:
+        self.offset = 0
+
+
+class WeightsBackuper:
+    """Copies of a model's weights by name, of which one at a time is in the model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.backup_tags = model, dict[str, dict[str, torch.Tensor]]()
+
+    def backup(self, tag: str) -> None:
+        state = self.model.state_dict()
+        self.backup_tags[tag] = {
+            name: value.clone() for name, value in state.items() if torch.is_tensor(value)
+        }
+
+    def restore(self, tag: str) -> None:
+        self.model.load_state_dict(self.backup_tags[tag], strict=False)
+
+
+def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return what the model predicts; its attention does not know where packed samples begin."""
+    positions_bs = torch.arange(tokens_bs.shape[1])[None]
+    mask_ss = torch.ones(1, 1, *tokens_bs.shape[1:] * 2, dtype=torch.bool).triu(1)
+    logits: torch.Tensor = model(tokens_bs, positions_bs, mask_ss)
+    return logits
+
+
+@torch.no_grad()
+def forward_only(
+    get_batch: Callable[..., dict[str, Any]],
+    f: Callable[..., Any],
+    args: SimpleNamespace,
+    model: Sequence[DDP],
+    data_iterator: Sequence[DataIterator],
+    num_microbatches: Sequence[int],
+    store_prefix: str,
+    **options: Any,
+) -> dict[str, list[Any]]:
+    """Return what ``f`` makes of the logits, by sample and in the order of the rollout."""
+    for iterator in data_iterator:
+        iterator.reset()
+    for model_module in model:
+        model_module.eval()
+
+    def forward_step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = get_batch(iterator, ["tokens", "total_lengths", "response_lengths"])
+        lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
+        return logits_of(chunk, batch["tokens"]), partial(f, args=args, with_entropy=False, **lengths)
+
+    collected: list[dict[str, list[Any]]] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=sum(num_microbatches),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=True,
+        **options,
+    )
+    for model_module in model:
+        model_module.train()
+    order = [*chain(*data_iterator[0].micro_batch_indices)]
+    results = {}
+    for key in collected[0]:
+        values = [*chain(*(one[key] for one in collected))]
+        results[store_prefix + key] = [values[order.index(sample)] for sample in range(len(order))]
+    return results
 
 
 def zero_gradients(model: Sequence[DDP], optimizer: Any) -> None:

@@ -162,6 +162,46 @@ def test_a_teacher_that_cannot_be_read_leaves_the_actors_weights(
     assert torch.equal(actor.model[0].weight, language_model(0).weight)
 
 
+def test_weights_that_were_dropped_with_the_paused_memory_are_put_back_first(
+    framework: Callable[[str], Any], settings: Settings
+) -> None:
+    apply(NAME, settings=settings)
+    args = parse(framework, "--loss-type", LOSS_TYPE)
+    actor, paused = actor_of(framework, args), actor_of(framework, args)
+    with torch.no_grad():
+        paused.model[0].weight.zero_()
+    for one in (actor, paused):
+        one.train_actor(0, rollout())
+    assert paused.steps == actor.steps
+    assert torch.equal(paused.model[0].weight, actor.model[0].weight)
+
+
+def test_an_actor_that_keeps_no_copy_of_its_weights_begins_to(
+    framework: Callable[[str], Any], settings: Settings
+) -> None:
+    apply(NAME, settings=settings)
+    args = parse(framework, "--loss-type", LOSS_TYPE)
+    actor, without = actor_of(framework, args), actor_of(framework, args)
+
+    class Miles(type(without)):  # type: ignore[misc]
+        with_opd_teacher = False
+
+        @property
+        def _enable_weight_backup(self) -> bool:
+            return self.with_opd_teacher
+
+        def _switch_model(self, target_tag: str) -> None:
+            if self._enable_weight_backup:
+                super()._switch_model(target_tag)
+
+    without.__class__ = Miles
+    without.weights_backuper.images.clear()
+    for number in range(2):
+        for one in (actor, without):
+            one.train_actor(number, rollout())
+    assert without.steps == actor.steps
+
+
 def test_other_losses_are_not_touched(framework: Callable[[str], Any], settings: Settings) -> None:
     apply(NAME, settings=settings)
     path = f"{__name__}.other_loss"
@@ -210,6 +250,31 @@ def test_options_that_do_not_go_with_it(
     with pytest.raises(InvalidInputError, match=message):
         parse(framework, "--loss-type", LOSS_TYPE, *argv)
     parse(framework, *argv)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("use_indexer_replay", True),
+        ("lora_rank", 8),
+        ("lora_adapter_path", "/adapter"),
+        ("multi_lora_n_adapters", 2),
+    ],
+)
+def test_options_of_miles_that_do_not_go_with_it(
+    framework: Callable[[str], Any],
+    settings: Settings,
+    option: str,
+    value: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apply(NAME, settings=settings)
+    monkeypatch.setitem(framework("utils.arguments").CUSTOM_CONFIG, option, value)
+    name = option.replace("_", "-")
+    with pytest.raises(InvalidInputError, match=f"--{name} does not go with"):
+        parse(framework, "--loss-type", LOSS_TYPE)
+    monkeypatch.setitem(framework("utils.arguments").CUSTOM_CONFIG, option, type(value)())
+    parse(framework, "--loss-type", LOSS_TYPE)
 
 
 def test_teachers_must_be_given_and_exist(framework: Callable[[str], Any], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from megatron.training.training import (
 )
 from rl_framework import train_one_step
 
+from ..training_utils.data import get_batch
 from .checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -89,6 +90,19 @@ def train(
     state = args, model, optimizer, opt_param_scheduler
     rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, num_rollouts)
     return TrainStepOutcome.NORMAL
+
+
+def forward_only(
+    f: Callable[..., Any],
+    args: SimpleNamespace,
+    model: Sequence[DDP],
+    data_iterator: Sequence[Any],
+    num_microbatches: Sequence[int],
+    rollout_id: int,
+    store_prefix: str = "",
+) -> dict[str, list[Any]]:
+    state = args, model, data_iterator, num_microbatches
+    return rl_framework.forward_only(get_batch, f, *state, store_prefix, collect_non_loss_data=True)
 
 
 def save(

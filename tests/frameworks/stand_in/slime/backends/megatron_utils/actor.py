@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rl_framework import DataIterator, WeightsBackuper
 
-from .data import DataIterator
 from .model import save, train
 
 
@@ -26,20 +26,6 @@ class MegatronTrainActor:
 
     def save_model(self, iteration: int) -> None:
         save(iteration, self.model, self.optimizer, self.opt_param_scheduler)
-
-
-class WeightsBackuper:
-    def __init__(self, model: Any) -> None:
-        self.model, self.backup_tags = model, dict[str, dict[str, torch.Tensor]]()
-
-    def backup(self, tag: str) -> None:
-        state = self.model.state_dict()
-        self.backup_tags[tag] = {
-            name: value.clone() for name, value in state.items() if torch.is_tensor(value)
-        }
-
-    def restore(self, tag: str) -> None:
-        self.model.load_state_dict(self.backup_tags[tag], strict=False)
 
 
 class MegatronTrainRayActor(MegatronTrainActor):

@@ -6,20 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-
-class DataIterator:
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
-
-    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
-        indices = self.micro_batch_indices[self.offset]
-        self.offset += 1
-        selected = {key: self.rollout_data.get(key) for key in keys}
-        return {key: values and [values[i] for i in indices] for key, values in selected.items()}
-
-    def reset(self) -> None:
-        self.offset = 0
+from rl_framework import DataIterator
 
 
 def get_batch(data_iterator: DataIterator, keys: Sequence[str]) -> dict[str, Any]:

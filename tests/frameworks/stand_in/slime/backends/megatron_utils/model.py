@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import rl_framework
-import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
@@ -26,7 +22,7 @@ from megatron.training.training import (
 from rl_framework import train_one_step
 
 from .checkpoint import load_checkpoint, save_checkpoint
-from .data import DataIterator, get_batch
+from .data import get_batch
 
 __all__ = ["forward_only", "save", "train"]
 
@@ -84,51 +80,16 @@ def train(
     rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, global_batch_sizes)
 
 
-def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return what the model predicts; its attention does not know where packed samples begin."""
-    positions_bs = torch.arange(tokens_bs.shape[1])[None]
-    mask_ss = torch.ones(1, 1, *tokens_bs.shape[1:] * 2, dtype=torch.bool).triu(1)
-    logits: torch.Tensor = model(tokens_bs, positions_bs, mask_ss)
-    return logits
-
-
-@torch.no_grad()
 def forward_only(
     f: Callable[..., Any],
     args: SimpleNamespace,
     model: Sequence[DDP],
-    data_iterator: Sequence[DataIterator],
+    data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],
     store_prefix: str = "",
 ) -> dict[str, list[Any]]:
-    """Return what ``f`` makes of the logits, by sample and in the order of the rollout."""
-    for iterator in data_iterator:
-        iterator.reset()
-    for model_module in model:
-        model_module.eval()
-
-    def forward_step(iterator: DataIterator, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = get_batch(iterator, ["tokens", "total_lengths", "response_lengths"])
-        lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
-        return logits_of(chunk, batch["tokens"]), partial(f, args=args, with_entropy=False, **lengths)
-
-    collected: list[dict[str, list[Any]]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=sum(num_microbatches),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=True,
-    )
-    for model_module in model:
-        model_module.train()
-    order = [*chain(*data_iterator[0].micro_batch_indices)]
-    results = {}
-    for key in collected[0]:
-        values = [*chain(*(one[key] for one in collected))]
-        results[store_prefix + key] = [values[order.index(sample)] for sample in range(len(order))]
-    return results
+    state = args, model, data_iterator, num_microbatches
+    return rl_framework.forward_only(get_batch, f, *state, store_prefix, collect_non_loss_data=False)
 
 
 def save(iteration: int, model: Sequence[DDP], optimizer: Any, opt_param_scheduler: Any) -> None:
