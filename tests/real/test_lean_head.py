@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.losses import PolicyOptions
+from megatron_rl_patches.losses import DeferredLogits, PolicyOptions
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.test_loss_func import Case, train_step
 
@@ -79,14 +81,14 @@ class Outcome:
     gathers: int  # of parameters, by hooks of the forward pass
 
 
-def _train(layout: Layout, case: Case, lean: bool) -> Outcome:
+def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Outcome:
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
     from megatron_rl_patches.losses import output_layer
     from megatron_rl_patches.losses.logits import deferred
     from tests.real.tiny_gpt import Options, Parallelism, build, counting_overlap
 
-    settings = Settings(lean_head_tile_bytes=256)
+    settings = Settings(lean_head_tile_bytes=tile_bytes)
     with (
         applied("lean-head", settings=settings) if lean else nullcontext(),
         mock.patch.object(output_layer, "defer", wraps=output_layer.defer) as deferrals,
@@ -163,45 +165,65 @@ def test_trains_as_without(name: str) -> None:
         assert lean.gathers > 0
 
 
-WIDE = 192  # no other dimension of the model
+# With these sizes the logits of a microbatch have more than twice the elements of the next largest tensor,
+# which is DDP's buffer of all parameters.
+LARGE = {"VOCABULARY": 2048, "SEQUENCE": 128}
+TILE_BYTES = 2**17
 
 
-class _LargestLogits(TorchDispatchMode):
-    """The most elements that any tensor of so many columns has."""
+class _LargestTensor(TorchDispatchMode):
+    """Counts the elements of the largest tensor that an operation returns, in any layout and dtype."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width, self.elements = width, 0
+    elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if (
-                type(tensor) is torch.Tensor
-                and tensor.shape[-1:] == (self.width,)
-                and 0 not in tensor.stride()
-            ):
-                self.elements = max(self.elements, tensor.numel())
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeferredLogits):
+                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.elements = max(self.elements, elements)
         return result
 
 
-def _largest_logits(layout: Layout, tp: int) -> tuple[int, int, int]:
-    """Return these of a run without and of one with the patch, and those of all logits of a microbatch."""
+LAYOUTS_OF_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "rows first": lambda hidden, weight: hidden @ weight.T,
+    "vocabulary first": lambda hidden, weight: weight @ hidden.T,
+    "three dimensions": lambda hidden, weight: hidden.view(2, 3, 2) @ weight.T,
+    "one dimension": lambda hidden, weight: hidden.new_zeros(len(hidden) * len(weight)),
+    "16 bits": lambda hidden, weight: hidden.bfloat16() @ weight.bfloat16().T,
+    "integers": lambda hidden, weight: torch.zeros(len(hidden), len(weight), dtype=torch.int8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_LOGITS)
+def test_logits_of_any_layout_are_counted(layout: str) -> None:
+    hidden, weight = torch.ones(6, 2), torch.ones(8, 2)
+    with _LargestTensor() as largest:
+        LAYOUTS_OF_LOGITS[layout](hidden, weight)
+    assert largest.elements == 6 * 8
+
+
+def _largest_tensors(layout: Layout) -> tuple[int, int, int]:
+    """Return these of a run without and of one with the patch, and the elements of a microbatch's logits."""
     with cpu_backend():
         from tests.real import tiny_gpt
 
-        elements = []
-        with mock.patch.object(tiny_gpt, "VOCABULARY", WIDE):
+        with mock.patch.multiple(tiny_gpt, **LARGE):
+            elements = []
             for lean in (False, True):
-                with _LargestLogits(WIDE // tp) as largest:
-                    _train(layout, CASES["entropy bonus"], lean)
+                with _LargestTensor() as largest:
+                    _train(layout, CASES["entropy bonus"], lean, TILE_BYTES)
                 elements.append(largest.elements)
-        return elements[0], elements[1], tiny_gpt.BATCH * tiny_gpt.SEQUENCE * WIDE // tp
+            logits = tiny_gpt.BATCH * tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // layout.sizes.get("tp", 1)
+        return elements[0], elements[1], logits
 
 
-@pytest.mark.parametrize("name", ["1 rank", pytest.param("TP 2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["1 rank", *(pytest.param(name, marks=pytest.mark.slow) for name in ("TP 2", "PP 2"))]
+)
 def test_no_tensor_of_rows_and_vocabulary(name: str) -> None:
-    layout, tp = LAYOUTS[name], LAYOUTS[name].sizes.get("tp", 1)
-    for without, lean, logits in spawn_ranks(_largest_logits, layout.ranks, layout, tp, timeout=240):
-        assert without >= logits
-        assert lean < logits
+    layout = LAYOUTS[name]
+    outcomes = spawn_ranks(_largest_tensors, layout.ranks, layout, timeout=240)
+    assert any(without >= logits for without, _, logits in outcomes)  # on the last stage of a pipeline
+    for _, lean, logits in outcomes:
+        assert lean < logits / 2
