@@ -121,7 +121,9 @@ def defer(
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
     head = _Head(hidden, weight, bias, options, layer)
-    return cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
+    logits = cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
+    logits._contents.has_graph = logits.requires_grad
+    return logits
 
 
 def dense(logits: Tensor) -> Tensor:
@@ -456,7 +458,6 @@ class _Defer(torch.autograd.Function):
         shape = hidden.shape[:-1]
         positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
         contents = _Contents(head, None, hidden.dtype, 1.0, head.layer)
-        contents.has_graph = any(ctx.needs_input_grad)
         return DeferredLogits(contents, positions)
 
     @staticmethod

@@ -570,6 +570,17 @@ def test_nothing_outlives_its_users(use: Callable[[Tensor], Tensor]) -> None:
         gc.enable()
 
 
+def test_logits_without_a_graph_are_divided_in_place() -> None:
+    """verl's engine does so where it scores, with a weight that it trains elsewhere."""
+    tensors = inputs()
+    with torch.no_grad():
+        logits = logits_of(tensors).div_(0.7)
+        got = vocab_parallel_log_probs(logits.view(T, V), TOKENS)
+    assert logits.is_deferred
+    expected = vocab_parallel_log_probs(dense_of(tensors).detach().view(T, V) / 0.7, TOKENS)
+    torch.testing.assert_close(got, expected)
+
+
 def test_the_size_of_the_collective_does_not_tell_who_has_looked() -> None:
     for look in (False, True):
         logits = logits_of(inputs())
