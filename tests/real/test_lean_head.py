@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.losses import DeferredLogits, PolicyOptions
+from megatron_rl_patches.losses import PolicyOptions, deferred_logits
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.real.largest_tensor import LargestTensor
 from tests.real.test_loss_func import Case, train_step
 
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
@@ -171,26 +170,13 @@ LARGE = {"VOCABULARY": 2048, "SEQUENCE": 128}
 TILE_BYTES = 2**17
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Counts the elements of the largest tensor that an operation returns, in any layout and dtype."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeferredLogits):
-                elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.elements = max(self.elements, elements)
-        return result
-
-
 LAYOUTS_OF_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "rows first": lambda hidden, weight: hidden @ weight.T,
     "vocabulary first": lambda hidden, weight: weight @ hidden.T,
     "three dimensions": lambda hidden, weight: hidden.view(2, 3, 2) @ weight.T,
     "one dimension": lambda hidden, weight: hidden.new_zeros(len(hidden) * len(weight)),
     "16 bits": lambda hidden, weight: hidden.bfloat16() @ weight.bfloat16().T,
+    "made of deferred ones": lambda hidden, weight: deferred_logits(hidden, weight).logsumexp(-1),
     "integers": lambda hidden, weight: torch.zeros(len(hidden), len(weight), dtype=torch.int8),
 }
 
@@ -198,7 +184,7 @@ LAYOUTS_OF_LOGITS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 @pytest.mark.parametrize("layout", LAYOUTS_OF_LOGITS)
 def test_logits_of_any_layout_are_counted(layout: str) -> None:
     hidden, weight = torch.ones(6, 2), torch.ones(8, 2)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         LAYOUTS_OF_LOGITS[layout](hidden, weight)
     assert largest.elements == 6 * 8
 
@@ -211,7 +197,7 @@ def _largest_tensors(layout: Layout) -> tuple[int, int, int]:
         with mock.patch.multiple(tiny_gpt, **LARGE):
             elements = []
             for lean in (False, True):
-                with _LargestTensor() as largest:
+                with LargestTensor() as largest:
                     _train(layout, CASES["entropy bonus"], lean, TILE_BYTES)
                 elements.append(largest.elements)
             logits = tiny_gpt.BATCH * tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // layout.sizes.get("tp", 1)
