@@ -364,6 +364,18 @@ class VerlJob:
         return seen | ({"entropy": entropies.detach()} if entropy else {})
 
 
+def takes_packed_tokens(gpt: Any) -> None:
+    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence."""
+    forward = gpt.forward
+
+    def forward_packed(input_ids: torch.Tensor, **packing: Any) -> torch.Tensor:
+        positions_bs = torch.arange(input_ids.size(1)).expand_as(input_ids)
+        mask_ss = torch.ones(1, 1, *positions_bs.shape[-1:] * 2, dtype=torch.bool).triu(1)
+        return forward(input_ids, positions_bs, mask_ss)
+
+    gpt.forward = forward_packed
+
+
 def call(function: Any, **arguments: Any) -> Any:
     """With those arguments that this release of the function takes."""
     names = inspect.signature(function).parameters

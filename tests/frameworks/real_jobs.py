@@ -21,7 +21,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
-from tests.frameworks.loss_jobs import SCORES, Arguments, call
+from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -33,18 +33,6 @@ def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -
     )
 
 
-def _takes_packed_tokens(gpt: Any) -> None:
-    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence."""
-    forward = gpt.forward
-
-    def forward_packed(input_ids: torch.Tensor, **packing: Any) -> torch.Tensor:
-        positions_bs = torch.arange(input_ids.size(1)).expand_as(input_ids)
-        mask_ss = torch.ones(1, 1, *positions_bs.shape[-1:] * 2, dtype=torch.bool).triu(1)
-        return forward(input_ids, positions_bs, mask_ss)
-
-    gpt.forward = forward_packed
-
-
 class _RolloutJob(Job):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
@@ -53,7 +41,7 @@ class _RolloutJob(Job):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for chunk in self.model:
-            _takes_packed_tokens(chunk.module)
+            takes_packed_tokens(chunk.module)
         self.module = importlib.import_module(f"{self.package}.model")
         self.module.save_checkpoint = partial(_write, self)
 

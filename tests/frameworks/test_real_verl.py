@@ -6,12 +6,14 @@ import importlib
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_rl_patches import apply, revert, status
+from megatron_rl_patches import Settings, applied, apply, revert, status
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
+from tests.frameworks.test_real_lean_head import WAYS
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_reentry import prepare
 from tests.frameworks.test_reentry import FINE, NO_SYNC, outcome
@@ -20,6 +22,8 @@ from tests.recording import installed, ran_on
 pytestmark = pytest.mark.slow
 
 RELEASE = "verl 0.9.1"
+#: What the batches of its engine are made of.
+TENSORDICT = ("tensordict 0.15.3", "pyvers 0.2.3")
 
 
 @pytest.fixture(params=["package", pytest.param("checkout", marks=pytest.mark.frameworks)])
@@ -103,3 +107,37 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
         assert not any(seen["made"])
         # Its chunks overwrite what each other's backward needs.
         assert "modified by an inplace operation" in seen["chunks, unpatched"]
+
+
+def _engine(paths: list[str], tp: int) -> dict[str, Any]:
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(paths)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    with cpu_backend():
+        from tests.frameworks.verl_jobs import EngineJob
+        from tests.real import tiny_gpt
+        from tests.real.largest_tensor import LargestTensor
+
+        # With these sizes the logits have more than twice the elements of any other tensor.
+        tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE, tiny_gpt.LAYERS, tiny_gpt.HEADS = 2048, 256, 1, 2
+        settings = Settings(lean_head_tile_bytes=2**17)
+        seen: dict[str, Any] = {"logits": tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // tp}
+        for name, patches in WAYS.items():
+            with applied("reentrant-train", *patches, settings=settings), LargestTensor() as largest:
+                job = EngineJob(tp=tp)
+                seen[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
+            seen[f"{name}, largest"] = largest.elements
+        seen["file"] = importlib.import_module(job.module.__name__).__file__
+        return seen
+
+
+@pytest.mark.runs("lean-head")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_its_engine_never_makes_the_logits(verl: list[str], packages: Packages, ranks: int) -> None:
+    paths = verl + [str(packages.unpacked(release)) for release in TENSORDICT]
+    for seen in spawn_ranks(_engine, ranks, paths, ranks, timeout=300, env=EAGER):
+        assert seen["file"].startswith(verl[0])
+        for name in ("unpatched", "lean-loss"):
+            torch.testing.assert_close(seen["lean-head"], seen[name], rtol=1e-5, atol=1e-5)
+            assert seen[f"{name}, largest"] >= seen["logits"]
+        assert seen["lean-head, largest"] < seen["logits"] / 2
