@@ -150,9 +150,10 @@ def inputs_of(setup: Setup, mode: Mode, device: torch.device | None = None) -> I
     hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
     weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
     n = int(setup.rows * mode.used_rows)
-    # Responses stand between prompts: pieces, not one range.
-    pieces = torch.arange(setup.rows, device=device).view(-1, 16)[::2]
-    rows = None if mode.used_rows == 1 else pieces.flatten()[:n]
+    rows = None
+    if mode.used_rows < 1:
+        # Responses stand between prompts: pieces, not one range.
+        rows = torch.arange(setup.rows, device=device).view(-1, 16)[::2].flatten()[:n]
     targets = torch.randint(setup.vocabulary, (n,), **options)
     advantages = torch.randn(n, **options)
     return Inputs(
