@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses.logits.deferred import _Lazy
+from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from tests.real.live_bytes import live_bytes
 from tests.real.small_models import by_speed
@@ -153,7 +153,7 @@ def _score(sizes: dict[str, Any], bf16: bool = False) -> Run:
         model = _inference_model(options, ddp)
         score = {"with_entropy": True, "temperature": TEMPERATURE}
 
-        with mock.patch.object(_Lazy, "get", side_effect=AssertionError("the logits were made")):
+        with mock.patch.object(LazyValues, "get", side_effect=AssertionError("the logits were made")):
             run = Run(
                 _plain(forward_log_probs(model, microbatches(), **score)),
                 _plain(forward_log_probs(ddp, microbatches(), progress=False, **score)),

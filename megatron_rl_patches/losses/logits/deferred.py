@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +17,12 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
 from .autograd import once_differentiable
+from .deferred_contents import Contents, Head, comes_from
+from .deferred_operations import FOLLOWED
 from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
 from .options import check_group
-from .row_selection import selects_rows, viewed_rows
 from .sequence_parallel import gather_sequence, sum_gradient
 
-aten = torch.ops.aten
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _log = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def defer(
         hidden: ``[..., h]``, whose gradient needs no further reduction.
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
-    head = _Head(hidden, weight, bias, options, layer)
+    head = Head(hidden, weight, bias, options, layer)
     logits = cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
     logits._contents.has_graph = logits.requires_grad
     return logits
@@ -148,9 +147,10 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
     bias[start:] = float("-inf")
     head, lazy = replace(old.head, bias=bias), old.lazy
     hidden = torch.arange(start, logits.shape[-1], device=logits.device)
-    contents = _Contents(
+    contents = Contents(
         head, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, hidden, float("-inf"))
     )
+    lazy.copies.add(contents.lazy)
     return DeferredLogits(contents, logits._positions)
 
 
@@ -168,11 +168,11 @@ class DeferredLogits(Tensor):
         divisor: what the logits have been divided by.
     """
 
-    _contents: _Contents
+    _contents: Contents
     _positions: Tensor  # int64, in the shape of this tensor without its last dimension
 
     @staticmethod
-    def __new__(cls, contents: _Contents, positions: Tensor) -> DeferredLogits:
+    def __new__(cls, contents: Contents, positions: Tensor) -> DeferredLogits:
         head = contents.head
         width = len(head.weight)
         # It takes requires_grad from autograd, as the output of an operation.
@@ -203,7 +203,7 @@ class DeferredLogits(Tensor):
         if contents.values is not None or contents.head.has_hooks:
             return False
         has_gradient = self.requires_grad and torch.is_grad_enabled()
-        return not has_gradient or _comes_from(self.grad_fn, contents.head)
+        return not has_gradient or comes_from(self.grad_fn, contents.head)
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
@@ -217,14 +217,18 @@ class DeferredLogits(Tensor):
         return self._positions if rows is None else rows[self._positions]
 
     def source(
-        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+        self,
+        index: slice | Tensor = slice(None),
+        block_bytes: int | None = None,
+        inplace_backward: bool = False,
     ) -> HeadLogits:
-        """Return rows of these logits ``[T, V / tp]`` for the functions that read tiles."""
+        """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
         head = self._contents.head
         head.check_unchanged()
-        row_indices = self._rows[index]
+        row_indices = self._rows.flatten()[index]
         rows: slice | Tensor = row_indices
-        if self._contents.rows is None and isinstance(index, slice) and row_indices.stride() == (1,):
+        are_in_order = self._contents.rows is None and self._positions.is_contiguous()
+        if are_in_order and isinstance(index, slice) and row_indices.stride() == (1,):
             rows = slice(row_indices.storage_offset(), row_indices.storage_offset() + len(row_indices))
         keeps = torch.is_grad_enabled() and self.requires_grad
         source = replace(
@@ -245,11 +249,16 @@ class DeferredLogits(Tensor):
         if func in (Tensor.sum, torch.sum) and len(args) == 1 and not kwargs:
             logits = args[0]
             if isinstance(logits, DeferredLogits) and logits.is_deferred:
-                return _sum(logits)
+                # Some losses multiply this by zero, to reach every parameter.
+                return (sum_of_logits(logits.source()) / logits.divisor).to(logits.dtype)
         if func in (Tensor.argmax, torch.argmax, Tensor.max, torch.max):
             largest = _largest(*args, **(kwargs or {}))
             if largest is not None:
                 return largest if func in (Tensor.max, torch.max) else largest.indices
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise InvalidInputError(
+                "the data of deferred logits was set: write to the logits, logits[:] = data"
+            )
         # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -258,12 +267,17 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if follow := _FOLLOWED.get(func):
+        if follow := FOLLOWED.get(func):
             operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             if all(isinstance(o, DeferredLogits) and o._contents.values is None for o in operands):
                 result = follow(func, *args, **kwargs)
                 if result is not None:
                     return result
+        else:
+            # Under inference mode operations such as reshape arrive here whole.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         writes = func._schema.is_mutable
         aliases = writes or any(result.alias_info for result in func._schema.returns)
         made: dict[int, DeferredLogits] = {}
@@ -342,108 +356,6 @@ class DeferredLogits(Tensor):
         return dense(self)
 
 
-@dataclass(eq=False)
-class _Head:
-    """The tensors that the logits are computed from, and the output layer's own function that does so.
-
-    Attributes:
-        has_hooks: whether a hook waits for the gradient of the logits themselves.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    options: TileOptions
-    layer: Callable[[], Tensor]
-    has_hooks: bool = False
-
-    def __post_init__(self) -> None:
-        self.token = object()  # identifies graphs that begin at this output layer
-        self._versions = self._version()
-
-    def all_rows(self) -> HeadLogits:
-        hidden = self.hidden.flatten(0, -2)
-        return HeadLogits(hidden, self.weight, self.bias, slice(0, len(hidden)), self.options)
-
-    def check_unchanged(self) -> None:
-        if self._version() != self._versions:
-            raise InvalidInputError(
-                "the hidden states or the weight of deferred logits were overwritten before the logits were "
-                "used: compute what needs the logits first, for instance before the optimizer's step"
-            )
-
-    def _version(self) -> list[tuple[int, int]]:
-        tensors = (self.hidden, self.weight, self.bias)
-        return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
-
-
-class _Lazy:
-    """Values ``[n, V / tp]`` that are computed once, when they are first needed."""
-
-    def __init__(self, head: _Head, compute: Callable[[], Tensor]) -> None:
-        self._head, self._compute = head, compute
-        self.values: Tensor | None = None
-        #: Values that will be computed from these. They are computed before these are overwritten.
-        self.copies: weakref.WeakSet[_Lazy] = weakref.WeakSet()
-
-    def get(self) -> Tensor:
-        if self.values is None:
-            hidden = self._head.hidden
-            self._head.check_unchanged()
-            # The autograd and autocast modes of the first reader must not change what later readers get.
-            with (
-                torch.inference_mode(hidden.is_inference()),
-                torch.no_grad(),
-                torch.autocast(hidden.device.type, enabled=False),
-            ):
-                values = self._compute().detach()
-            self.values = values.reshape(-1, values.shape[-1])
-            del self._compute  # frees the tensors that it refers to
-        return self.values
-
-
-class _Contents:
-    """Some rows of logits, which all views of them share.
-
-    Attributes:
-        rows: int64 ``[n]``, rows of the head's logits ``[T, V / tp]``; ``None``: all of them, in order.
-        divisor: what they have been divided by.
-        lazy: their values, which an operation in place replaces or overwrites.
-        has_graph: whether gradients flow through them.
-    """
-
-    def __init__(
-        self,
-        head: _Head,
-        rows: Tensor | None,
-        dtype: torch.dtype,
-        divisor: float,
-        compute: Callable[[], Tensor],
-    ) -> None:
-        self.head, self.rows, self.dtype, self.divisor = head, rows, dtype, divisor
-        self.lazy = _Lazy(head, compute)
-        self.has_graph = False
-
-    @property
-    def values(self) -> Tensor | None:
-        """The values, if some code has read them."""
-        return self.lazy.values
-
-    def __len__(self) -> int:
-        return self.head.hidden.shape[:-1].numel() if self.rows is None else len(self.rows)
-
-    def divide_in_place(self, divide: Callable[[Tensor], Tensor], divisor: float) -> None:
-        """Record a division in place. Copies that were taken before it keep the undivided values."""
-        before, has_copies = self.lazy, len(self.lazy.copies) > 0
-        self.lazy = _Lazy(self.head, lambda: divide(before.get().clone() if has_copies else before.get()))
-        self.divisor *= divisor
-
-    def before_write(self) -> None:
-        """Compute the copies that were taken of these values before they are overwritten."""
-        for lazy in list(self.lazy.copies):
-            lazy.get()
-
-
 class _Defer(torch.autograd.Function):
     """Makes deferred logits a function of hidden states, weight and bias.
 
@@ -451,13 +363,13 @@ class _Defer(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, head: _Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
+    def forward(ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
         ctx.token = head.token
         tensors, ctx.restore = head.all_rows().saved()
         ctx.save_for_backward(*tensors)
         shape = hidden.shape[:-1]
         positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
-        contents = _Contents(head, None, hidden.dtype, 1.0, head.layer)
+        contents = Contents(head, None, hidden.dtype, 1.0, head.layer)
         return DeferredLogits(contents, positions)
 
     @staticmethod
@@ -483,21 +395,15 @@ class _ToDense(torch.autograd.Function):
         return gradient
 
 
-def _sum(logits: DeferredLogits) -> Tensor:
-    """Return the sum of all logits, which some losses multiply by zero to reach every parameter."""
-    source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
-    return (sum_of_logits(source) / logits.divisor).to(logits.dtype)
-
-
-def _largest(logits: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
+def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
     """Return the largest logit of each row without a gradient; ``None`` for any other call."""
+    logits = input
     if not isinstance(logits, DeferredLogits) or (logits.requires_grad and torch.is_grad_enabled()):
         return None
     is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
     if not is_of_rows or not logits.is_deferred:
         return None
-    source = logits.reshape(-1, logits.shape[-1]).source(slice(None))  # type: ignore[attr-defined]
-    values, indices = (of_rows.view(logits.shape[:-1]) for of_rows in largest_logits(source))
+    values, indices = (of_rows.view(logits.shape[:-1]) for of_rows in largest_logits(logits.source()))
     return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
 
 
@@ -512,204 +418,5 @@ def _warn(operation: str, logits: DeferredLogits) -> None:
         _log.warning("%s at %s:%d looks at deferred logits %s, which were made", *place, list(logits.shape))
 
 
-#: Nodes of a graph that select rows, convert or divide.
-_KNOWN_NODES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Alias", "AsStrided", "Cat", "Clone", "Div", "Index", "IndexSelect", "Permute", "Select", "Slice"),
-        *("Split", "SplitWithSizes", "Squeeze", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
-        "View",
-    )
-) | {"SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
-
-
-def _comes_from(node: Any, head: _Head) -> bool:
-    """Return whether the graph from the output layer to ``node`` holds only operations that are followed."""
-    nodes, seen = [node], set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen or getattr(node, "token", None) is head.token:
-            continue
-        seen.add(node)
-        if node is None or node.name() not in _KNOWN_NODES:
-            return False
-        nodes += [source for source, _ in node.next_functions if source is not None]
-    return True
-
-
 def _is_library(file: str) -> bool:
     return file.startswith((_PACKAGE, _TORCH, "<")) or Path(file).parent == Path(copy.__file__).parent
-
-
-# --- operations that are followed: the functions return None for arguments that they cannot follow
-
-
-def _derived(
-    parents: Sequence[DeferredLogits],
-    rows: Tensor,
-    compute: Callable[..., Tensor],
-    *,
-    divisor: float | None = None,
-    dtype: torch.dtype | None = None,
-) -> DeferredLogits:
-    """Return logits with memory of their own, made of others.
-
-    Args:
-        parents: what they are made of.
-        rows: which rows of the head's logits, in the shape of the result.
-        compute: makes their values of those of the parents.
-    """
-    old = parents[0]._contents
-    values = [parent._as_of_now() for parent in parents]
-    is_all = rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
-    contents = _Contents(
-        old.head,
-        None if is_all else rows.flatten(),
-        dtype or old.dtype,
-        old.divisor if divisor is None else divisor,
-        lambda: compute(*(value() for value in values)),
-    )
-    for parent in parents:
-        parent._contents.lazy.copies.add(contents.lazy)
-        contents.has_graph |= parent.requires_grad and torch.is_grad_enabled()
-    return DeferredLogits(contents, torch.arange(rows.numel(), device=rows.device).view(rows.shape))
-
-
-def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    positions = viewed_rows(func, logits._positions, logits.shape[-1], *args, **kwargs)
-    if isinstance(positions, list):
-        return [DeferredLogits(logits._contents, part) for part in positions]
-    return None if positions is None else DeferredLogits(logits._contents, positions)
-
-
-def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
-    return _derived([logits], logits._rows, torch.clone)
-
-
-def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
-    if not selects_rows(indices, logits.dim()):
-        return None
-    return _derived([logits], func(logits._rows, indices), lambda values: func(values, indices))
-
-
-def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
-    dim %= logits.dim()
-    if dim == logits.dim() - 1:
-        return None
-    return _derived([logits], func(logits._rows, dim, index), lambda values: func(values, dim, index))
-
-
-def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
-    first = parts[0]
-    same = (first._contents.head, first.divisor, first.dtype, first.dim())
-    alike = all((part._contents.head, part.divisor, part.dtype, part.dim()) == same for part in parts)
-    dim %= first.dim()
-    if not alike or dim == first.dim() - 1:
-        return None
-    return _derived(parts, func([part._rows for part in parts], dim), lambda *values: func(values, dim))
-
-
-def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
-    if (number := _number(divisor, logits)) is None:
-        return None
-    whole = logits.divisor * number
-    return _derived([logits], logits._rows, lambda values: func(values, divisor), divisor=whole)
-
-
-def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
-    contents, shape = logits._contents, logits.shape
-    # Without grad mode, autograd leaves the gradient undivided, but a loss in tiles would divide it.
-    past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.requires_grad)
-    if past_the_graph or logits._positions.numel() != len(contents):
-        return None
-    if (number := _number(divisor, logits)) is None:
-        return None
-    contents.divide_in_place(lambda values: func(values.view(shape), divisor), number)
-    return logits
-
-
-def _number(divisor: Any, logits: DeferredLogits) -> float | None:
-    """Return the number that all logits are divided by, or ``None`` if rows have different divisors.
-
-    A divisor per row counts if all rows have the same one.
-    """
-    if isinstance(divisor, Tensor):
-        per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
-        per_row = per_row and _broadcasts(divisor, logits)
-        if not per_row or divisor.requires_grad or isinstance(divisor, DeferredLogits) or not divisor.numel():
-            return None
-        lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
-        divisor = lowest if lowest == highest else None
-    if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf"):
-        return None
-    # The quotient of 16-bit logits is rounded to 16 bits.
-    if divisor != 1 and logits.dtype not in (torch.float32, torch.float64):
-        return None
-    return float(divisor)
-
-
-def _broadcasts(divisor: Tensor, logits: Tensor) -> bool:
-    """Return whether the quotient has the shape of the logits."""
-    if divisor.dim() > logits.dim():
-        return False
-    return all(a in (1, b) for a, b in zip(divisor.shape[::-1], logits.shape[::-1], strict=False))
-
-
-def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:
-    """Follow a conversion to the same or a more precise dtype."""
-    dtype = dtype or logits.dtype
-    elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
-    if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
-        return None
-    return _derived([logits], logits._rows, lambda values: values.to(dtype, copy=True), dtype=dtype)
-
-
-def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    """Make a tensor for which only shape, dtype and device of the logits matter."""
-    stand_in = torch.empty((), dtype=logits.dtype, device=logits.device).expand(logits.shape)
-    return func(stand_in, *args, **kwargs)
-
-
-_FOLLOWED: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (
-            aten.alias.default,
-            aten.detach.default,
-            aten.permute.default,
-            aten.select.int,
-            aten.slice.Tensor,
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-            aten.squeeze.default,
-            aten.squeeze.dim,
-            aten.squeeze.dims,
-            aten.transpose.int,
-            aten.unbind.int,
-            aten.unsqueeze.default,
-            aten.view.default,
-            aten._unsafe_view.default,
-        ),
-        _view,
-    ),
-    **dict.fromkeys(
-        (
-            aten.empty_like.default,
-            aten.full_like.default,
-            aten.new_empty.default,
-            aten.new_empty_strided.default,
-            aten.new_full.default,
-            aten.new_ones.default,
-            aten.new_zeros.default,
-            aten.ones_like.default,
-            aten.zeros_like.default,
-        ),
-        _like,
-    ),
-    aten._to_copy.default: _convert,
-    aten.cat.default: _cat,
-    aten.clone.default: _copy,
-    aten.div.Tensor: _divide,
-    aten.div_.Tensor: _divide_in_place,
-    aten.index.Tensor: _index,
-    aten.index_select.default: _index_select,
-}

@@ -68,7 +68,7 @@ class LogitSource(Protocol):
     def saved(self) -> tuple[Inputs, Callable[..., LogitSource]]:
         """Return the tensors that backward reads, and a function that restores the source from them.
 
-        The function holds no tensor, so that autograd alone decides how long they live.
+        The function holds none of these, so that autograd alone decides how long they live.
         """
 
 
