@@ -100,7 +100,8 @@ def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits |
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     contents, shape = logits._contents, logits.shape
-    # Without grad mode, autograd leaves the gradient undivided, but a loss in tiles would divide it.
+    # Autograd does not record a division without grad mode: the gradient of what came before stays undivided.
+    # A loss in tiles would divide it.
     past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.requires_grad)
     if past_the_graph or logits._positions.numel() != len(contents):
         return None
@@ -119,7 +120,7 @@ def _own(argument: Any) -> Any:
 def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     """Return the number that all logits are divided by, or ``None`` if rows have different divisors.
 
-    A divisor per row counts if all rows have the same one.
+    A column of divisors, one per row, counts if all are the same.
     """
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
