@@ -131,8 +131,9 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
 
 def is_column_parallel(layer: Any) -> bool:
-    """Return whether a layer is Megatron's own linear layer, not an adapter around it or another head."""
-    return has_base(layer, "ColumnParallelLinear")
+    """Return whether Megatron's linear layer defines a layer's forward; not so an adapter or another head."""
+    owner = next((base for base in type(layer).__mro__ if "forward" in vars(base)), object)
+    return owner.__name__ == "ColumnParallelLinear"
 
 
 def _deferred_output(

@@ -1,0 +1,206 @@
+"""When an output layer defers its logits; tests/real/test_lean_head.py trains a model with such logits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_rl_patches.losses import DeferredLogits, output_layer
+from megatron_rl_patches.losses.logits.deferred import dense
+from megatron_rl_patches.losses.output_layer import column_parallel_forward, deferring, language_model_forward
+
+with warnings.catch_warnings():  # Megatron warns of what is not installed
+    warnings.simplefilter("ignore")
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, layers
+
+HIDDEN = torch.ones(3, 1, 4)
+OWN = object()  # what the layer's own forward returns
+Change = Callable[[Any], object]
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "_warned_reasons", set())
+
+
+def make_layer(kind: Any = ColumnParallelLinear) -> Any:
+    """Megatron's own layer; it needs no process group."""
+    config = ModelParallelConfig(use_cpu_initialization=True)
+    return kind(4, 6, config=config, init_method=torch.nn.init.normal_, bias=False)
+
+
+def defers(layer: Any, *, model: Any = None, arguments: Any = None, **options: Any) -> bool:
+    """Call the layer in the forward of a model, as the patch does; return whether the logits are deferred."""
+
+    def forward() -> Any:
+        return column_parallel_forward(lambda *_, **__: OWN, layer, (HIDDEN,), options)
+
+    model = model or SimpleNamespace(output_layer=layer)
+    output = language_model_forward(forward, model, arguments or {}, (), {})
+    assert output is OWN or is_deferred(output)
+    return output is not OWN
+
+
+def is_deferred(output: Any) -> bool:
+    return isinstance(output[0], DeferredLogits) and output[0].is_deferred
+
+
+def _set(path: str, value: Any) -> Change:
+    """Set an attribute of a layer, or of its config or weight."""
+    owner, _, name = path.rpartition(".")
+    return lambda layer: setattr(getattr(layer, owner) if owner else layer, name, value)
+
+
+def _of_class(name: str, *bases: type) -> Change:
+    """Change the class of a layer, as torch's ``fully_shard`` does."""
+    return _set("__class__", type(name, (*bases, ColumnParallelLinear), {}))
+
+
+def another_product(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError
+
+
+class QuantizedParameter(torch.nn.Parameter):
+    pass
+
+
+ONLY_MULTIPLY: dict[str, Change] = {
+    "as it is": lambda layer: None,
+    "output_dtype is that of the input": _set("config.output_dtype", HIDDEN.dtype),
+    "gtp_remat_size is 1": _set("gtp_remat_size", 1),
+    "another function of Megatron multiplies": _set("_forward_impl", layers.linear_with_frozen_weight),
+}
+
+
+@pytest.mark.parametrize("change", ONLY_MULTIPLY.values(), ids=ONLY_MULTIPLY)
+def test_a_layer_that_only_multiplies_defers(change: Change, caplog: pytest.LogCaptureFixture) -> None:
+    layer = make_layer()
+    change(layer)
+    assert defers(layer)
+    assert not caplog.records
+
+
+DO_MORE: list[tuple[str, Change]] = [
+    ("defer_embedding_wgrad_compute is set", _set("config.defer_embedding_wgrad_compute", True)),
+    ("disable_grad_reduce is set", _set("disable_grad_reduce", True)),
+    ("explicit_expert_comm is set", _set("explicit_expert_comm", True)),
+    ("output_dtype is set", _set("config.output_dtype", torch.bfloat16)),
+    ("use_mup is set", _set("config.use_mup", True)),
+    ("gtp_remat_size is set", _set("gtp_remat_size", 2)),
+    ("multiplies with <function another_product", _set("_forward_impl", another_product)),
+    ("weight is a QuantizedParameter", _set("weight", QuantizedParameter(torch.ones(6, 4)))),
+    ("weight is a Parameter that may be gone", _set("weight.__fsdp_param__", True)),
+    ("weight is sharded", _of_class("FSDPColumnParallelLinear", FSDPModule)),
+    ("weight is sharded", _of_class("FullyShardedDataParallel")),
+    ("weight is torch.bfloat16 on cpu", lambda layer: layer.bfloat16()),
+    ("weight is torch.float32 on meta", lambda layer: layer.to("meta")),
+]
+
+
+@pytest.mark.parametrize(("reason", "change"), DO_MORE, ids=[reason for reason, _ in DO_MORE])
+def test_a_layer_that_does_more_makes_its_logits_and_says_why_once(
+    reason: str, change: Change, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = make_layer()
+    change(layer)
+    assert not defers(layer)
+    assert not defers(layer)
+    [record] = caplog.records
+    assert reason in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "of_layer", "of_call", "deferred"),
+    [
+        (2, False, None, True),
+        (2, True, None, False),
+        (2, False, True, False),
+        (2, True, False, True),
+        (1, True, None, True),
+    ],
+)
+def test_a_layer_that_gathers_from_other_ranks_makes_its_logits(
+    ranks: int, of_layer: bool, of_call: bool | None, deferred: bool
+) -> None:
+    layer = make_layer()
+    layer.tp_group, layer.gather_output = object(), of_layer
+    with mock.patch("torch.distributed.get_world_size", return_value=ranks):
+        assert defers(layer, runtime_gather_output=of_call) is deferred
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+CONTEXTS: dict[str, Context] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast on a GPU": lambda: mock.patch(
+        "torch.is_autocast_enabled", lambda device="cuda": device == "cuda"
+    ),
+    "torch.compile": lambda: mock.patch("torch.compiler.is_compiling", return_value=True),
+    "CUDA graph": lambda: a_gpu(captures=True),
+}
+
+
+def a_gpu(captures: bool) -> AbstractContextManager[Any]:
+    return mock.patch.multiple(
+        torch.cuda, is_available=lambda: True, is_current_stream_capturing=lambda: captures
+    )
+
+
+@pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
+def test_recorded_or_converted_operations_make_the_logits(context: Context) -> None:
+    with context():
+        assert not defers(make_layer())
+    with a_gpu(captures=False):
+        assert defers(make_layer())
+
+
+@pytest.mark.parametrize("name", ["labels", "inference_context", "inference_params", "output_processor"])
+def test_a_call_that_returns_no_logits(name: str) -> None:
+    layer = make_layer()
+    assert defers(layer, arguments={name: None})
+    with deferring(SimpleNamespace(output_layer=layer)):
+        assert not defers(layer, arguments={name: object()})
+
+
+def test_arguments_of_the_layer() -> None:
+    layer = make_layer()
+    assert not defers(layer, unknown_option=None)
+    layer.weight = None
+    assert defers(layer, weight=torch.ones(6, 4))
+
+
+class Adapter(ColumnParallelLinear):
+    """Adds to the product, as LoRA does."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        logits, bias = super().forward(*args, **kwargs)
+        return logits + 1, bias
+
+
+def test_adapters() -> None:
+    around = SimpleNamespace(output_layer=torch.nn.Sequential(make_layer()))
+    assert not defers(around.output_layer[0], model=around)
+    for layer in (around.output_layer, make_layer(Adapter)):
+        own = layer(HIDDEN)
+        with deferring(SimpleNamespace(output_layer=layer)):
+            output = layer(HIDDEN)
+        assert not is_deferred(output)
+        torch.testing.assert_close(output, own)
+
+
+def test_a_layer_defers_for_the_length_of_a_block() -> None:
+    layer = make_layer()
+    with deferring(SimpleNamespace(output_layer=layer)):
+        deferred = layer(HIDDEN)
+    own = layer(HIDDEN)
+    assert [is_deferred(deferred), is_deferred(own)] == [True, False]
+    torch.testing.assert_close(dense(deferred[0]), own[0])
+    assert column_parallel_forward(lambda _: OWN, layer, (HIDDEN,), {}) is OWN
