@@ -51,6 +51,7 @@ LAYOUTS = {
         sizes={"tp": 2, "sequence_parallel": True}, flags={"tied": True, "bf16": True}
     ),
     "PP 2": Layout(sizes={"pp": 2}),
+    "PP 2, deallocated outputs": Layout(sizes={"pp": 2}, flags={"deallocate_pipeline_outputs": True}),
     # The distributed optimizer of 0.12 does not know weights that two stages share.
     "PP 2, tied": Layout(
         sizes={"pp": 2},
@@ -59,6 +60,7 @@ LAYOUTS = {
     "PP 2, VPP 2": Layout(sizes={"pp": 2, "vpp": 2}),
     "CP 2": Layout(sizes={"cp": 2}),
     "CP 2, all-gather": Layout(sizes={"cp": 2}, allgather_cp=True),
+    "1 rank, recomputed": Layout(1, flags={"recompute": True}),
     "1 rank, MoE": Layout(1, flags={"experts": 2}),
     "1 rank, MTP": Layout(1, flags={"mtp": True}),
 }

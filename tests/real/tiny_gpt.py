@@ -68,6 +68,8 @@ class Options:
     frozen_head: bool = False
     dropout: float = 0.0
     mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
+    deallocate_pipeline_outputs: bool = False
+    recompute: bool = False  # all transformer layers, in the backward pass
     lr: float = 5e-3
     seed: int = 1234
 
@@ -204,6 +206,10 @@ def _transformer_config(options: Options) -> TransformerConfig:
         num_moe_experts=options.experts,
         add_bias_linear=options.experts is None,
         mtp_num_layers=1 if options.mtp else None,
+        deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
+        recompute_granularity="full" if options.recompute else None,
+        recompute_method="uniform" if options.recompute else None,
+        recompute_num_layers=1 if options.recompute else None,
     )
 
 
