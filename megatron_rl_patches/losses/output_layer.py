@@ -99,7 +99,7 @@ def column_parallel_forward(
 ) -> Any:
     """Return deferred logits if the layer is to defer them and can, otherwise the layer's own result."""
     deferral = _deferral.get()
-    if deferral is None or layer is not deferral.layer or _is_recorded():
+    if deferral is None or layer is not deferral.layer or _converts_or_records():
         return wrapped(*args, **kwargs)
     return _deferred_output(deferral, layer, *args, **kwargs) or wrapped(*args, **kwargs)
 
@@ -132,8 +132,8 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
 def is_column_parallel(layer: Any) -> bool:
     """Return whether Megatron's linear layer defines a layer's forward; not so an adapter or another head."""
-    owner = next((base for base in type(layer).__mro__ if "forward" in vars(base)), object)
-    return owner.__name__ == "ColumnParallelLinear"
+    owner = next((owner for owner in (layer, *type(layer).__mro__) if "forward" in vars(owner)), None)
+    return getattr(owner, "__name__", None) == "ColumnParallelLinear"
 
 
 def _deferred_output(
@@ -200,8 +200,8 @@ def _returns_no_logits(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in names)
 
 
-def _is_recorded() -> bool:
-    """Return whether the operations are compiled, captured in a CUDA graph, or converted by autocast."""
+def _converts_or_records() -> bool:
+    """Return whether autocast converts operations, or a compiler or a CUDA graph records them."""
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     autocast = torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu")
     return captured or autocast or torch.compiler.is_compiling()

@@ -147,10 +147,11 @@ def _compare(layout: Layout, cases: dict[str, Case]) -> dict[str, tuple[Outcome,
 )
 def test_trains_as_without(name: str) -> None:
     layout = LAYOUTS[name]
-    # In bf16, too, the log-probs are those of the model's own logits, so losses of the first step agree. The
-    # gradients may differ by a rounding to bf16, and then the losses of the second step do. Differences that
-    # were seen go up to 2.4e-3 and 8e-4; in float32 they go up to 6e-7 and 3e-6.
-    bound = 2**-8 if layout.flags.get("bf16") else 1e-5
+    # In bf16, too, the log-probs are those of the model's own logits, so losses of the first step agree: to
+    # the bit where this was measured, but other processors may sum in another order. The gradients may differ
+    # by a rounding to bf16, and then the losses of the second step do. Differences that were seen go up to
+    # 2.4e-3 and 8e-4; in float32 they go up to 6e-7 and 3e-6.
+    bound_of_first, bound = (1e-4, 2**-8) if layout.flags.get("bf16") else (1e-5, 1e-5)
     deferred = 0
     cases = CASES if name == "1 rank" else {"entropy bonus": CASES["entropy bonus"]}
     for outcomes in spawn_ranks(_compare, layout.ranks, layout, cases, timeout=240):
@@ -158,7 +159,7 @@ def test_trains_as_without(name: str) -> None:
             pytest.skip("this release trains multi-token prediction with labels only")
         for case, (without, lean) in outcomes.items():
             first = len(without.losses) // 2
-            assert lean.losses[:first] == pytest.approx(without.losses[:first], rel=1e-5), case
+            assert lean.losses[:first] == pytest.approx(without.losses[:first], rel=bound_of_first), case
             assert lean.losses[first:] == pytest.approx(without.losses[first:], rel=bound), case
             assert lean.gathers == without.gathers, case
             assert (without.deferred, lean.made) == (0, 0), case

@@ -188,7 +188,9 @@ class Adapter(ColumnParallelLinear):
 def test_adapters() -> None:
     around = SimpleNamespace(output_layer=torch.nn.Sequential(make_layer()))
     assert not defers(around.output_layer[0], model=around)
-    for layer in (around.output_layer, make_layer(Adapter)):
+    with_its_own_forward = make_layer()
+    with_its_own_forward.forward = Adapter.forward.__get__(make_layer(Adapter))
+    for layer in (around.output_layer, make_layer(Adapter), with_its_own_forward):
         own = layer(HIDDEN)
         with deferring(SimpleNamespace(output_layer=layer)):
             output = layer(HIDDEN)
