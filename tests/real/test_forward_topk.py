@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron_rl_patches._chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
@@ -81,6 +85,8 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         assert live_bytes() - before == sum(
             4 * len(hidden_lh) * teacher[-1].config.hidden_size for hidden_lh in hidden or ()
         )
+        with _adapter(student), pytest.raises(InvalidInputError, match="not the product of hidden states"):
+            forward_hidden_states(student, microbatches(), progress=False)
         if own is None:
             assert of_teacher is None and hidden is None
             return None
@@ -88,6 +94,14 @@ def _student_and_teacher(sizes: dict[str, Any]) -> tuple[Distributions, Distribu
         assert by_ids is not None and of_teacher is not None
         assert all(torch.equal(a.log_probs, b.log_probs) for a, b in zip(of_teacher, by_ids, strict=True))
         return _plain(own), _plain(of_teacher)
+
+
+@contextmanager
+def _adapter(model: Any) -> Iterator[None]:
+    """Give the output layer, which only the last stage has, a forward of its own."""
+    layer = getattr(unwrap(model[-1]), "output_layer", None)
+    with nullcontext() if layer is None else mock.patch.object(layer, "forward", layer.forward):
+        yield
 
 
 def _check_hidden_states(hidden: Any, head: Any, topk: Any) -> None:

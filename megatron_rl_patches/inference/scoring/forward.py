@@ -18,7 +18,7 @@ from ...losses import (
 )
 from .hidden_states import hidden_states_of
 from .microbatches import Microbatch
-from .schedule import Forward, Group, forward_only, vocabulary_of
+from .schedule import Forward, Group, forward_only, raise_on_all_stages, vocabulary_of
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -201,12 +201,18 @@ def forward_hidden_states(
         if the model is on a GPU. ``None`` on the other stages.
 
     Raises:
-        InvalidInputError: as :func:`forward_log_probs`; or, on the last stage, the model's output layer is
-            not Megatron's own, or its logits are not its product alone.
+        InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
+            model's output layer is not Megatron's own, or its logits are not its product alone.
     """
+    problems: list[str] = []
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        return (hidden_states_of(logits_tv, batch.layout.response_rows),)
+        rows = batch.layout.response_rows
+        try:
+            return (hidden_states_of(logits_tv, rows),)
+        except InvalidInputError as error:  # the other stages wait for this one until the schedule has ended
+            problems.append(str(error))
+            return (logits_tv.new_zeros(len(rows), 1),)
 
     samples = forward_only(
         model,
@@ -217,6 +223,7 @@ def forward_hidden_states(
         output_device=output_device,
         progress=progress,
     )
+    raise_on_all_stages(problems[0] if problems else None)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 

@@ -74,7 +74,7 @@ def forward_only(
     )
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     if check is not None:
-        _raise_on_all_stages(check(batches) if on_last_stage else None)
+        raise_on_all_stages(check(batches) if on_last_stage else None)
     shapes = {batch.tokens_bs.shape for batch in batches}
     # The interleaved schedule takes full groups: the smallest batch is repeated until the last one is full.
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
@@ -136,7 +136,7 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def _raise_on_all_stages(problem: str | None) -> None:
+def raise_on_all_stages(problem: str | None) -> None:
     """Raise what the last stage objects to on all stages, which would otherwise wait for it forever."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         problems = [problem]

@@ -15,6 +15,11 @@ out that another does not: what that costs cannot be said of a part alone.
 Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
 added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
 correct digits where student and teacher are nearly the same.
+
+The gradient there is a small difference of log-probabilities, next to which the rounding of the normalizers
+is not small. This rounding moves all columns of a row alike. So the sum over the row, which the gradient
+subtracts, is that of the same rounded numbers: the second value of :meth:`_Compared.terms`. It also says how
+much the rounding has added to the divergence; see :func:`_divergence`.
 """
 
 from __future__ import annotations
@@ -111,13 +116,11 @@ class _Divergence(torch.autograd.Function):
             normalizers = _reduce(first_pass, _normalizers, _add_exp, none, claim.gather)
         else:
             chain = _ChainRule(options)
-            parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0], claim.gather)
-            normalizers, value, in_one_pass = parts[:-2], parts[-2], not parts[-1].any()
-            expected = value
+            parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0, 0.0], claim.gather)
+            normalizers, value, expected, in_one_pass = parts[:-3], parts[-3], parts[-2], not parts[-1].any()
         if not in_one_pass:
-            empty = [0.0, 0.0] if options.name == "jensen_shannon" else [0.0]
-            sums = _reduce(pairs, _Sums(normalizers, options).of_block, _add, empty, all_gather)
-            value, expected = sums.sum(0), sums[-1]
+            sums = _reduce(pairs, _Sums(normalizers, options).of_block, _add, [0.0, 0.0], all_gather)
+            value, expected = _divergence(sums, options)
         value = value.where((normalizers != _MINUS_INF).all(0), torch.nan)
 
         ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
@@ -270,10 +273,11 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 
 
 class _ChainRule:
-    """The parts of a divergence that one pass computes: ``[m + 2, n]``.
+    """The parts of a divergence that one pass computes: ``[m + 3, n]``.
 
-    These are the logarithms of the masses of student, teacher and perhaps old policy, the divergence of the
-    conditional distributions, and whether some of them rule a column out that others do not.
+    These are the logarithms of the masses of student, teacher and perhaps old policy, the two sums of
+    :meth:`_Compared.terms` for the conditional distributions, and whether some of them rule a column out that
+    others do not.
     """
 
     def __init__(self, options: DivergenceOptions) -> None:
@@ -285,24 +289,24 @@ class _ChainRule:
         gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
         # Where one of them rules a column out, the gap is next to RULED_OUT.
         differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
-        value = _sum(compared.terms(self._options)[0])
-        return torch.cat([masses, value[None], differ.double()[None]])
+        sums = torch.stack([_sum(term) for term in compared.terms(self._options)])
+        return torch.cat([masses, _divergence(sums, self._options), differ.double()[None]])
 
     def merge(self, parts: Tensor) -> Tensor:
-        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 2, n]``."""
-        *masses, values, differ = parts.unbind(1)
+        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 3, n]``."""
+        *masses, values, expected, differ = parts.unbind(1)
         totals = torch.stack([mass.logsumexp(0) for mass in masses])
         compared = _Compared.of([mass.T for mass in masses], totals, self._options)
         share = compared.q if self._options.name == "forward_kl" else compared.p
-        between = compared.terms(self._options)[0]
-        return torch.cat([totals, (share * values.T + between).sum(1)[None], differ.amax(0)[None]])
+        between = compared.terms(self._options)
+        sums = [
+            (share * part.T + term).sum(1) for part, term in zip((values, expected), between, strict=True)
+        ]
+        return torch.cat([totals, torch.stack(sums), differ.amax(0)[None]])
 
 
 class _Sums:
-    """The sums over all columns that make a divergence when the normalizers ``[m, n]`` are known.
-
-    These are one, or for the Jensen-Shannon divergence two: of the teachers' part and of the student's.
-    """
+    """The sums over all columns of :meth:`_Compared.terms` when the normalizers ``[m, n]`` are known."""
 
     def __init__(self, normalizers: Tensor, options: DivergenceOptions) -> None:
         self._normalizers, self._options = normalizers, options
@@ -332,8 +336,11 @@ class _LogProbs(NamedTuple):
 
     def minus(self, other: _LogProbs) -> Tensor:
         """Return ``log p - log q``, exactly zero where both have the same bits."""
-        normalizer = (self.normalizer - other.normalizer).to(self.x.dtype)
-        return (self.x - other.x) - normalizer[:, None]
+        normalizer = self.normalizer - other.normalizer
+        # As in values: the error is relative to the difference, which may be small.
+        rounded = normalizer.to(self.x.dtype)
+        remainder = (normalizer - rounded).to(self.x.dtype)
+        return (self.x - other.x).sub_(rounded[:, None]).sub_(remainder[:, None])
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,20 +381,21 @@ class _Compared:
         """The teacher's probabilities, which most gradients do not need."""
         return exp(self.teacher.values)
 
-    def terms(self, options: DivergenceOptions) -> tuple[Tensor, ...]:
-        """Return what each column adds to the one or two sums that make the divergence."""
+    def terms(self, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
+        """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
         if self.old_gap is not None:
             value = self.p * self.old_gap
-        elif options.name == "reverse_kl":
-            value = _relative_entropy(self.p, self.q, self.gap)
-        elif options.name == "forward_kl":
-            value = _relative_entropy(self.q, self.p, -self.gap)
-        else:
-            gap = self.gap_to_middle(options.beta)
-            middle = self.p + options.beta * (self.q - self.p)
-            of_teacher = _relative_entropy(self.q, middle, gap - self.gap)
-            return options.beta * of_teacher, (1.0 - options.beta) * _relative_entropy(self.p, middle, gap)
-        return (value,)
+            return value, value
+        if options.name == "reverse_kl":
+            return _relative_entropy(self.p, self.q, self.gap)
+        if options.name == "forward_kl":
+            value, negative = _relative_entropy(self.q, self.p, -self.gap)
+            return value, value - negative  # q (exp(gap) - 1), which is p - q
+        gap = self.gap_to_middle(options.beta)
+        middle = self.p + options.beta * (self.q - self.p)
+        of_teacher, _ = _relative_entropy(self.q, middle, gap - self.gap)
+        of_student, expected = _relative_entropy(self.p, middle, gap)
+        return of_student.lerp_(of_teacher, options.beta), (1.0 - options.beta) * expected
 
     def gap_to_middle(self, beta: float) -> Tensor:
         """Return ``log p - log m`` with ``m = beta q + (1 - beta) p``."""
@@ -401,7 +409,8 @@ class _Compared:
         """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
 
         Args:
-            expected: the sum over all columns of ``p`` times what ``p`` is multiplied with here, ``[b, 1]``.
+            expected: the second sum of :meth:`terms` over all columns, ``[b, 1]``, with which the derivatives
+                of a row add up to zero.
         """
         if self.old_gap is not None:
             return self.p * (self.old_gap - expected)
@@ -409,12 +418,12 @@ class _Compared:
             return self.p * (self.gap - expected)
         if options.name == "forward_kl":
             near = -self.p * (-self.gap).clamp_(max=1.0).expm1_()
-            return near.lerp_(self.p - self.q, _is_large(self.gap))
+            return near.lerp_(self.p - self.q, _is_large(self.gap)).sub_(self.p * expected)
         return self.p * ((1.0 - options.beta) * self.gap_to_middle(options.beta) - expected)
 
 
-def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
-    """Return ``p log(p / q) - p + q`` with ``gap = log(p / q)``, with correct digits near zero too."""
+def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``p gap - p + q``, with correct digits near zero too, and ``p gap``, where gap is log(p / q)."""
     terms = 11 if p.dtype == torch.float64 else 6
     small = gap.clamp(-_SMALL_GAP, _SMALL_GAP)
     # gap + exp(-gap) - 1 = gap^2 / 2 - gap^3 / 6 + gap^4 / 24 - ...
@@ -422,7 +431,8 @@ def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> Tensor:
     for k in range(terms - 2, -1, -1):
         series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
     near = series.mul_(small).mul_(small).mul_(p)
-    return near.lerp_(p * gap + (q - p), _is_large(gap))
+    weighted = p * gap
+    return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
 
 
 def _is_large(gap: Tensor) -> Tensor:
@@ -435,6 +445,21 @@ def _is_positive(x: Tensor) -> Tensor:
     Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
     """
     return x.sign_().clamp_(min=0.0)
+
+
+def _divergence(sums: Tensor, options: DivergenceOptions) -> Tensor:
+    """Return the sums of :meth:`_Compared.terms`, of which the first has become the divergence, ``[2, n]``.
+
+    Normalizers that are off by ``d`` together add ``d ** 2 / 2`` to a Kullback-Leibler divergence.
+    """
+    value, expected = sums
+    if options.name == "reverse_kl":
+        off = expected - value  # the sum of p - q
+    elif options.name == "forward_kl":
+        off = expected
+    else:
+        return sums
+    return torch.stack([(value - 0.5 * off**2).clamp(min=0.0), expected])
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class DistillationOptions:
             ``None`` weights all teachers alike.
         normalization: what the loss is an average over; see :func:`token_weights`.
         constant_length: the divisor of the normalization ``"constant"``.
+        num_ids: for full distributions, size of the vocabulary without padding; see
+            :func:`.full_vocabulary_divergence`.
     """
 
     divergence: Divergence = "reverse_kl"
@@ -49,6 +51,7 @@ class DistillationOptions:
     teacher_weights: tuple[float, ...] | None = None
     normalization: Normalization = "token"
     constant_length: int | None = None
+    num_ids: int | None = None
 
     def __post_init__(self) -> None:
         known = get_args(Divergence)
@@ -108,7 +111,12 @@ class DistillationBatch:
             check_lengths(
                 f"distributions of {name}", [value[:, 0] for value in values], self.response_lengths
             )
-        if not self.is_full:
+        if self.is_full:
+            if any(len(one.heads) != 1 for one in self.old or () if isinstance(one, FullDistribution)):
+                raise InvalidInputError(
+                    "old is a mixture: pass the distributions of the one policy that sampled"
+                )
+        else:
             for of_response in zip(*scored.values(), strict=True):
                 check_same_indices(of_response)
 
@@ -128,6 +136,8 @@ class DistillationBatch:
             raise InvalidInputError(f"divergence is {options.divergence!r}: old is needed, and missing")
         if self.is_full and options.divergence == "generalized_kl":
             raise InvalidInputError("divergence is 'generalized_kl', which is over k ids: use 'reverse_kl'")
+        if not self.is_full and options.num_ids is not None:
+            raise InvalidInputError("num_ids is for full distributions: a top-k names its ids")
         normalize_weights(options.teacher_weights, len(self.teachers))
 
 
@@ -179,6 +189,8 @@ def distillation_loss(
         InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
     """
     batch.check_for(options)
+    if batch.is_full:
+        raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
     check_lengths("tail_log_probs", tail_log_probs, lengths)
     check_lengths("log_probs", [log_probs_lk[..., 0] for log_probs_lk in log_probs], lengths)
@@ -209,6 +221,7 @@ def make_distillation_loss_func(
         layout: where the responses stand in the logits.
         batch: teachers and masks of the full responses.
         options: which loss to compute; the reverse KL by default.
+        inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
     """
     options = options or DistillationOptions()
     batch.check_for(options)
@@ -273,6 +286,8 @@ def per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: Tokens, options: Dis
     total = teacher_tail = torch.zeros_like(tail_n)
     weights = normalize_weights(options.teacher_weights, len(tokens.teachers))
     for weight, teacher in zip(weights, map(masked_distribution, tokens.teachers), strict=True):
+        if not weight:  # such a teacher may hold NaN, and zero times NaN is NaN
+            continue
         total = total + weight * divergence(log_probs_nk, tail_n, teacher, **keywords)
         teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
     return torch.stack([total, masked(tail_n.detach().exp()), masked(teacher_tail)], 1)

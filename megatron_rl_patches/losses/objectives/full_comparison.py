@@ -33,8 +33,12 @@ def full_comparison(
     groups = [
         (weight, *group)
         for weight, teacher in zip(weights, batch.teachers, strict=True)
+        if weight  # a teacher without weight may hold NaN, and zero times NaN is NaN
         for group in _groups(cast("Sequence[FullDistribution]", teacher), index, counts)
     ]
+    if len(groups) > 1:
+        # Each group reads the logits, and the first backward would overwrite what the others read.
+        how = {**how, "inplace_backward": False}
 
     def compare(logits: Tensor) -> Tensor:
         total: Tensor | None = None
@@ -49,6 +53,7 @@ def full_comparison(
                 teacher_weights=teacher.weights,
                 old=old_logits,
                 rows=rows[places.to(device)],
+                num_ids=options.num_ids,
                 **how,
             )
             if total is None:

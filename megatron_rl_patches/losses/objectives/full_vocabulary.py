@@ -68,7 +68,7 @@ def full_vocabulary_divergence(
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
-            all-gather of up to five numbers per row, and a second one of two numbers for
+            all-gather of up to six numbers per row, and a second one of two numbers for
             ``"jensen_shannon"``, for a mixture, and where only some of the distributions rule an id out.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)

@@ -18,6 +18,7 @@ from megatron_rl_patches.losses import (
     OutputHead,
     SequenceLayout,
     deferred_logits,
+    distillation_loss,
     make_distillation_loss_func,
     mix_teachers,
     route_teachers,
@@ -77,7 +78,9 @@ def test_loss_and_gradients_are_the_dense_ones(name: str, made: bool) -> None:
     hidden, weight = student()
     options = DistillationOptions(teacher_weights=(1.0, 3.0) if name == "averaged" else None)
     batch = DistillationBatch(TEACHERS[name], MASKS)
-    loss_func = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)
+    loss_func = make_distillation_loss_func(
+        LAYOUT, batch, options, temperature=TEMPERATURE, inplace_backward=True
+    )
     logits = hidden @ weight.T if made else deferred_logits(hidden, weight, tile_bytes=4096)
     loss, count, metrics = loss_func(logits[None])
 
@@ -121,6 +124,32 @@ def test_masked_tokens_may_be_anything_and_are_not_computed() -> None:
         loss = func(deferred_logits(hidden, weight)[None])[0]
         runs.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_a_teacher_without_weight_may_be_anything() -> None:
+    hidden, weight = student()
+    nothing = [FullDistribution.of(one.hidden[0] * math.nan, one.heads[0]) for one in teacher("code")]
+    losses = []
+    for teachers, weights in (([ROUTED], None), ([ROUTED, nothing], (2.0, 0.0))):
+        options = DistillationOptions(teacher_weights=weights)
+        func = make_distillation_loss_func(LAYOUT, DistillationBatch(teachers, MASKS), options)
+        losses.append(func(deferred_logits(hidden, weight)[None])[0])
+    assert losses[0] == losses[1]
+
+
+def test_a_teacher_whose_vocabulary_is_padded_to_another_size() -> None:
+    hidden, weight = student()
+    padded = OutputHead(
+        torch.cat([HEADS["math"].weight, random(20, 4, seed=8)]), torch.zeros(V + 20, dtype=torch.float64)
+    )
+    exact = OutputHead(HEADS["math"].weight[: V - 10])
+    losses = []
+    for head, ids, rows in ((padded, V - 10, V), (exact, None, V - 10)):
+        distributions = FullDistribution.of(random(sum(RESPONSES), 4, seed=9), head).split(RESPONSES)
+        batch = DistillationBatch([distributions], MASKS)
+        func = make_distillation_loss_func(LAYOUT, batch, DistillationOptions(num_ids=ids))
+        losses.append(func(deferred_logits(hidden, weight[:rows])[None])[0])
+    assert torch.allclose(*losses, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["routed", "mixed"])
@@ -173,6 +202,21 @@ REFUSED: dict[str, tuple[Any, str]] = {
             LAYOUT, DistillationBatch([ROUTED], MASKS), DistillationOptions("generalized_kl")
         ),
         "which is over k ids",
+    ),
+    "old": (lambda: DistillationBatch([ROUTED], MASKS, MIXED), "old is a mixture"),
+    "num_ids": (
+        lambda: make_distillation_loss_func(
+            LAYOUT, DistillationBatch([TOPK], MASKS), DistillationOptions(num_ids=V)
+        ),
+        "num_ids is for full distributions",
+    ),
+    "loss of top-k": (
+        lambda: distillation_loss([], [], DistillationBatch([ROUTED], MASKS), DistillationOptions()),
+        "use make_distillation_loss_func",
+    ),
+    "rows": (
+        lambda: FullDistribution((random(3, 4, seed=0), random(2, 4, seed=0)), (HEAD, HEAD), (1.0, 1.0)),
+        r"hidden states are \[2, 4\], expected \[3, h\]",
     ),
     "hidden size": (lambda: FullDistribution.of(random(3, 7, seed=0), HEAD), r"\[3, 7\], expected \[3, h\]"),
     "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
