@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
+from ..losses.objectives.divergences import check_beta
 
 LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
@@ -58,8 +59,8 @@ def check_arguments(args: Any) -> None:
     """Refuse, before anything starts, what would fail only after hours in a queue.
 
     Raises:
-        InvalidInputError: another option does not go with the loss, there is no teacher, a teacher's folder
-            does not exist, or its vocabulary is not the student's.
+        InvalidInputError: another option does not go with the loss or is out of range, there is no teacher, a
+            teacher's folder does not exist, or its vocabulary is not the student's.
     """
     for option, reason in _CONFLICTS.items():
         if getattr(args, option, None):
@@ -67,6 +68,12 @@ def check_arguments(args: Any) -> None:
             raise InvalidInputError(
                 f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
             )
+    check_beta(getattr(args, "opd_beta", 0.5))
+    if not (temperature := getattr(args, "rollout_temperature", 1.0)) > 0:
+        raise InvalidInputError(
+            f"--rollout-temperature is {temperature}, expected a positive number: --loss-type {LOSS_TYPE} "
+            "divides logits by it"
+        )
     if getattr(args, "train_backend", "megatron") != "megatron":
         raise InvalidInputError(f"--loss-type {LOSS_TYPE} is for --train-backend megatron")
     if not getattr(args, "enable_weights_backuper", True):

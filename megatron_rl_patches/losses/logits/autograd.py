@@ -100,7 +100,7 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
                 f"computed. Autograd says: {error}"
             ) from error
         raise InvalidInputError(
-            "the logits were overwritten after forward, so that their gradient cannot be computed: by an "
-            "inplace_backward (this is a second backward, or another loss of these logits), or by some "
-            f"operation in place. Autograd says: {error}"
+            "the logits, or those of a teacher, were overwritten after forward, so that the gradient cannot "
+            "be computed: by an inplace_backward (this is a second backward, or another loss of these "
+            f"logits), or by some operation in place. Autograd says: {error}"
         ) from error

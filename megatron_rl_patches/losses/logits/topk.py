@@ -58,7 +58,7 @@ def vocab_parallel_topk(
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
     source, options = checked_source(logits, rows, None, options)
     vocab_size = source.width * options.tp_size
-    if not 1 <= k <= vocab_size:
+    if not (isinstance(k, int) and 1 <= k <= vocab_size):
         raise InvalidInputError(f"k is {k}, expected from 1 to {vocab_size}, the size of the vocabulary")
     return TopKDistribution(*topk(source, k, options))
 

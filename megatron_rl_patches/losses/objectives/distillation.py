@@ -21,7 +21,7 @@ from .full_comparison import full_comparison
 from .full_distribution import FullDistribution
 from .policy import check_lengths
 from .reduction import LossAndCount, Normalization, check_normalization, metrics_of, token_weights
-from .teachers import check_same_indices, normalize_weights
+from .teachers import check_one_kind, check_same_indices, normalize_weights
 from .topk_distribution import NO_ENTRY, TopKDistribution
 
 Divergence = Literal[
@@ -99,11 +99,7 @@ class DistillationBatch:
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
         if self.old is not None:
             scored["old"] = self.old
-        if (
-            len(kinds := {type(one).__name__ for distributions in scored.values() for one in distributions})
-            > 1
-        ):
-            raise InvalidInputError(f"the distributions are {' and '.join(sorted(kinds))}; pass one kind")
+        check_one_kind([one for distributions in scored.values() for one in distributions])
         for name, distributions in scored.items():
             values = [
                 one.hidden[0] if isinstance(one, FullDistribution) else one.log_probs for one in distributions

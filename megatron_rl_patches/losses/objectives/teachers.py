@@ -44,9 +44,11 @@ def mix_teachers(
             teachers alike.
 
     Raises:
-        InvalidInputError: there are no teachers, the weights are invalid, or the indices differ.
+        InvalidInputError: there are no teachers, they are of different kinds, the weights are invalid, or the
+            indices differ.
     """
-    if teachers and all(isinstance(teacher, FullDistribution) for teacher in teachers):
+    check_one_kind(teachers)
+    if teachers and isinstance(teachers[0], FullDistribution):
         return FullDistribution.mixture(
             cast("Sequence[FullDistribution]", teachers), normalize_weights(weights, len(teachers))
         )
@@ -96,6 +98,16 @@ def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float
             f"weights are {weights} for {count} teacher(s), expected one each, not negative, not all zero"
         )
     return [weight / total for weight in weights]
+
+
+def check_one_kind(distributions: Sequence[object]) -> None:
+    """Raise :class:`InvalidInputError` unless all are top-k distributions, or all are full ones."""
+    kinds = {type(distribution) for distribution in distributions}
+    if len(kinds) > 1 or not kinds <= {TopKDistribution, FullDistribution}:
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise InvalidInputError(
+            f"the distributions are {names}; pass one kind, TopKDistribution or FullDistribution"
+        )
 
 
 def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:

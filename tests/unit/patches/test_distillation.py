@@ -277,6 +277,28 @@ def test_options_of_miles_that_do_not_go_with_it(
     parse(framework, "--loss-type", LOSS_TYPE)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("train_backend", "fsdp", "is for --train-backend megatron"),
+        ("opd_beta", 3.0, "beta is 3.0"),
+        ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
+    ],
+)
+def test_values_that_fit_no_run(
+    framework: Callable[[str], Any],
+    settings: Settings,
+    option: str,
+    value: object,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apply(NAME, settings=settings)
+    monkeypatch.setitem(framework("utils.arguments").CUSTOM_CONFIG, option, value)
+    with pytest.raises(InvalidInputError, match=message):
+        parse(framework, "--loss-type", LOSS_TYPE)
+
+
 def test_teachers_must_be_given_and_exist(framework: Callable[[str], Any], tmp_path: Path) -> None:
     apply(NAME)
     with pytest.raises(InvalidInputError, match="MEGATRON_RL_PATCHES_OPD_TEACHERS=name=path"):

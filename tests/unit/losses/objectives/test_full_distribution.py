@@ -191,11 +191,14 @@ def test_a_microbatch_wholly_masked_reaches_every_parameter() -> None:
 
 TOPK = vocab_parallel_topk(random(sum(RESPONSES), V, seed=3), 4).split(RESPONSES)
 HEAD = HEADS["math"]
+OF_MATH = teacher("math")[0]
 REFUSED: dict[str, tuple[Any, str]] = {
     "kinds": (
         lambda: DistillationBatch([teacher("math"), TOPK], MASKS),
         "FullDistribution and TopKDistribution; pass one kind",
     ),
+    "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),  # type: ignore[list-item]
+    "a mixture of kinds": (lambda: mix_teachers([OF_MATH, TOPK[0]]), "and TopKDistribution; pass one kind"),
     "lengths": (lambda: DistillationBatch([teacher("math")[::-1]], MASKS), "distributions of teacher 0"),
     "generalized": (
         lambda: make_distillation_loss_func(
