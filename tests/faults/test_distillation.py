@@ -104,20 +104,24 @@ def _compared(fault: str) -> str:
     def logits(rows: int, vocabulary: int) -> torch.Tensor:
         return deferred_logits(torch.ones(rows, 3), torch.ones(vocabulary, 3), tp_group=dist.group.WORLD)
 
-    other = logits(4 + (fault == "length"), 8 + 4 * (fault == "vocabulary"))
+    other = logits(4 + (fault == "length"), 8 + 4 * (fault != "length"))
+    # Without tensor parallelism the number of ids would say which columns of another padding to compare.
+    num_ids = 16 if fault == "padding" else None
     collectives = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
     none = {name: mock.DEFAULT for name in collectives if hasattr(dist, name)}
     with mock.patch.multiple(dist, **none) as started:
         try:
             teachers = [logits(4, 8), other]
-            full_vocabulary_divergence(logits(4, 8), teachers, tp_group=dist.group.WORLD)
+            full_vocabulary_divergence(logits(4, 8), teachers, tp_group=dist.group.WORLD, num_ids=num_ids)
         except InvalidInputError as error:
             assert not any(collective.called for collective in started.values())
             return str(error)
         return "no error"
 
 
-@pytest.mark.parametrize(("fault", "shape"), [("length", [5, 8]), ("vocabulary", [4, 12])])
+@pytest.mark.parametrize(
+    ("fault", "shape"), [("length", [5, 8]), ("vocabulary", [4, 12]), ("padding", [4, 12])]
+)
 def test_teachers_that_disagree_are_an_error_on_all_before_a_collective(fault: str, shape: list[int]) -> None:
     first, second = spawn_ranks(_compared, 2, fault, timeout=60)
     assert first == second
