@@ -131,9 +131,15 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
 
 
 def is_column_parallel(layer: Any) -> bool:
-    """Return whether Megatron's linear layer defines a layer's forward; not so an adapter or another head."""
-    owner = next((owner for owner in (layer, *type(layer).__mro__) if "forward" in vars(owner)), None)
-    return getattr(owner, "__name__", None) == "ColumnParallelLinear"
+    """Return whether a layer is Megatron's linear layer, with a forward of Megatron's own.
+
+    An adapter that derives from it is not, nor is another head. Megatron's own subclass adds the cross
+    entropy of labels only.
+    """
+    if "forward" in vars(layer) or not has_base(layer, "ColumnParallelLinear"):
+        return False
+    owner = next(base for base in type(layer).__mro__ if "forward" in vars(base))
+    return owner.__name__ == "ColumnParallelLinear" or owner.__module__.startswith("megatron.core.")
 
 
 def _deferred_output(

@@ -198,8 +198,13 @@ def test_adapters() -> None:
         torch.testing.assert_close(output, own)
 
 
-def test_a_layer_defers_for_the_length_of_a_block() -> None:
-    layer = make_layer()
+@pytest.mark.parametrize("is_of_megatron", [False, True])
+def test_a_layer_defers_for_the_length_of_a_block(is_of_megatron: bool) -> None:
+    """In newer releases Megatron's output layer is a subclass that also knows the cross entropy of labels."""
+    own_forward = {"forward": lambda self, *args: ColumnParallelLinear.forward(self, *args)}
+    subclass = type("LinearCrossEntropyModule", (ColumnParallelLinear,), own_forward)
+    subclass.__module__ = "megatron.core.transformer.linear_cross_entropy"
+    layer = make_layer(subclass if is_of_megatron else ColumnParallelLinear)
     with deferring(SimpleNamespace(output_layer=layer)):
         deferred = layer(HIDDEN)
     own = layer(HIDDEN)
