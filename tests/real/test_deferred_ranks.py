@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
+    FullDistribution,
+    OutputHead,
     deferred_logits,
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
@@ -102,3 +104,28 @@ def _refused() -> str:
 def test_arguments_are_refused_before_the_gather() -> None:
     first, second = spawn_ranks(_refused, 2)
     assert first == second
+
+
+def _padded_differently() -> list[Tensor]:
+    """Return the errors of divergences of a student of 8 rows, 7 of which count, from teachers of others."""
+    rank, group = dist.get_rank(), dist.new_group([0, 1])
+    hidden = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
+    weight = torch.linspace(0, 2, 24, dtype=torch.float64).view(8, 3).sin()
+    student = deferred_logits(hidden, weight.chunk(2)[rank], tp_group=group)
+    errors = []
+    for rows in (2, 6, 10):
+        num_ids = min(7, rows)
+        weight_of_teacher = torch.linspace(1, 2, 3 * rows, dtype=torch.float64).view(rows, 3).sin()
+        bias = weight_of_teacher[:, 0]
+        head = OutputHead(weight_of_teacher.chunk(2)[rank], bias.chunk(2)[rank])
+        (teacher,) = FullDistribution.of(hidden, head.resharded(4, group)).logits()
+        value = full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
+        whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
+        log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)
+        errors.append(value - (log_p.exp() * (log_p - log_q)).sum(1))
+    return errors
+
+
+def test_a_teacher_of_another_padding_takes_the_shards_of_the_student() -> None:
+    for errors in spawn_ranks(_padded_differently, 2, timeout=60):
+        assert torch.stack(errors).abs().max() < 1e-12

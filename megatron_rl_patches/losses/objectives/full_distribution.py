@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..logits.autograd import all_gather
 from ..logits.deferred import DeferredLogits, deferred_logits
 
 
@@ -29,10 +31,38 @@ class OutputHead:
         bias = None if self.bias is None else copied_to(self.bias, device)
         return OutputHead(copied_to(self.weight, device), bias)
 
+    def resharded(self, width: int, tp_group: dist.ProcessGroup) -> OutputHead:
+        """Return a copy with ``width`` rows on each rank, as many as the student's output layer has there.
+
+        It is for a teacher whose vocabulary is padded to another size than the student's: under tensor
+        parallelism, a rank's rows stand for other ids in the two. Rows that the teacher lacks are zero, and
+        rows that are too many are left out: say with ``num_ids`` which ids count.
+
+        Args:
+            width: ``V / tp`` of the student.
+            tp_group: ranks that hold the other rows. Each rank has all of them while this runs, on the device
+                of the weight; with NCCL that is a GPU.
+
+        Raises:
+            InvalidInputError: ``width`` is not a positive integer.
+        """
+        if not (isinstance(width, int) and width > 0):
+            raise InvalidInputError(
+                f"width is {width}, expected the rows of the student's output layer on a rank"
+            )
+        bias = None if self.bias is None else _resharded(self.bias, width, tp_group)
+        return OutputHead(_resharded(self.weight, width, tp_group), bias)
+
     @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _resharded(shard: Tensor, width: int, tp_group: dist.ProcessGroup) -> Tensor:
+    start = dist.get_rank(tp_group) * width
+    mine = all_gather(shard.contiguous(), tp_group).flatten(0, 1)[start : start + width]
+    return torch.cat([mine, mine.new_zeros(width - len(mine), *mine.shape[1:])])
 
 
 def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -59,7 +59,8 @@ def full_vocabulary_divergence(
             ``tp_group``, ``inplace_backward`` and ``block_bytes``.
         temperature: the logits of all are divided by it.
         num_ids: size of the vocabulary without padding. The distributions are those over the first so many
-            ids. With it, and without tensor parallelism, the logits may be padded to different widths.
+            ids. With it, and without tensor parallelism, the logits may be padded to different widths; with
+            tensor parallelism see :meth:`.OutputHead.resharded`.
 
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
@@ -103,7 +104,7 @@ def full_vocabulary_divergence(
             raise InvalidInputError(
                 f"{name} is {list(logits.shape)} on {logits.device}, expected {source.n} rows of "
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
-                "another width need num_ids, and no tensor parallelism"
+                "another width need num_ids, and under tensor parallelism OutputHead.resharded, too"
             )
         if inplace_backward and isinstance(of_other, DenseLogits) and _share_memory(logits, student):
             raise InvalidInputError(

@@ -224,6 +224,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "hidden size": (lambda: FullDistribution.of(random(3, 7, seed=0), HEAD), r"\[3, 7\], expected \[3, h\]"),
     "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
     "cat": (lambda: FullDistribution.cat(ROUTED), "of different teachers"),
+    "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),  # type: ignore[arg-type]
 }
 
 
