@@ -69,16 +69,16 @@ def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Defer
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
     if not selects_rows(indices, logits.dim()):
         return None
-    kept = [_own(index) for index in indices]
-    return _derived([logits], func(logits._rows, indices), lambda values: func(values, kept))
+    indices = [_own(index) for index in indices]
+    return _derived([logits], func(logits._rows, indices), lambda values: func(values, indices))
 
 
 def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
     dim %= logits.dim()
     if dim == logits.dim() - 1:
         return None
-    kept = _own(index)
-    return _derived([logits], func(logits._rows, dim, index), lambda values: func(values, dim, kept))
+    index = _own(index)
+    return _derived([logits], func(logits._rows, dim, index), lambda values: func(values, dim, index))
 
 
 def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
@@ -94,8 +94,8 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
 def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     if (number := _number(divisor, logits)) is None:
         return None
-    whole, kept = logits.divisor * number, _own(divisor)
-    return _derived([logits], logits._rows, lambda values: func(values, kept), divisor=whole)
+    whole, divisor = logits.divisor * number, _own(divisor)
+    return _derived([logits], logits._rows, lambda values: func(values, divisor), divisor=whole)
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
@@ -107,8 +107,8 @@ def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> Deferre
         return None
     if (number := _number(divisor, logits)) is None:
         return None
-    kept = _own(divisor)
-    contents.divide_in_place(lambda values: func(values.view(shape), kept), number)
+    divisor = _own(divisor)
+    contents.divide_in_place(lambda values: func(values.view(shape), divisor), number)
     return logits
 
 

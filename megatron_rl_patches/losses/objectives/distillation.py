@@ -21,7 +21,7 @@ from .full_comparison import full_comparison
 from .full_distribution import FullDistribution
 from .policy import check_lengths
 from .reduction import LossAndCount, Normalization, check_normalization, metrics_of, token_weights
-from .teachers import check_one_kind, check_same_indices, normalize_weights
+from .teachers import check_one_kind, check_same_indices, normalize_weights, weighted
 from .topk_distribution import NO_ENTRY, TopKDistribution
 
 Divergence = Literal[
@@ -280,10 +280,7 @@ def per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: Tokens, options: Dis
     divergence = getattr(divergences, options.divergence)
     log_probs_nk, tail_n = masked(log_probs_nk), masked(tail_n)
     total = teacher_tail = torch.zeros_like(tail_n)
-    weights = normalize_weights(options.teacher_weights, len(tokens.teachers))
-    for weight, teacher in zip(weights, map(masked_distribution, tokens.teachers), strict=True):
-        if not weight:  # such a teacher may hold NaN, and zero times NaN is NaN
-            continue
+    for weight, teacher in weighted(list(map(masked_distribution, tokens.teachers)), options.teacher_weights):
         total = total + weight * divergence(log_probs_nk, tail_n, teacher, **keywords)
         teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
     return torch.stack([total, masked(tail_n.detach().exp()), masked(teacher_tail)], 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..logits.divergence import FullDivergence
 from .full_distribution import FullDistribution
 from .full_vocabulary import full_vocabulary_divergence
-from .teachers import normalize_weights
+from .teachers import weighted
 
 if TYPE_CHECKING:
     from .distillation import DistillationBatch, DistillationOptions
@@ -29,11 +29,9 @@ def full_comparison(
     counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
     needs_old = options.divergence == "importance_weighted_reverse_kl"
     old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if needs_old else None
-    weights = normalize_weights(options.teacher_weights, len(batch.teachers))
     groups = [
         (weight, *group)
-        for weight, teacher in zip(weights, batch.teachers, strict=True)
-        if weight  # a teacher without weight may hold NaN, and zero times NaN is NaN
+        for weight, teacher in weighted(batch.teachers, options.teacher_weights)
         for group in _groups(cast("Sequence[FullDistribution]", teacher), index, counts)
     ]
     if len(groups) > 1:

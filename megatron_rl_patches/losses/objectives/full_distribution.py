@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,7 @@ class OutputHead:
 
     def copied_to(self, device: torch.device | str) -> OutputHead:
         """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
-        bias = None if self.bias is None else copied_to(self.bias, device)
-        return OutputHead(copied_to(self.weight, device), bias)
+        return self._mapped(lambda tensor: copied_to(tensor, device))
 
     def resharded(self, width: int, tp_group: dist.ProcessGroup) -> OutputHead:
         """Return a copy with ``width`` rows on each rank, as many as the student's output layer has there.
@@ -50,19 +49,21 @@ class OutputHead:
             raise InvalidInputError(
                 f"width is {width}, expected the rows of the student's output layer on a rank"
             )
-        bias = None if self.bias is None else _resharded(self.bias, width, tp_group)
-        return OutputHead(_resharded(self.weight, width, tp_group), bias)
+        start = dist.get_rank(tp_group) * width
+
+        def shard_of(tensor: Tensor) -> Tensor:
+            mine = all_gather(tensor.contiguous(), tp_group).flatten(0, 1)[start : start + width]
+            return torch.cat([mine, mine.new_zeros(width - len(mine), *mine.shape[1:])])
+
+        return self._mapped(shard_of)
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> OutputHead:
+        return OutputHead(function(self.weight), None if self.bias is None else function(self.bias))
 
     @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
-
-
-def _resharded(shard: Tensor, width: int, tp_group: dist.ProcessGroup) -> Tensor:
-    start = dist.get_rank(tp_group) * width
-    mine = all_gather(shard.contiguous(), tp_group).flatten(0, 1)[start : start + width]
-    return torch.cat([mine, mine.new_zeros(width - len(mine), *mine.shape[1:])])
 
 
 def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:

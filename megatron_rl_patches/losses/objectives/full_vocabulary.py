@@ -17,7 +17,7 @@ from ..logits.head import HeadLogits
 from ..logits.options import VocabParallelOptions
 from ..logits.source import DenseLogits
 from .divergences import check_beta
-from .teachers import normalize_weights
+from .teachers import weighted
 
 
 def full_vocabulary_divergence(
@@ -82,7 +82,7 @@ def full_vocabulary_divergence(
     needs_old = divergence == "importance_weighted_reverse_kl"
     if needs_old and old is None:
         raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
-    weights = normalize_weights(teacher_weights, len(teachers))
+    counted = weighted([(f"teacher {n}", logits) for n, logits in enumerate(teachers)], teacher_weights)
     options = VocabParallelOptions(
         tp_group=tp_group,
         temperature=temperature,
@@ -90,12 +90,11 @@ def full_vocabulary_divergence(
         block_bytes=block_bytes,
     )
     source, student_options = checked_source(student, rows, None, options)
-    # A teacher without weight may hold NaN, and zero times NaN is NaN.
-    named = {f"teacher {number}": logits for number, logits in enumerate(teachers) if weights[number]}
+    named = [teacher for _, teacher in counted]
     if needs_old and old is not None:
-        named["old"] = old
+        named.append(("old", old))
     others = []
-    for name, logits in named.items():
+    for name, logits in named:
         of_other, other_options = checked_source(
             logits.detach(), None, None, replace(options, inplace_backward=False)
         )
@@ -123,7 +122,7 @@ def full_vocabulary_divergence(
         DivergenceOptions(
             divergence,
             beta,
-            tuple(math.log(weight) for weight in weights if weight),
+            tuple(math.log(weight) for weight, _ in counted),
             source.width * options.tp_size if num_ids is None else num_ids,
             tp_group,
         ),

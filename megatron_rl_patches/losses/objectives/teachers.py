@@ -7,7 +7,7 @@ it sampled. Mixture and divergences are then exact for the k ids and for the tai
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar, cast, overload
 
 import torch
@@ -54,14 +54,14 @@ def mix_teachers(
         )
     teachers = cast("Sequence[TopKDistribution]", teachers)
     check_same_indices(teachers)
-    log_weights = [math.log(w) if w else -math.inf for w in normalize_weights(weights, len(teachers))]
+    pairs = weighted(teachers, weights)
 
-    def mix(log_probs: list[Tensor]) -> Tensor:
-        weighted = [x.double() + log_weight for x, log_weight in zip(log_probs, log_weights, strict=True)]
-        return torch.stack(weighted).logsumexp(0).to(log_probs[0].dtype)
+    def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
+        parts = [log_probs(teacher).double() + math.log(weight) for weight, teacher in pairs]
+        return torch.stack(parts).logsumexp(0).to(log_probs(teachers[0]).dtype)
 
-    log_probs, tail = mix([t.log_probs for t in teachers]), mix([t.tail_log_prob for t in teachers])
-    return TopKDistribution(teachers[0].indices, log_probs, tail)
+    tail = mix(lambda teacher: teacher.tail_log_prob)
+    return TopKDistribution(teachers[0].indices, mix(lambda teacher: teacher.log_probs), tail)
 
 
 def route_teachers(
@@ -87,6 +87,15 @@ def route_teachers(
                 f"sample {sample} names the teacher {name!r}, which has nothing for it: score it with that"
             )
     return [by_position[name][sample] for sample, name in enumerate(names)]
+
+
+def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tuple[float, T]]:
+    """Return the teachers with their weights, which add up to one.
+
+    A teacher of weight zero is left out: it may hold NaN, and zero times NaN is NaN.
+    """
+    pairs = zip(normalize_weights(weights, len(teachers)), teachers, strict=True)
+    return [(weight, teacher) for weight, teacher in pairs if weight]
 
 
 def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:

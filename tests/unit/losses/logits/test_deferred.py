@@ -756,8 +756,8 @@ def test_a_tensor_that_is_overwritten_afterwards_changes_nothing(name: str) -> N
 
 
 def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
-    tensors, together, found = inputs(), threading.Barrier(4), []
-    layers = []
+    tensors, barrier = inputs(), threading.Barrier(4)
+    layers, seen = [], []
 
     def layer() -> Tensor:
         layers.append(1)
@@ -767,8 +767,8 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
     logits = deferred.defer(*tensors.values(), TileOptions(), layer)  # type: ignore[arg-type]
 
     def look() -> None:
-        together.wait(timeout=60)
-        found.append(logits.detach() + 0)
+        barrier.wait(timeout=60)
+        seen.append(logits.detach() + 0)
 
     threads = [threading.Thread(target=look) for _ in range(4)]
     for thread in threads:
@@ -776,7 +776,7 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
     for thread in threads:
         thread.join()
     assert len(layers) == 1
-    assert len(found) == 4 and all(torch.equal(values, dense_of(tensors)) for values in found)
+    assert len(seen) == 4 and all(torch.equal(values, dense_of(tensors)) for values in seen)
 
 
 def test_setting_the_data_is_refused() -> None:

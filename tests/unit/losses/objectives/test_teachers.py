@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -63,6 +64,8 @@ def test_a_teacher_of_weight_zero_is_not_heard() -> None:
     found = mix_teachers([one, other], [0.0, 3.0])
     assert torch.allclose(found.log_probs, other.log_probs)
     assert torch.allclose(found.tail_log_prob, other.tail_log_prob)
+    of_nan = TopKDistribution(one.indices, one.log_probs * math.nan, one.tail_log_prob * math.nan)
+    assert torch.equal(mix_teachers([of_nan, other], [0.0, 3.0]).log_probs, found.log_probs)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [float("nan"), 1.0], [INF, 1.0]])
