@@ -3,20 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 # Two tests at a time: most use one core, or wait for ranks to start.
 PARALLEL ?= --numprocesses=2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest-torch test-frameworks \
-    checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs docs-version \
-    screenshots clean
+.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
+    checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
+    docs-version screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | screenshots | clean"
-	@echo "make test | test-slow | test-releases | test-oldest-torch | test-all (these four, and docs) | test-frameworks"
-	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | release-check | mutation"
+	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
+	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
+	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
@@ -28,12 +30,12 @@ demo: $(INSTALLED)-demo
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS)
 
-# Everything that needs neither a GPU nor checkouts of frameworks: about half an hour.
+# Everything that needs neither a GPU nor checkouts of frameworks: about 40 minutes.
 test-all:
 	$(MAKE) test
 	$(MAKE) --keep-going test-rest
 
-test-rest: test-slow test-releases test-oldest-torch docs
+test-rest: test-slow test-releases test-oldest test-newest docs
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
@@ -51,16 +53,26 @@ test-releases: venv
 	for release in $(RELEASES); do test_release $$release ""; done; \
 	for release in $(RELEASES_BETWEEN); do test_release $$release "not slow"; done
 
-# The unit tests of what uses torch on the oldest one, in an environment of its own. The package index has it with CUDA only:
-# about 3 GB to download, unless PyTorch's index of CPU wheels is among pip's.
-OLDEST := $(VENV)-oldest-torch
-test-oldest-torch: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) \
-	    $(addprefix tests/unit/,reentry inference losses frameworks)
+# The oldest torch and wrapt that are allowed, and the newest of everything, in environments of their own. Their torch is
+# built with CUDA, as on an ordinary Linux machine, which needs no GPU: about 3 GB to download and 5 GB on disk, each.
+OLDEST := $(VENV)-oldest
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) tests/real tests/faults \
+	    $(addprefix tests/unit/,engine patches reentry inference losses frameworks test_every_patch.py)
 
-$(OLDEST)/.installed: pyproject.toml setup.cfg constraints/oldest-torch.txt
-	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints/oldest-torch.txt --editable ".[test]"
+NEWEST := $(VENV)-newest
+test-newest: $(NEWEST)/.installed
+	mkdir -p $(RECORDS)
+	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
+	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
+	    tests/unit tests/real
+	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2
+
+# Plugins that pytest loads wherever they are installed, as in environments of users.
+BESIDE_newest := anyio pytest-asyncio pytest-cov
+$(VENV)-%/.installed: constraints/%.txt pyproject.toml setup.cfg
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --constraint $< --editable ".[test]" $(BESIDE_$*)
 	@touch $@
 
 # Checkouts of real frameworks: make test-frameworks SLIME_DIR=... VIME_DIR=... MILES_DIR=... MEGATRON_LM_DIR=... VERL_DIR=...
@@ -79,10 +91,14 @@ verdicts: venv
 runs: venv
 	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
 
-# A pull request with the records in $(RECORDS), and an issue if a verdict changed. Nothing is installed for it.
+# A pull request with the records in $(RECORDS), and an issue if a verdict changed; an issue with what test-newest has
+# left there after a failure. Nothing is installed for it.
 RECORDS ?= records
 report:
 	$(PYTHON) -m tests.frameworks.report $(RECORDS)
+
+report-newest:
+	$(PYTHON) -m tests.newest $(RECORDS)
 
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv
@@ -150,7 +166,7 @@ screenshots: venv
 	$(BIN)/python docs/screenshots.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RECORDS) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One stamp per set of extras; all of them live in the same environment.
 $(INSTALLED)-%: pyproject.toml setup.cfg constraints/cpu.txt | $(BIN)/python

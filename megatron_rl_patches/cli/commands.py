@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,7 +25,7 @@ from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
 from .conformance import conformance
 from .estimate import estimate
-from .output import show_json, show_judged, show_table
+from .output import check_plot, output_file, show_json, show_judged, show_table
 from .screens import show_diagnosis, show_problems, show_status
 
 FOUND_FAULTS = 1
@@ -43,10 +43,6 @@ app = typer.Typer(
 )
 
 
-def _file(option: str, help: str) -> Any:
-    return typer.Option(option, metavar="FILE", help=help)
-
-
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 
 
@@ -54,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script and of ``python -m megatron_rl_patches``."""
     try:
         app(arguments, prog_name="megatron-rl-patches")
-    except MegatronRLPatchesError as error:
+    except (MegatronRLPatchesError, OSError) as error:
         _complain(str(error))
         sys.exit(CANNOT_START)
 
@@ -148,7 +144,9 @@ def check(
             help="A wheel, a folder, or REPOSITORY@REVISION of a git repository (a bare one will do).",
         ),
     ],
-    markdown: Annotated[Path | None, _file("--markdown", "Write the tables as a Markdown page.")] = None,
+    markdown: Annotated[
+        Path | None, output_file("--markdown", "Write the tables as a Markdown page.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Say whether the patches fit a release or checkout of a framework, judged by its code.
@@ -225,8 +223,10 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     tensor_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 1,
     pipeline_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 1,
-    json_file: Annotated[Path | None, _file("--json", "Write the figures of the run.")] = None,
-    plot_file: Annotated[Path | None, _file("--plot", "Draw learning curves and memory.")] = None,
+    json_file: Annotated[Path | None, output_file("--json", "Write the figures of the run.")] = None,
+    plot_file: Annotated[
+        Path | None, output_file("--plot", "Draw learning curves and memory.", check_plot)
+    ] = None,
     distill: Annotated[
         bool, typer.Option("--distill", help="Distill two teachers into a student, without a reward.")
     ] = False,
@@ -280,8 +280,8 @@ def _execute(command: Sequence[str], environ: dict[str, str]) -> None:
     sys.stderr.flush()
     try:
         os.execvpe(command[0], list(command), environ)
-    except FileNotFoundError:
-        _complain(f"command not found: {command[0]}")
+    except (FileNotFoundError, ValueError):  # the latter for an empty name
+        _complain(f"command not found: {shlex.quote(command[0])}")
         raise typer.Exit(NOT_FOUND) from None
     except OSError as error:
         _complain(f"{shlex.join(command)}: {error.strerror}")

@@ -6,10 +6,9 @@ import datetime
 import json
 import platform
 import signal
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..testing import conformance as tests
 from ..testing import verdicts
 from ..testing.conformance import Change
 from ..testing.verdicts import Result
-from .output import show_table
+from .output import check_writable, output_file, show_table
 
 CHANGED = 1
 _PROGRESS_EVERY = 100
@@ -57,9 +56,7 @@ def conformance(
             help="A line per test; a run goes on where it ends. [default: conformance-CHECKOUT.jsonl]",
         ),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write counts, failures and changes.")
-    ] = None,
+    json_file: Annotated[Path | None, output_file("--json", "Write counts, failures and changes.")] = None,
 ) -> None:
     """Run Megatron-LM's own unit tests on CPU ranks, without and with patches.
 
@@ -72,7 +69,7 @@ def conformance(
 
     - 0: the patches have changed no verdict
     - 1: the patches have changed a verdict
-    - 2: the checkout has no such tests, or pytest cannot collect them
+    - 2: the checkout has no such tests, pytest cannot collect them, or a file cannot be written
     """
     counts = _numbers(ranks)
     compared = [names for names in (["all"] if patches is None else patches) if names]
@@ -85,6 +82,7 @@ def conformance(
             f"{checkout} has no {missing[0]}; pass a folder of Megatron-LM's sources"
         )
     file = results or Path(f"conformance-{checkout.resolve().name}.jsonl")
+    check_writable("--results", file)
 
     without = tests.run_at_smallest(checkout, chosen, ranks=counts, results=file, hang_after=hang_after)
     _follow("without patches", without)
@@ -128,12 +126,8 @@ def _numbers(ranks: str) -> list[int]:
 
 def _circumstances(checkout: Path) -> dict[str, str | None]:
     """Return what the counts depend on, beside the tests; the commit is ``None`` without git."""
-    git = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
-    commit = None
-    with suppress(OSError, subprocess.CalledProcessError):
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     return {
-        "commit": commit,
+        "commit": verdicts.commit_of(checkout) or None,
         "date": datetime.date.today().isoformat(),
         "python": platform.python_version(),
         "torch": version("torch"),

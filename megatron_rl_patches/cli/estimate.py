@@ -7,7 +7,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInputError
-from .output import show_json, show_table
+from .output import check_plot, output_file, show_json, show_table
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -63,7 +62,7 @@ def estimate(
         ),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw stacked bars; needs the extra `demo`.")
+        Path | None, output_file("--plot", "Draw stacked bars; needs the extra `demo`.", check_plot)
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
@@ -77,8 +76,6 @@ def estimate(
     - 0: the table
     - 2: values that are missing or do not fit together
     """
-    if plot:
-        _require_plot(plot)
     from ..inference.memory import estimate as memory
     from ..inference.memory import report
     from ..inference.memory.huggingface import description_from_hf_config
@@ -118,15 +115,6 @@ def estimate(
         typer.echo(report.summary(result))
     if plot:
         report.plot(result, plot)
-
-
-def _require_plot(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise InvalidInputError("--plot needs matplotlib, which the extra `demo` brings")
-    if path.suffix not in (".png", ".pdf", ".svg"):
-        raise InvalidInputError(f"--plot is {path}; expected a name that ends in .png, .pdf or .svg")
-    if not path.parent.is_dir():
-        raise InvalidInputError(f"--plot is {path}, and there is no folder {path.parent}")
 
 
 def _assigned(assignments: Sequence[str], owners: Sequence[type]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
-"""Output of the commands: tables for people and pipes, JSON for programs."""
+"""Output of the commands: tables for people and pipes, JSON for programs, and files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, get_args
 
 import typer
@@ -12,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..engine.judge import Fault
+from ..errors import InvalidInputError
 from .compatibility import Judged, framework_tables
 
 STYLES = {
@@ -20,6 +23,40 @@ STYLES = {
     "absent": "dim",
     **dict.fromkeys(get_args(Fault), "bold red"),
 }
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raise :class:`InvalidInputError` if the file cannot be written. What it contains stays."""
+    if file.is_fifo():
+        return  # to open it would be to wait for its reader
+    is_new = not file.exists()
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise InvalidInputError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
+    if is_new:
+        file.unlink()
+
+
+def check_plot(option: str, file: Path) -> None:
+    """Raise :class:`InvalidInputError` if matplotlib cannot draw the file."""
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError(f"{option} needs matplotlib: pip install 'megatron-rl-patches[demo]'")
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise InvalidInputError(f"{option} is {file}; expected a name that ends in .png, .pdf or .svg")
+    check_writable(option, file)
+
+
+def output_file(option: str, help: str, check: Callable[[str, Path], None] = check_writable) -> Any:
+    """Return an option for a file that a command writes. It is checked before the work, which may be long."""
+
+    def checked(file: Path | None) -> Path | None:
+        if file is not None:
+            check(option, file)
+        return file
+
+    return typer.Option(option, metavar="FILE", show_default=False, help=help, callback=checked)
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from ..losses import TopKDistribution, mix_teachers, reverse_kl, route_teachers
-from ..losses.objectives.distillation import Distribution
+from ..losses.logits.distributions import Distribution
 from . import digits, policy
 from .objectives import distillation_loss
 from .teachers import Teachers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -52,12 +51,10 @@ def run_demo(
         upstream's second ``train()``.
 
     Raises:
-        MegatronRLPatchesError: the sizes do not fit the model, matplotlib is not installed, or the
-            environment variable has no effect in this environment.
+        MegatronRLPatchesError: the sizes do not fit the model, or the environment variable has no effect in
+            this environment.
     """
     _check_sizes(ranks, tensor_parallel_size, pipeline_parallel_size)
-    if plot_file and importlib.util.find_spec(module := "matplotlib") is None:
-        raise MegatronRLPatchesError(f"the demo needs {module}: pip install 'megatron-rl-patches[demo]'")
     environ = {
         # The machine's own name often does not resolve on a laptop without a network.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -77,7 +74,7 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         options = {"rollouts": rollouts, "seed": seed, "sizes": sizes, "distill": distill, "folder": folder}
-        if code := _run_ranks(ranks, options, environ):
+        if code := _run_ranks(ranks, {"pid": os.getpid(), **options}, environ):
             print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
             return 1
         figures = (DistillationFigures if distill else LearningFigures).read(Path(folder, FIGURES))

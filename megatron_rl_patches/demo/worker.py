@@ -25,6 +25,7 @@ from tqdm import tqdm
 from .. import __version__, status
 from ..engine.announce import summary
 from ..settings import VARIABLE
+from ..testing._processes import end_with
 from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run this rank; rank 0 writes the figures."""
     options = json.loads(sys.argv[1])
+    end_with(options.pop("pid"), Path(options["folder"]))
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
     warnings.simplefilter("ignore")
     with _device():

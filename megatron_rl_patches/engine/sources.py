@@ -9,8 +9,9 @@ import pkgutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePosixPath
@@ -205,11 +206,18 @@ def _open(source: str, name: str = "") -> Source | None:
 
 
 def _open_wheel(wheel: Path, name: str) -> _Files:
-    try:
+    with _named_if_corrupt(wheel):
         archive = zipfile.ZipFile(wheel)
-    except zipfile.BadZipFile as error:
+    read = _named_if_corrupt(wheel)(archive.read)
+    return _Files(name or " ".join(wheel.stem.split("-")[:2]), archive.namelist(), read)
+
+
+@contextmanager
+def _named_if_corrupt(wheel: Path) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise MegatronRLPatchesError(f"{wheel}: {error}") from None
-    return _Files(name or " ".join(wheel.stem.split("-")[:2]), archive.namelist(), archive.read)
 
 
 def _open_commit(repository: Path, revision: str, name: str) -> _Files:

@@ -53,7 +53,11 @@ def _keeping_states(set_state: Callable[..., None]) -> Callable[..., None]:
 
 def replacements() -> list[Replacements]:
     """Return what of ``torch.optim`` is replaced while the redirect is on."""
-    adam = torch.optim.Adam
+    # In torch 2.6 AdamW, which Megatron uses, does not derive from Adam.
+    adam, adam_w = torch.optim.Adam, torch.optim.AdamW
+    owners: list[Any] = [adam] if issubclass(adam_w, adam) else [adam, adam_w]
     # torch's load_state_dict() calls __setstate__.
-    adapted = {"__init__": _as_fused(adam.__init__), "__setstate__": _keeping_states(adam.__setstate__)}
-    return [(adam, adapted)]
+    return [
+        (owner, {"__init__": _as_fused(owner.__init__), "__setstate__": _keeping_states(owner.__setstate__)})
+        for owner in owners
+    ]

@@ -1,4 +1,4 @@
-"""``torch.cuda`` on a machine without a GPU: tensors and calls that name the GPU go to the CPU.
+"""``torch.cuda`` and ``torch.accelerator`` without a GPU: tensors and calls that name it go to the CPU.
 
 There are two mechanisms, as neither reaches everything:
 
@@ -20,9 +20,11 @@ import psutil
 import torch
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import DefaultDeviceType
 
 #: An object, and the values that its attributes have while the redirect is on.
 Replacements = tuple[Any, dict[str, Any]]
+_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _TENSOR_TYPES = ("Bool", "Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double")
 
 
@@ -87,6 +89,7 @@ class Stream:
     device = torch.device("cpu")
     __init__ = wait_stream = wait_event = synchronize = __exit__ = _constant(None)
     query = _constant(True)
+    is_capturing = _constant(False)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -140,6 +143,15 @@ class _Generator(torch.Generator, metaclass=_GeneratorType):
         return cls.__base__()
 
 
+def _default_device(set_default: Callable[..., None]) -> Callable[..., None]:
+    """Make the CPU the default device in place of a GPU. torch adds it after the redirect."""
+
+    def set_default_device(device: Any) -> None:
+        set_default("cpu" if _names_cuda(device) else device)
+
+    return set_default_device
+
+
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
@@ -172,6 +184,11 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, dtype, *args, **kwargs)
 
     return type
+
+
+def _restoring_on_cpu(restore: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``torch.load`` put on the CPU what a file, or ``map_location``, puts on a GPU."""
+    return lambda storage, location: restore(storage, "cpu" if _names_cuda(location) else location)
 
 
 def _eager(model: Any = None, **options: object) -> Any:
@@ -210,14 +227,29 @@ def replacements() -> list[Replacements]:
         # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
         "default_generators": _Generators(),
     }
+    # torch itself, Adam for one, asks torch.accelerator, which in a wheel with CUDA is a GPU on any machine.
+    accelerator_functions = {
+        **cuda_functions,  # it has most of them under the same names
+        "current_accelerator": _constant(torch.device("cuda")),
+        "get_device_capability": _constant({"supported_dtypes": _DTYPES}),
+        "get_memory_info": cuda_functions["mem_get_info"],
+        "device_index": _NullContext,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), _constant(0)),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), _constant(None)),
+        **dict.fromkeys(("empty_host_cache", "reset_accumulated_memory_stats"), _constant(None)),
+    }
     tensor_methods = {
         "cuda": _itself,
         "pin_memory": _itself,
         "record_stream": _constant(None),
         "type": _tensor_type(torch.Tensor.type),
     }
+    restore = torch.serialization.default_restore_location
     return [
         (cuda, cuda_functions),
+        (torch.accelerator, accelerator_functions),
+        # Or else torch would write the accelerator into this class, where it would stay after the block.
+        (DefaultDeviceType, {"_default_device_type": "cuda"}),
         (cuda.random, {"current_device": _constant(0), "device_count": _device_count}),
         (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
         (cuda.nvtx, {"range": _NullContext}),
@@ -225,5 +257,7 @@ def replacements() -> list[Replacements]:
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
-        (torch, {"compile": _eager, "Generator": _Generator}),
+        (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
+        (torch, {"set_default_device": _default_device(torch.set_default_device)}),
+        (torch.serialization, {"default_restore_location": _restoring_on_cpu(restore)}),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.distributed
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._cuda_redirect import Replacements
@@ -27,6 +27,17 @@ def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(*args, **on_cpu)
 
     return with_gloo
+
+
+def _gloo_by_default(init: Callable[..., None]) -> Callable[..., None]:
+    """Adapt ``init_process_group``, which would make a group of NCCL's beside one of gloo's."""
+    with_gloo = _on_gloo(init)
+
+    @functools.wraps(init)
+    def on_cpu(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        with_gloo(backend or "gloo", *args, **kwargs)
+
+    return on_cpu
 
 
 def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +121,7 @@ def _mesh_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
 def replacements() -> list[Replacements]:
     """Return everything of ``torch.distributed`` that is replaced while the redirect is on."""
     adapters = {
-        "init_process_group": _on_gloo,
+        "init_process_group": _gloo_by_default,
         "new_group": _on_gloo,
         "barrier": _without_device_ids,
         "isend": _sending_a_view,
@@ -121,6 +132,7 @@ def replacements() -> list[Replacements]:
     }
     adapted = {name: adapt(getattr(distributed_c10d, name)) for name, adapt in adapters.items()}
     adapted["_make_nccl_premul_sum"] = _ScaledSum
-    # P2POp compares its operation with the defining module's by identity, so both modules get the same one.
+    # P2POp compares its operation with the defining module's by identity, so all modules get the same one.
+    modules = (torch.distributed, distributed_c10d, device_mesh)
     mesh = {"__init__": _mesh_on_cpu(DeviceMesh.__init__)}
-    return [(torch.distributed, adapted), (distributed_c10d, adapted), (DeviceMesh, mesh)]
+    return [*((module, adapted) for module in modules), (DeviceMesh, mesh)]

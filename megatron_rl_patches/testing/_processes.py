@@ -1,19 +1,22 @@
-"""What processes that are ranks share, whether they are spawned for a function or forked for many tests."""
+"""What the processes of ranks have in common: spawned for a function, forked for tests, or of the demo."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, parent_process
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+import psutil
 
 
 def group_variables(size: int, port: int) -> dict[str, str]:
@@ -34,10 +37,37 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def become_group_leader() -> None:
-    """Make the processes that this rank starts end with it, and the rank with its parent."""
+def become_group_leader(folder: Path) -> None:
+    """End this rank, and the processes that it starts, with its parent, and remove the parent's folder then.
+
+    A parent that is killed cannot do either.
+    """
     os.setpgid(0, 0)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    if (parent := parent_process()) is not None:
+        _end_after(lambda: connection.wait([parent.sentinel]), folder)
+
+
+def end_with(pid: int, folder: Path) -> None:
+    """End this rank, and the processes that it starts, when another process ends; remove the folder then."""
+
+    def wait() -> None:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.2)
+
+    _end_after(wait, folder)
+
+
+def _end_after(wait: Callable[[], object], folder: Path) -> None:
+    """Call ``wait`` in a thread; when it returns, remove the folder and kill this process group."""
+
+    def end() -> None:
+        wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 @contextmanager
@@ -68,10 +98,3 @@ def kill(process: BaseProcess) -> None:
     process.kill()
     process.join()
     process.close()
-
-
-def _die_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)

@@ -165,7 +165,7 @@ class RankPool:
             yield _Rank(number, process, ours, stack_file)
 
     def _serve(self, pipe: connection.Connection, variables: Mapping[str, str], stack_file: Path) -> None:
-        become_group_leader()
+        become_group_leader(self._folder)
         os.environ.update(variables)
         with stacks_on_request(stack_file):
             self._prepare(int(variables["RANK"]), stack_file.parent)

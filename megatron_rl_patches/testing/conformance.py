@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import MegatronRLPatchesError
+from ..errors import InvalidInputError, MegatronRLPatchesError
 from . import verdicts
 from .verdicts import Result, read_results
 
@@ -50,14 +51,23 @@ def run(
         select: files, folders or node ids, relative to the checkout.
         ranks: how many processes run each test.
         patches: "" for none, "all", or names with commas between them.
-        results: the file that gets a line per test.
+        results: the file that gets a line per test, all of one commit.
         only: node ids; of the selected tests, others are left out.
         hang_after: seconds after which a test is cut off.
 
     Raises:
         TestsNotRun: pytest could not collect the tests, or was killed.
+        InvalidInputError: ``results`` has results of another commit, or ``hang_after`` is not greater than 0.
     """
     checkout, results = Path(checkout).resolve(), Path(results).resolve()
+    if not 0 < hang_after < math.inf:
+        raise InvalidInputError(f"hang_after is {hang_after:g}; expected a number of seconds greater than 0")
+    commit = verdicts.commit_of(checkout)
+    if others := {result.commit for result in read_results(results)} - {commit}:
+        raise InvalidInputError(
+            f"{results} has results of {others.pop() or 'an unknown commit'}, and {checkout} is at "
+            f"{commit or 'an unknown commit'}: remove the file, or pass another one"
+        )
     known_bytes = results.stat().st_size if results.exists() else 0
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results}"]

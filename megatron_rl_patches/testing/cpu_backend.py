@@ -47,9 +47,10 @@ def _install() -> ExitStack:
 def cpu_backend() -> Iterator[None]:
     """Run unmodified megatron-core, and code written for it, on the CPU.
 
-    Inside the block ``device="cuda"`` means the CPU, CUDA streams and events do nothing, and process groups
-    with the NCCL backend are gloo groups, also on a machine that has a GPU. On exit every attribute that was
-    replaced is the identical original again, also when the body raises. Blocks may be nested.
+    Inside the block ``device="cuda"`` means the CPU, streams and events of ``torch.cuda`` and
+    ``torch.accelerator`` do nothing, and process groups with the NCCL backend are gloo groups: with and
+    without a GPU, and whether or not torch was built with CUDA. On exit every attribute that was replaced is
+    the identical original again, also when the body raises. Blocks may be nested.
 
     The redirect of device arguments holds for the thread that entered (torch's function modes belong to a
     thread) and for the backward passes that it starts; all threads see the replaced attributes.

@@ -113,6 +113,7 @@ class _Conductor:
         self.config = config
         self.ranks: int = config.option.ranks
         self.patches: str = config.option.patches
+        self.commit = verdicts.commit_of(_checkout(config.option.megatron_lm, config.rootpath))
         results: Path | None = config.option.results
         if results and results.exists() and not results.read_bytes().endswith(b"\n"):
             with open(results, "a") as file:
@@ -120,7 +121,7 @@ class _Conductor:
         self._known = {
             result.nodeid
             for result in (verdicts.read_results(results) if results else ())
-            if (result.ranks, result.patches) == (self.ranks, self.patches)
+            if (result.ranks, result.patches, result.commit) == (self.ranks, self.patches, self.commit)
         }
 
     @pytest.hookimpl(wrapper=True)
@@ -204,7 +205,9 @@ class _Conductor:
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        result = Result(nodeid, self.ranks, self.patches, outcome, reason, message, round(seconds, 3))
+        result = Result(
+            nodeid, self.ranks, self.patches, outcome, reason, message, round(seconds, 3), self.commit
+        )
         if self.config.option.results:
             with open(self.config.option.results, "a") as file:
                 file.write(result.to_json() + "\n")

@@ -39,6 +39,9 @@ class RanksFailed(MegatronRLPatchesError):
         super().__init__(message)
         self.ranks = tuple(ranks)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.ranks)
+
 
 class _Outcome(NamedTuple):
     """Result or traceback, which the rank writes to its file."""
@@ -77,7 +80,7 @@ def spawn_ranks(
 
     Each rank is a fresh interpreter with ``torch.distributed`` initialized on gloo, one torch thread, and
     ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set;
-    runs do not disturb each other. No process outlives the call.
+    runs do not disturb each other. No process outlives the call, nor a caller that is killed.
 
     With ``forkserver`` as the program's start method (``multiprocessing.set_start_method``) and, say,
     ``set_forkserver_preload(["megatron.core"])``, a rank is a fork of a process that has imported these
@@ -157,7 +160,7 @@ def _run_rank(
     collective_timeout: float,
 ) -> None:
     """Run the function in the process of its rank, and write its outcome."""
-    become_group_leader()
+    become_group_leader(outcome_file.parent)
     os.environ.clear()
     os.environ.update(variables)
     with stacks_on_request(stack_file):

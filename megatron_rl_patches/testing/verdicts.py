@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class Result:
         message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
             the ranks that hang; empty if the test has passed.
         seconds: wall time.
+        commit: that of the checkout, as :func:`commit_of` gives it.
     """
 
     nodeid: str
@@ -48,9 +51,24 @@ class Result:
     reason: str = ""
     message: str = ""
     seconds: float = 0.0
+    commit: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the checkout's commit, with a digest of what differs from it; empty without git."""
+
+    def git(*arguments: str) -> bytes:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, check=True).stdout.strip()
+
+    try:
+        commit, changed = git("rev-parse", "HEAD").decode(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{commit}+{sha256(changed).hexdigest()[:8]}" if changed else commit
 
 
 def read_results(path: Path) -> Iterator[Result]:

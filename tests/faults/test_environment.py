@@ -20,7 +20,7 @@ import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import PatchError, Settings, activation, doctor
 from megatron_rl_patches import settings as settings_module
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.patches.distillation import OPD_DIVERGENCES
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.settings import STRICT_VARIABLE, VARIABLE
 
 from .environments import FIRES, UNRELATED, Environment
@@ -34,7 +34,7 @@ _LONGEST = 100_000  # Linux takes 128 KiB for one variable
 _WORDS = (
     *("1", "0", "all", "none", "maybe", "-1", "1e999", "nan", "9" * 5000, "٣"),
     *("mine.model:train", "os.path:join", ":", "=", "a=/b", "-"),
-    *OPD_DIVERGENCES,
+    *DIVERGENCES,
 )
 _MODULES = sorted(sys.stdlib_module_names)
 

@@ -85,7 +85,7 @@ def main(folder: Path) -> None:
     if _run("git", "status", "--porcelain", "--", *RECORDS):
         _propose(text(lines) or "No verdict changed, and every suite passed that passed before.")
     if lines:
-        _open_issue(f"Changed on main: {', '.join(lines)}", text(lines))
+        open_issue(f"Changed on main: {', '.join(lines)}", text(lines))
 
 
 def _load(folder: Path) -> Records:
@@ -103,7 +103,7 @@ def _propose(body: str) -> None:
         _run("gh", "pr", "create", f"--base={base}", f"--head={BRANCH}", f"--title={TITLE}", f"--body={body}")
 
 
-def _open_issue(title: str, body: str) -> None:
+def open_issue(title: str, body: str) -> None:
     """Open an issue unless one with this title is open: every night finds the same until somebody acts."""
     issues = json.loads(_run("gh", "issue", "list", "--limit=200", "--json=title"))
     if title not in {issue["title"] for issue in issues}:

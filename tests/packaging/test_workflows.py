@@ -31,7 +31,12 @@ IN_PARTS = {
     "verdicts": ("tests/frameworks/test_mains.py",),
     "runs": ("tests/frameworks/test_mains.py",),
     "report": ("tests/frameworks/test_mains.py",),
+    "report-newest": ("tests/frameworks/test_mains.py",),
+    "demo": ("tests/real/test_demo.py",),
 }
+
+#: Targets that open pull requests and issues -> their modules, which import only the standard library.
+REPORTS = {"report": "tests.frameworks.report", "report-newest": "tests.newest"}
 
 
 def _jobs():
@@ -70,7 +75,7 @@ def test_every_command_is_a_make_target_that_takes_these_variables():
         make, *arguments = shlex.split(command)
         assert make == "make"
         variables = {argument.partition("=")[0] for argument in arguments if "=" in argument}
-        assert all(re.search(rf"^{name} \?= ", makefile, re.MULTILINE) for name in variables), command
+        assert all(re.search(rf"^{name} \?=", makefile, re.MULTILINE) for name in variables), command
         targets = [argument for argument in arguments if "=" not in argument]
         check_call(["make", "--dry-run", "--directory", ROOT, *targets])
 
@@ -109,6 +114,7 @@ def test_permissions():
     assert {name: scopes for name, scopes in writing.items() if scopes} == {
         "docs: deploy": {"pages", "id-token"},
         "nightly: report": {"contents", "pull-requests", "issues"},
+        "nightly: report-newest": {"issues"},
         "release: publish": {"id-token"},
     }
 
@@ -118,6 +124,7 @@ def test_jobs_that_write_install_nothing():
     for name, job in _jobs():
         if "write" in job["permissions"].values():
             commands = [step["run"] for step in job["steps"] if "run" in step]
-            assert commands in ([], ["make report RECORDS=records"]), name
-    printed = check_call(["make", "--dry-run", "--no-print-directory", "--directory", ROOT, "report"])
-    assert re.fullmatch(r"\S+ -m tests\.frameworks\.report records\n", printed)
+            assert commands in ([], *([f"make {target} RECORDS=records"] for target in REPORTS)), name
+    for target, module in REPORTS.items():
+        printed = check_call(["make", "--dry-run", "--no-print-directory", "--directory", ROOT, target])
+        assert re.fullmatch(rf"\S+ -m {re.escape(module)} records\n", printed)

@@ -208,6 +208,10 @@ def exercise_collectives() -> None:
         request.wait()
         assert reused or bool((message == 7.0).all())
         dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group()  # without a name torch would make a group of NCCL's, too
+        assert dist.get_backend() == "gloo"
+        dist.barrier()
 
 
 def test_collectives_written_for_nccl() -> None:
@@ -220,8 +224,9 @@ def _snapshot() -> dict[tuple[str, str], tuple[object, bool]]:
     import torch.distributed
     from torch.distributed import distributed_c10d
 
-    owners = [torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.nn.Module]
-    owners += [torch.autograd.Variable, torch.distributed, distributed_c10d]
+    owners = [torch, torch.accelerator, torch.cuda, torch.cuda.random, torch.cuda.nvtx]
+    owners += [torch.Tensor, torch.nn.Module]
+    owners += [torch.autograd.Variable, torch.distributed, distributed_c10d, torch.serialization]
     return {
         (repr(owner), name): (vars(owner).get(name, getattr(owner, name, None)), name in vars(owner))
         for owner in owners
@@ -288,6 +293,16 @@ def test_what_names_the_gpu_goes_to_the_cpu() -> None:
         assert 0 < free <= total
 
 
+def test_files_load_to_where_the_gpu_would_be(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"weight": torch.ones(2)}, tmp_path / "file.pt")
+    locations: tuple[Any, ...] = ("cuda", torch.device("cuda", 0), {"cpu": "cuda:0"}, None)
+    with cpu_backend():
+        loaded = [torch.load(tmp_path / "file.pt", map_location=location) for location in locations]
+    assert [(state["weight"].device.type, state["weight"].sum()) for state in loaded] == [("cpu", 2)] * 4
+
+
 def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -300,10 +315,50 @@ def test_queries_and_contexts_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.cuda.nccl.version() >= (2, 0) and torch.cuda.power_draw() == 0
         with torch.device(torch.cuda.current_device()):
             assert torch.ones(2).device.type == "cpu"
+        torch.set_default_device("cuda")
+        assert torch.ones(2).device == torch.get_default_device() == torch.device("cpu")
+        torch.set_default_device(None)
         context = torch.cuda.stream(torch.cuda.Stream())
         for _ in range(2):
             with context:
                 pass
+
+
+def test_the_accelerator_is_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself asks for it, whether or not the program does: a wheel with CUDA says so without a GPU."""
+    import torch
+    from torch.utils.checkpoint import DefaultDeviceType
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    before = torch.accelerator.is_available(), vars(DefaultDeviceType)["_default_device_type"]
+    with cpu_backend():
+        accelerator = torch.accelerator.current_accelerator()
+        assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
+        assert accelerator is not None and accelerator.type == DefaultDeviceType.get_device_type() == "cuda"
+        assert torch.ones(1, device=accelerator).device.type == "cpu"
+        torch.accelerator.set_device_index(0)
+        assert torch.accelerator.current_device_index() == 0
+        stream = torch.Stream(device=accelerator)
+        torch.accelerator.set_stream(stream)
+        torch.accelerator.synchronize()
+        with torch.accelerator.current_stream() as stream:
+            event = stream.record_event()
+        assert isinstance(stream, torch.Stream) and isinstance(event, torch.Event) and event.query()
+    assert (torch.accelerator.is_available(), vars(DefaultDeviceType)["_default_device_type"]) == before
+
+
+def test_memory_of_the_accelerator() -> None:
+    import torch
+
+    if not hasattr(torch.accelerator, "get_memory_info"):
+        pytest.skip(f"torch {torch.__version__} does not have these functions yet")
+    with cpu_backend(), torch.accelerator.device_index(0):
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        assert torch.accelerator.max_memory_allocated() == torch.accelerator.memory_reserved() == 0
+        assert torch.accelerator.memory_stats()["allocated_bytes.all.current"] == 0
+        free, total = torch.accelerator.get_memory_info()
+        assert 0 < free <= total
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])

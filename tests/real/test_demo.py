@@ -6,6 +6,7 @@ These need the package to be installed (an editable install will do): the startu
 from __future__ import annotations
 
 import ast
+import shutil
 import signal
 import subprocess
 import sys
@@ -232,11 +233,13 @@ def test_a_failing_rank_surfaces(
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_the_ranks(teachers_folder: str) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=lambda end: end.name)
+def test_the_ranks_end_with_the_command(end: signal.Signals, teachers_folder: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(teachers_folder, tmp_path / "demo")
     # Whoever started the tests may have had interrupts ignored, which is inherited.
     script = (
         "import contextlib, signal, tempfile; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        f"tempfile.TemporaryDirectory = lambda **_: contextlib.nullcontext({teachers_folder!r});"
+        f"tempfile.TemporaryDirectory = lambda **_: contextlib.nullcontext({str(folder)!r});"
         "from megatron_rl_patches.cli import main; main(['demo', '--rollouts=1000'])"
     )
     with subprocess.Popen(
@@ -244,18 +247,11 @@ def test_an_interrupt_ends_the_ranks(teachers_folder: str) -> None:
     ) as demo:
         assert demo.stdout is not None
         assert demo.stdout.readline().startswith("rollout   1")
-        demo.send_signal(signal.SIGINT)
+        demo.send_signal(end)
         # The ranks hold the other end of the pipe: it closes when the last of them is gone.
         demo.communicate(timeout=60)
     assert demo.returncode != 0
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MegatronRLPatchesError, match=r"needs matplotlib: .*megatron-rl-patches\[demo\]"):
-        run_demo(
-            rollouts=2, ranks=1, seed=0, json_file=None, plot_file=tmp_path / "x.png", without_patches=False
-        )
+    assert folder.exists() == (end is signal.SIGINT)  # the command removes it itself, unless it is killed
 
 
 def test_a_variable_without_effect_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

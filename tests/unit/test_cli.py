@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from typer.testing import CliRunner, Result
 from megatron_rl_patches import __version__
 from megatron_rl_patches.cli import commands, main
 from megatron_rl_patches.cli.commands import app
+from megatron_rl_patches.cli.output import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.spec import Patch
 
@@ -192,6 +195,15 @@ All: framework 1, framework 2.
         sources = (framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same"))
         assert "called 'same'; name them: NAME=SOURCE" in refuse(capsys, "check", *sources)
 
+    def test_a_corrupt_wheel(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("mrp_framework/__init__.py", "")
+            archive.writestr("mrp_framework/model.py", text)
+        wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
+        message = refuse(capsys, "check", wheel)
+        assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in message
+
     def test_code_that_the_parser_warns_of(self, tmp_path: Path) -> None:
         (status,) = invoke_json("check", framework(tmp_path, "DOT = '\\.'\ndef train(model): ..."))
         assert status["state"] == "fits"
@@ -255,9 +267,9 @@ class TestRun:
         message = refuse(capsys, "run", "--patches", "nonsense", "--", "program")
         assert "unknown patch 'nonsense'; known: test-patch" in message
 
-    @pytest.mark.parametrize(("command", "code"), [("mrp-nowhere", 127), ("/", 126)])
+    @pytest.mark.parametrize(("command", "code"), [("mrp-nowhere", 127), ("''", 127), ("/", 126)])
     def test_what_cannot_be_executed(self, command: str, code: int) -> None:
-        assert command in invoke("run", "--", command, code=code).stderr
+        assert command in invoke("run", "--", *shlex.split(command), code=code).stderr
 
     def test_the_exit_code_is_the_commands(self) -> None:
         code = "import os, sys; print(os.environ['MEGATRON_RL_PATCHES']); sys.exit(7)"
@@ -284,6 +296,39 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         "without_patches": True,
         "without_lean_head": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")],
+)
+def test_output_that_cannot_be_written_is_refused_at_once(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    source = [framework(tmp_path / "framework")] if command == "check" else []
+    for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
+        message = refuse(capsys, command, *source, option, tmp_path / file)
+        assert message.splitlines() == [
+            f"megatron-rl-patches: {option} is {tmp_path / file}, which cannot be written: {reason}"
+        ]
+
+
+def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
+    for file, before in ((tmp_path / "old", "before"), (tmp_path / "new", None)):
+        if before:
+            file.write_text(before)
+        check_writable("--json", file)
+        assert (file.read_text() if file.exists() else None) == before
+
+
+@pytest.mark.parametrize("command", ["demo", "estimate"])
+def test_a_missing_extra_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refuse(capsys, command, "--plot", tmp_path / "memory.png")
+    assert "--plot needs matplotlib: pip install 'megatron-rl-patches[demo]'" in message
 
 
 def test_version() -> None:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
+from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.testing import conformance
 from megatron_rl_patches.testing.conformance import Change
@@ -104,6 +106,23 @@ def test_several_sets_of_patches(checkout: Path, tmp_path: Path, monkeypatch: py
     assert (facts["commit"], facts["patches"]) == (None, ["all", "lean-loss"])
     assert [change["with"]["patches"] for change in facts["changed_by_patches"]] == ["lean-loss"]
     assert [change["with"]["patches"] for change in facts["differed_once"]] == ["all"]
+
+
+def test_what_cannot_be_written_is_refused_before_the_tests_run(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for option in ("--json", "--results"):
+        with pytest.raises(SystemExit) as exit:
+            main(["conformance", str(checkout), option, str(tmp_path / "none" / "file")])
+        assert exit.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{option} is {tmp_path / 'none' / 'file'}, which cannot be written: No such file" in line
+    # Nor is what fails later a verdict that has changed.
+    monkeypatch.setattr(conformance, "changes", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(SystemExit) as exit:
+        main(["conformance", str(checkout)])
+    assert exit.value.code == 2
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_without_a_comparison(checkout: Path) -> None:

@@ -146,13 +146,13 @@ def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no multiple of 4" in refuse(capsys, *SMALL, "--tp=4", "--world-size=6")
     assert "not both" in refuse(capsys, *SMALL, "--dp=2", "--world-size=2")
     assert "dtype is 'fp8'" in refuse(capsys, *SMALL, "--dtype=fp8")
-    assert "the fields are accumulate_" in refuse(capsys, "--set=layers=2")
+    assert "the fields are account_for_embedding" in refuse(capsys, "--set=layers=2")
     for wrong in ("num_layers=two", "num_layers=true", "swiglu=1", "moe_layer_freq=[[0]]", "num_layers"):
         assert f"--set {wrong}: expected" in refuse(capsys, f"--set={wrong}")
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
     assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
-    assert "there is no folder" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'none' / 'memory.png'}")
+    assert "cannot be written" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'none' / 'memory.png'}")
 
 
 def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:

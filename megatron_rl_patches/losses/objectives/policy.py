@@ -193,7 +193,7 @@ def policy_loss(
     per_token = {"approx_kl": estimate_kl(-log_ratio_n.detach(), "k3")}
     if options.objective == "gspo":
         log_ratio_n = _sequence_log_ratio(log_ratio_n, mask_n, lengths)
-    ratio_n = per_token["ratio"] = log_ratio_n.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    ratio_n = per_token["ratio"] = _bounded(log_ratio_n, -_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
 
     loss_n, clipped = _clipped_loss(ratio_n, log_probs_n, advantages_n, options)
     per_token |= clipped
@@ -228,16 +228,18 @@ def _clipped_loss(
     ratio: Tensor, log_probs: Tensor, advantages: Tensor, options: PolicyOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token, and what was clipped."""
-    clipped_ratio = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    clipped_ratio = ratio.detach().clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.objective == "cispo":
-        return -clipped_ratio.detach() * advantages * log_probs, {"clip_fraction": clipped_ratio != ratio}
+        return -clipped_ratio * advantages * log_probs, {"clip_fraction": clipped_ratio != ratio}
     unclipped, clipped = -ratio * advantages, -clipped_ratio * advantages
-    loss = torch.maximum(unclipped, clipped)
-    fractions = {"clip_fraction": clipped > unclipped}
+    # where() and not maximum(): at the bound, where the two are equal, the gradient is that of the ratio.
+    is_clipped = clipped > unclipped
+    loss = torch.where(is_clipped, clipped, unclipped)
+    fractions = {"clip_fraction": is_clipped}
     if options.dual_clip is not None:
         bound = -options.dual_clip * advantages
-        fractions["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
-        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+        is_bounded = fractions["dual_clip_fraction"] = (advantages < 0) & (loss > bound)
+        loss = torch.where(is_bounded, bound, loss)
     return loss, fractions
 
 
@@ -266,10 +268,15 @@ def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
         return log_ratio.square() / 2
     if estimator != "k3":
         raise InvalidInputError(f"estimator is {estimator!r}; it must be one of {get_args(KlEstimator)}")
-    bounded = log_ratio.clamp(min=-_MAX_LOG_RATIO)
+    bounded = _bounded(log_ratio, -_MAX_LOG_RATIO, math.inf)
     # relu() and not clamp(): at the bound itself the gradient must come from one of the two terms only.
     beyond = torch.relu(-_MAX_LOG_RATIO - log_ratio)
     return torch.expm1(-bounded) + bounded + math.expm1(_MAX_LOG_RATIO) * beyond
+
+
+def _bounded(x: Tensor, low: float, high: float) -> Tensor:
+    """Clamp with a gradient of one at the bounds; that of ``clamp()`` is one or zero, by torch's release."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
 def check_lengths(

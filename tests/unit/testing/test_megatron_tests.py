@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import conformance, verdicts
 from megatron_rl_patches.testing.verdicts import Result
 
@@ -217,6 +218,29 @@ def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path:
     (again,) = conformance.run(checkout, results=file)
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
     assert len(list(verdicts.read_results(file))) == len(lines)
+
+
+def test_results_of_another_commit_are_not_reported(checkout: Path, tmp_path: Path) -> None:
+    copy, file = shutil.copytree(checkout, tmp_path / "Megatron-LM"), tmp_path / "results.jsonl"
+    test = copy / "tests/unit_tests/test_one.py"
+    test.write_text("def test_one(): pass")
+    git = ["git", "-C", copy, "-c", "user.name=me", "-c", "user.email=me@example.org"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
+        subprocess.run([*git, *command], check=True)
+    (result,) = conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
+    assert (result.outcome, result.commit) == ("passed", commit.strip())
+    test.write_text("def test_one(): assert False")
+    with pytest.raises(
+        InvalidInputError, match=rf"has results of {result.commit}, .* is at {result.commit}\+"
+    ):
+        list(conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan")])
+def test_a_time_that_cannot_be_waited_for(checkout: Path, tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(InvalidInputError, match="hang_after is"):
+        list(conformance.run(checkout, results=tmp_path / "results.jsonl", hang_after=seconds))
 
 
 @pytest.mark.slow

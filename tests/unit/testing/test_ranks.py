@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl_patches import MegatronRLPatchesError
@@ -100,6 +103,8 @@ def test_the_root_cause_comes_first() -> None:
     assert isinstance(error.value, MegatronRLPatchesError)
     assert error.value.ranks[0] == 1
     message = str(error.value)
+    copy = pickle.loads(pickle.dumps(error.value))
+    assert (type(copy), str(copy), copy.ranks) == (RanksFailed, message, error.value.ranks)
     first_traceback = message.split("--- rank ")[1]
     assert "LookupError: the root cause" in first_traceback and "in one_rank_raises" in first_traceback
 
@@ -142,6 +147,26 @@ def test_no_process_outlives_the_call(tmp_path: Path, patience: float) -> None:
     time.sleep(0.2)
     for pid in map(int, pid_file.read_text().split()):
         assert not _is_running(pid)
+
+
+def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
+    pid_file, temporary = tmp_path / "pids", tmp_path / "temporary"
+    temporary.mkdir()
+    code = (
+        "from megatron_rl_patches.testing import spawn_ranks\n"
+        f"from {__name__} import stuck_with_a_child\n"
+        f"spawn_ranks(stuck_with_a_child, 1, {str(pid_file)!r})"
+    )
+    environ = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environ) as caller:
+        while len(pids := pid_file.read_text().split() if pid_file.exists() else []) < 2:
+            assert caller.poll() is None
+            time.sleep(0.05)
+        rank_and_child = [psutil.Process(int(pid)) for pid in pids]
+        assert list(temporary.iterdir())
+        caller.kill()
+    assert psutil.wait_procs(rank_and_child, timeout=20)[1] == []
+    assert list(temporary.iterdir()) == []
 
 
 def _is_running(pid: int) -> bool:

@@ -181,6 +181,25 @@ def test_first_update_is_the_policy_gradient() -> None:
     assert metrics["ratio"].tolist() == [count, count]
 
 
+def test_a_token_at_a_bound_has_its_gradient() -> None:
+    """The bound belongs to what it bounds, whatever clamp() makes of it in this release of torch."""
+    half = torch.tensor(0.5, dtype=torch.float64)
+    at_its_bound = [  # log-ratio, advantage, options
+        (0.0, 1.0, PolicyOptions(clip_high=0.0)),  # as in the first update
+        (0.0, -1.0, PolicyOptions(clip_low=0.0)),
+        (0.5, -1.0, PolicyOptions(dual_clip=half.exp().item())),
+        (20.0, -1.0, PolicyOptions()),
+        (-20.0, 1.0, PolicyOptions()),
+    ]
+    for log_ratio, advantage, options in at_its_bound:
+        old = torch.tensor([-30.0], dtype=torch.float64)
+        new = (old + log_ratio).requires_grad_()
+        batch = PolicyBatch([torch.full_like(old, advantage)], [torch.ones(1)], [old])
+        loss, _, metrics = policy_loss([new], batch, options)
+        assert gradients(loss, [new]).item() == -advantage * math.exp(log_ratio), options
+        assert not any(value[0] for name, value in metrics.items() if "fraction" in name), options
+
+
 def part_of(batch: PolicyBatch, chosen: list[int]) -> PolicyBatch:
     return PolicyBatch(*([values[i] for i in chosen] for values in vars(batch).values()))
 
