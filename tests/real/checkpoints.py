@@ -24,8 +24,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import Float16Module
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from tests.real import tiny_gpt
 
@@ -121,10 +120,12 @@ def _versioned() -> bool:
 @contextmanager
 def _for_newer_torch() -> Iterator[None]:
     """Releases up to 0.13 write through a private function that takes one argument more since torch 2.7."""
-    if "serialization_format" in inspect.getsource(filesystem_async):
+    expected = "serialization_format" in inspect.signature(filesystem._write_item).parameters
+    if not expected or "serialization_format" in inspect.getsource(filesystem_async):
         yield
         return
-    write = partial(filesystem_async._write_item, serialization_format=SerializationFormat.TORCH_SAVE)
+    torch_save = filesystem.SerializationFormat.TORCH_SAVE
+    write = partial(filesystem_async._write_item, serialization_format=torch_save)
     with mock.patch.object(filesystem_async, "_write_item", write):
         yield
 

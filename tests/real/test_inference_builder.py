@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +234,90 @@ def test_a_teacher_leaves_no_trace_in_the_training_of_a_policy() -> None:
         assert runs["shared config"]["losses"] != runs["alone"]["losses"]
 
 
+# --- mixtures of experts, whose classes keep CUDA streams for all models of the process
+
+
+def _beside_mixtures_of_experts(expert_parallel: int) -> list[str]:
+    """Which policies fail to train, and which models fail to score as their policy does."""
+    with cpu_backend():
+        import torch
+
+        from megatron_rl_patches.inference import forward_log_probs
+        from tests.real import tiny_gpt
+
+        sizes, failures = tiny_gpt.Parallelism(ep=expert_parallel), []
+        options = tiny_gpt.Options(
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+            parallelism=sizes,
+            experts=4,
+            dispatcher="alltoall",
+        )
+        tokens = torch.randint(tiny_gpt.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+
+        def train(policy: list[Any], optimizer: Any) -> list[float]:
+            return tiny_gpt.train(policy, optimizer, tiny_gpt.data_iterators(options), [1], options)
+
+        def scores(model: list[Any]) -> list[torch.Tensor]:
+            scored = forward_log_probs(model, [{"tokens": tokens, "lengths": [8, 8]}], progress=False)
+            assert scored is not None
+            return scored.log_probs
+
+        losses = []
+        tiny_gpt.initialize(sizes, options.seed)
+        before = [tiny_gpt.inference_model(options, device) for device in ("meta", "cpu")]
+        for _ in range(2):
+            policy, optimizer = tiny_gpt.build(options)
+            losses.append(train(policy, optimizer))
+            teachers = [before[1], tiny_gpt.inference_model(options, "cpu")]
+            tiny_gpt.inference_model(options, "meta")
+            for teacher in teachers:
+                teacher[0].load_state_dict(policy[0].module.state_dict())
+                if not all(map(torch.equal, scores(teacher), scores(policy))):
+                    failures.append("a model that only scores")
+            losses.append(train(policy, optimizer))
+        if losses[:2] != losses[2:]:
+            failures.append(f"losses {losses}")
+        return failures
+
+
+@pytest.mark.parametrize("expert_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int) -> None:
+    for failures in spawn_ranks(_beside_mixtures_of_experts, expert_parallel, expert_parallel, timeout=120):
+        assert failures == []
+
+
+def _attributes_of_megatron() -> dict[str, Any]:
+    """What the modules of Megatron and their classes hold, by name; what containers hold, too."""
+    attributes: dict[str, Any] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("megatron."):
+            classes = [value for value in vars(module).values() if isinstance(value, type)]
+            for owner in (module, *(one for one in classes if one.__module__.startswith("megatron."))):
+                for name, value in vars(owner).items():
+                    # Python itself caches what pickles of a class need, and which warnings were given.
+                    if name not in ("__slotnames__", "__warningregistry__"):
+                        attributes[f"{module_name}.{owner.__name__}.{name}"] = value, _content(value)
+    return attributes
+
+
+def _content(value: Any) -> Any:
+    if hasattr(value, "cache_info"):
+        return value.cache_info().currsize
+    return list(map(id, value)) if isinstance(value, (dict, list, set)) else None
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name in before.keys() | after.keys()
+        if name not in before
+        or name not in after
+        or before[name][0] is not after[name][0]
+        or before[name][1] != after[name][1]
+    ]
+
+
 def _without_cuda() -> dict[str, Any]:
     """Not in ``cpu_backend``: as somebody calls it who counts the parameters of a model on a laptop."""
     import torch
@@ -267,14 +352,21 @@ def _without_cuda() -> dict[str, Any]:
     )
 
     [chunk] = build_inference_model(provider, config, device="meta")
+    before = _attributes_of_megatron()
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
+    config.moe_token_dispatcher_type = "alltoall"
+    config.moe_shared_expert_intermediate_size, config.moe_shared_expert_overlap = 64, True
+    build_inference_model(provider, config, device="meta")
     [small] = build_inference_model(provider, config, device="cpu")
+    [initialized] = build_inference_model(provider, config, device="cpu", perform_initialization=True)
     return {
+        "left in Megatron": _changed(before, _attributes_of_megatron()),
         "bytes": sum(p.numel() * p.element_size() for p in chunk.parameters()),
         "peak of the process": _peak_bytes(),
         "where": {(p.device.type, p.dtype) for p in chunk.parameters()},
         "inverse frequencies": chunk.module.rotary_pos_emb.inv_freq.device.type,
-        "on cpu": {p.device.type for p in small.parameters()},
+        "on cpu": {p.device.type for p in (*small.parameters(), *initialized.parameters())},
+        "initialized": not any(bool(p.isnan().any()) for p in initialized.parameters()),
         "cuda": torch.cuda.is_available(),
     }
 
@@ -290,10 +382,11 @@ def test_on_the_meta_device_without_cuda() -> None:
 
     [counted] = spawn_ranks(_without_cuda, 1, timeout=120, env={"CUDA_VISIBLE_DEVICES": ""})
     assert not counted["cuda"]
+    assert counted["left in Megatron"] == []
     # Per layer: query and output, keys and values, router, and two matrices in each of eight experts.
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096 + 8 * 2 * 4096 * 16384 + 4 * 4096
     assert counted["bytes"] == pytest.approx(2 * (4 * layer + 128_000 * 4096), rel=1e-4)
     assert counted["peak of the process"] < counted["bytes"] / 8
     assert counted["where"] == {("meta", torch.bfloat16)}
     assert counted["inverse frequencies"] == "cpu"
-    assert counted["on cpu"] == {"cpu"}
+    assert counted["on cpu"] == {"cpu"} and counted["initialized"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -45,6 +46,14 @@ def _messages(layout: Layout) -> dict[str, str]:
     attempt("ddp", lambda **given: in_ddp([provider(**given)], given["config"])[0], config)
     attempt("policy", lambda **given: policy[0], config)
     attempt("bare policy", lambda **given: policy[0].module, config)
+    bare = provider(config=(own := transformer_config(layout, "fp32")))
+    for on_device in (False, True):
+        attempt(f"cached policy, {on_device}", lambda **given: bare, config, perform_initialization=on_device)
+        shared = partial(_with_weight_of, provider, bare)
+        attempt(f"weight of a policy, {on_device}", shared, config, perform_initialization=on_device)
+    for name, misuse in _NEEDING_WEIGHTS.items():
+        attempt(name, partial(_misused, provider, misuse), config)
+    attempt("initialized on meta", provider, config, device="meta", perform_initialization=True)
     attempt("closure", lambda pre_process, post_process: provider(config=config), config)
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
         others = transformer_config(layout, "fp32")
@@ -63,8 +72,50 @@ def _messages(layout: Layout) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *args: (7, 0))
         attempt("bf16", provider, config, dtype="bf16")
-    errors["still trains"] = str(all(p.requires_grad for p in policy[0].parameters()) and policy[0].training)
+    errors["still trains"] = str(
+        all(p.requires_grad for p in (*policy[0].parameters(), *bare.parameters()))
+        and policy[0].training
+        and bare.training
+        and bare.config is own
+    )
     return errors
+
+
+def _read_it(model: Any, weight: Any) -> None:
+    model.scale = float(weight.abs().max())
+
+
+def _make_a_buffer_of_it(model: Any, weight: Any) -> None:
+    model.decoder.register_buffer("norms", weight.detach().norm(dim=1))
+
+
+def _keep_an_alias(model: Any, weight: Any) -> None:
+    model.flat = weight.detach().view(-1)
+
+
+def _refer_to_it_weakly(model: Any, weight: Any) -> None:
+    model.reference = weakref.ref(weight)
+
+
+#: What providers do with a weight that needs more of it than shape and dtype.
+_NEEDING_WEIGHTS = {
+    "reads a weight": _read_it,
+    "buffer of a weight": _make_a_buffer_of_it,
+    "alias of a weight": _keep_an_alias,
+    "weak reference": _refer_to_it_weakly,
+}
+
+
+def _misused(provider: Any, misuse: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
+    model = provider(pre_process, post_process, config=config)
+    misuse(model, model.output_layer.weight)
+    return model
+
+
+def _with_weight_of(provider: Any, policy: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
+    model = provider(pre_process, post_process, config=config)
+    model.output_layer.weight = policy.output_layer.weight
+    return model
 
 
 def _on_config(provider: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
@@ -126,12 +177,27 @@ def _special_cases() -> dict[str, Any]:
         config,
         dtype="fp32",
     )
+    initialized = {
+        name: build_inference_model(
+            partial(_misused, provider, misuse), config, dtype="fp32", perform_initialization=True
+        )[0]
+        for name, misuse in _NEEDING_WEIGHTS.items()
+    }
     return {
         "pre_wrap": seen,
         "loaded in it": all(bool((p == 0).all()) for p in hooked[0].parameters()),
         "wrapped after it": type(hooked[0]).__name__,
         "bridge": (provided[0].module.output_layer.weight.dtype, provided[0].config is not bridge_config),
         "own config": fresh[0].config is fresh[0].decoder.config is not config,
+        "initialized": [
+            float(one.output_layer.weight.std()) > 0
+            and not any(p.requires_grad or p.isnan().any() for p in one.parameters())
+            and not one.training
+            for one in initialized.values()
+        ],
+        "read": initialized["reads a weight"].scale > 0,
+        "referred to": initialized["weak reference"].reference()
+        is initialized["weak reference"].output_layer.weight,
     }
 
 
@@ -146,6 +212,8 @@ def one_rank() -> tuple[dict[str, str], dict[str, Any]]:
     return result
 
 
+REFUSED = "InferenceOnlyError: the model provider functools.partial(<function _misused at 0x"
+INITIALIZE = "pass perform_initialization=True, with which parameters are constructed on the device"
 OTHER_CONFIG = "InferenceOnlyError: the model provider does not build on the config that it is called with"
 
 
@@ -169,12 +237,38 @@ OTHER_CONFIG = "InferenceOnlyError: the model provider does not build on the con
         "FSDPModule": "InferenceOnlyError: the model provider returned a model in FSDPModule",
         "dtype": "InvalidInputError: dtype is 'fp8'; it can be 'bf16', 'fp16', 'fp32'",
         "none": "InvalidInputError: the model provider returned None",
+        "initialized on meta": "InvalidInputError: perform_initialization=True with device='meta'",
         "vpp": "InvalidInputError: virtual_pipeline_size: 2",
         "bf16": "InvalidInputError: dtype is 'bf16', which CPU does not compute with",
     }.items(),
 )
 def test_refusals(misuse: str, message: str, one_rank: Any) -> None:
     assert one_rank[0][misuse].startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "reason"),
+    {
+        "reads a weight": "reads a weight while it builds the model (RuntimeError: Tensor.item() cannot",
+        "buffer of a weight": "makes decoder.norms from a weight while it builds the model",
+        "alias of a weight": "makes flat from a weight while it builds the model",
+        "weak reference": "holds another reference to output_layer.weight than modules do (RuntimeError: ",
+    }.items(),
+)
+def test_providers_that_need_weights_are_named_with_the_remedy(
+    misuse: str, reason: str, one_rank: Any
+) -> None:
+    message = one_rank[0][misuse]
+    assert message.startswith(REFUSED)
+    assert reason in message and message.endswith(INITIALIZE)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("misuse", ["cached policy", "weight of a policy"])
+def test_weights_of_a_policy_are_refused(misuse: str, on_device: bool, one_rank: Any) -> None:
+    message = one_rank[0][f"{misuse}, {on_device}"]
+    assert message.startswith("InferenceOnlyError: the model provider ")
+    assert message.endswith("weight, which it has not just created: build and return a new model")
 
 
 def test_a_policy_that_was_refused_still_trains(one_rank: Any) -> None:
@@ -190,6 +284,9 @@ def test_special_cases(one_rank: Any) -> None:
         "wrapped after it": "Float16Module",
         "bridge": (torch.float16, True),
         "own config": True,
+        "initialized": [True] * 4,
+        "read": True,
+        "referred to": True,
     }
 
 

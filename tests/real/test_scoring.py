@@ -211,7 +211,7 @@ def _record_refusals(run: Run, model: Sequence[Any]) -> None:
         ((model, []), {}),
         ((model, too_long), {}),
         ((model, [out_of_vocabulary]), {}),
-        ((model, microbatches()), {"temperature": 0.0}),
+        ((model, microbatches()), {"temperature": float("inf")}),
     ):
         before = _state(model)
         with pytest.raises(InvalidInputError) as refused:
@@ -385,7 +385,7 @@ def test_layouts(layout: str, one_rank: Run) -> None:
             "there are no microbatches to score",
             "microbatch 2",
             "microbatch 0",
-            "temperature is 0.0. Expected",
+            "temperature is inf, expected a positive number in the range of float32",
         ]
 
 

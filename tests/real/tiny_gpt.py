@@ -48,6 +48,7 @@ class Parallelism:
     pp: int = 1
     vpp: int | None = None
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
 
 
@@ -65,6 +66,7 @@ class Options:
     calculate_per_token_loss: bool = False
     tied: bool = False  # input embedding and output layer
     experts: int | None = None
+    dispatcher: str = "allgather"  # of tokens to experts
     frozen_head: bool = False
     dropout: float = 0.0
     mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
@@ -122,7 +124,12 @@ def initialize(sizes: Parallelism, seed: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
     parallel_state.initialize_model_parallel(
-        sizes.tp, sizes.pp, sizes.vpp, context_parallel_size=sizes.cp, create_gloo_process_groups=False
+        sizes.tp,
+        sizes.pp,
+        sizes.vpp,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -165,7 +172,7 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
     return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 
 
-def inference_model(options: Options) -> list[Any]:
+def inference_model(options: Options, device: str | None = None) -> list[Any]:
     """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
     from megatron_rl_patches.inference import build_inference_model
 
@@ -173,6 +180,7 @@ def inference_model(options: Options) -> list[Any]:
         lambda config, vp_stage=None: _chunk(config, options.parallelism, vp_stage),
         _transformer_config(options),
         dtype="bf16" if options.bf16 else "fp32",
+        device=device,
     )
 
 
@@ -195,6 +203,7 @@ def _transformer_config(options: Options) -> TransformerConfig:
         pipeline_model_parallel_size=sizes.pp,
         virtual_pipeline_model_parallel_size=sizes.vpp,
         context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
         sequence_parallel=sizes.sequence_parallel,
         bf16=options.bf16,
         calculate_per_token_loss=options.calculate_per_token_loss,
@@ -204,6 +213,7 @@ def _transformer_config(options: Options) -> TransformerConfig:
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         num_moe_experts=options.experts,
+        moe_token_dispatcher_type=options.dispatcher,
         add_bias_linear=options.experts is None,
         mtp_num_layers=1 if options.mtp else None,
         deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,

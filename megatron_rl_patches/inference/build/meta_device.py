@@ -12,6 +12,7 @@ import torch.distributed
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from ..._text import one_line
 from .rng import cuda_rng_tracker
 from .this_thread import original_of, replaced_in_this_thread
 
@@ -20,31 +21,48 @@ _lock = threading.Lock()
 _made_trackers: list[Any] = []
 
 
-@contextmanager
-def parameters_on_meta(*, use_cuda: bool) -> Iterator[None]:
-    """Put every ``Parameter`` that this thread creates inside on the meta device from the start.
+class NeedsValuesError(RuntimeError):
+    """Why parameters cannot be on the meta device while a provider builds its model."""
 
-    Buffers and plain tensors, such as the inverse frequencies of rotary embeddings, are computed for real,
-    which a ``torch.device("meta")`` context would not do. Parameters of tensor subclasses (FP8 weights of
-    TransformerEngine) are left as they are made.
+
+@contextmanager
+def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
+    """Yield a list to which every ``Parameter`` is added that this thread creates inside.
+
+    With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors, such as the
+    inverse frequencies of rotary embeddings, are computed for real, which a ``torch.device("meta")`` context
+    would not do. Parameters of tensor subclasses (FP8 weights of TransformerEngine) are left as they are
+    made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
 
     Megatron's constructors ask for the current CUDA device even if the model is for another one. Without
-    ``use_cuda`` the answer is the CPU, so that no CUDA context comes into being.
+    ``use_cuda`` the answer is the CPU, and there is no CUDA stream where CUDA is not initialized, so that no
+    CUDA context comes into being.
     """
+    created: list[Parameter] = []
+
+    def new(cls: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        if on_meta and type(data) in (torch.Tensor, Parameter):
+            data = data.detach().to("meta")
+        parameter = original_of(Parameter, "__new__")(cls, data, requires_grad)
+        created.append(parameter)
+        return parameter
+
     with ExitStack() as stack:
 
         def replace(owner: Any, name: str, substitute: Any) -> None:
             stack.enter_context(replaced_in_this_thread(owner, name, substitute))
 
-        replace(Parameter, "__new__", _new_on_meta)
+        replace(Parameter, "__new__", new)
         replace(torch.distributed, "all_reduce", _all_reduce_if_real)
         if not use_cuda:
             replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
-            # Only the method is replaced: other threads may call isinstance(..., torch.cuda.Stream).
-            replace(torch.cuda.Stream, "__new__", lambda *args, **kwargs: object())
+        if not use_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Classes of Megatron keep a stream for all models of the process. With None in its place, the
+            # next model makes one. Only the method is replaced: other threads may call isinstance().
+            replace(torch.cuda.Stream, "__new__", lambda *args, **kwargs: None)
         stack.enter_context(_CudaIfReal(use_cuda))
         stack.enter_context(rng_tracker_that_does_not_fork())
-        yield
+        yield created
 
 
 def materialize(module: torch.nn.Module, device: torch.device) -> None:
@@ -52,14 +70,27 @@ def materialize(module: torch.nn.Module, device: torch.device) -> None:
 
     They are NaN, so that the first output shows if no checkpoint has filled one. A parameter stays the same
     object with the same attributes: modules share parameters, and some (Mamba's) hold references besides.
+
+    Raises:
+        NeedsValuesError: something else holds on to a meta tensor, which stays on the meta device.
     """
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         if parameter.is_meta:
             fill = float("nan") if parameter.is_floating_point() else 0
             data = torch.full_like(parameter, fill, device=device, requires_grad=False)
             real = Parameter(data, requires_grad=parameter.requires_grad)
             vars(real).update(vars(parameter))
-            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            try:
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise NeedsValuesError(
+                    f"holds another reference to {name} than modules do ({one_line(error)})"
+                ) from error
+    for path, child in module.named_modules():
+        for name, value in {**vars(child), **child._buffers}.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                name = f"{path}.{name}".lstrip(".")
+                raise NeedsValuesError(f"makes {name} from a weight while it builds the model")
 
 
 @contextmanager
@@ -88,12 +119,6 @@ def rng_tracker_that_does_not_fork() -> Iterator[None]:
                     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
 
-def _new_on_meta(cls: type[Parameter], data: Any = None, requires_grad: bool = True) -> Any:
-    if type(data) in (torch.Tensor, Parameter):
-        data = data.detach().to("meta")
-    return original_of(Parameter, "__new__")(cls, data, requires_grad)
-
-
 # With tied embeddings and pipeline parallelism, the constructor moves the weight to the GPU and adds up the
 # copies of the first and the last stage. A meta tensor can neither be moved nor be added up, and need not be.
 def _all_reduce_if_real(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +128,10 @@ def _all_reduce_if_real(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 class _CudaIfReal(TorchFunctionMode):
-    """Make ``tensor.cuda()`` return a meta tensor, and without ``use_cuda`` any tensor, as it is."""
+    """Make ``tensor.cuda()`` return a meta tensor, and without ``use_cuda`` any tensor, as it is.
+
+    Another function that fails with a meta tensor raises :class:`NeedsValuesError`.
+    """
 
     def __init__(self, use_cuda: bool) -> None:
         super().__init__()
@@ -112,4 +140,10 @@ class _CudaIfReal(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda and (args[0].is_meta or not self._use_cuda):
             return args[0]
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in args):
+                reason = f"reads a weight while it builds the model ({one_line(error)})"
+                raise NeedsValuesError(reason) from error
+            raise

@@ -14,12 +14,12 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ..._scoped import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
 from .frozen import refuse_training
-from .meta_device import materialize, parameters_on_meta
+from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
     DTYPES,
     arguments_per_stage,
@@ -28,6 +28,7 @@ from .provider import (
     inference_copy,
     pipeline_rank_and_size,
     require_inference_chunk,
+    require_new_parameters,
     without_training,
 )
 from .rng import preserved_rng
@@ -50,6 +51,7 @@ def build_inference_model(
     virtual_pipeline_size: int | None = None,
     pg_collection: Any = None,
     pre_wrap: PreWrap | None = None,
+    perform_initialization: bool = False,
 ) -> list[Module]:
     """Build a model that only scores: a teacher, a reference or a reward model.
 
@@ -74,11 +76,16 @@ def build_inference_model(
         model_type: a ``megatron.core.enums.ModelType``; by default ``encoder_or_decoder``.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
-            parameters without memory, for counting them; this works without CUDA.
+            parameters without memory, for counting them; this works without CUDA. Neither ``"meta"`` nor
+            ``"cpu"`` initializes CUDA. Before you build a mixture of experts on the CPU that moves to a GPU
+            later, call ``torch.cuda.init()``: its classes keep CUDA streams.
         virtual_pipeline_size: chunks per pipeline rank; by default that of ``config`` or Megatron's groups.
         pg_collection: a ``ProcessGroupCollection`` to use in place of Megatron's global groups.
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
+        perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
+            does, for a provider that needs their values while it builds the model, or loads them. They are
+            not filled with NaN, and collectives that constructors start (of tied embeddings) run.
 
     Returns:
         One module per virtual pipeline stage; a list of one without virtual stages.
@@ -86,8 +93,9 @@ def build_inference_model(
     Raises:
         InvalidInputError: a dtype, device or virtual pipeline size that does not fit, or a provider that
             returns no module.
-        InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, or builds on a
-            config that is, or may become, a policy's.
+        InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, returns
+            weights that existed before, builds on a config that is, or may become, a policy's, or needs
+            ``perform_initialization``.
     """
     if pg_collection is None and not parallel_state.model_parallel_is_initialized():
         raise InferenceOnlyError(
@@ -95,6 +103,10 @@ def build_inference_model(
             "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
         )
     target = _target_device(device, dtype)
+    if perform_initialization and target.type == "meta":
+        raise InvalidInputError(
+            "perform_initialization=True with device='meta', which has no memory for weights"
+        )
     stages = _virtual_stages(virtual_pipeline_size, config, pg_collection)
     own = inference_copy(config, dtype)
     own.virtual_pipeline_model_parallel_size = stages
@@ -102,16 +114,23 @@ def build_inference_model(
         model_provider = types.MethodType(model_provider.__func__, own)
 
     with preserved_rng():
-        with _constructing(own, target):
-            chunks = []
-            for arguments in arguments_per_stage(own, stages, pg_collection):
-                chunk = call_provider(model_provider, arguments)
-                require_inference_chunk(chunk)
-                give_own_config(chunk, own, config, dtype)
-                _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
-                chunks.append(chunk)
-        for chunk in chunks if target.type != "meta" else ():
-            materialize(chunk, target)
+        try:
+            with _constructing(own, target, perform_initialization) as created:
+                chunks = []
+                for arguments in arguments_per_stage(own, stages, pg_collection):
+                    chunk = call_provider(model_provider, arguments)
+                    require_inference_chunk(chunk)
+                    require_new_parameters(chunk, created, model_provider)
+                    give_own_config(chunk, own, config, dtype)
+                    _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
+                    chunks.append(chunk)
+            for chunk in chunks if target.type != "meta" else ():
+                materialize(chunk, target)
+        except NeedsValuesError as error:
+            raise InferenceOnlyError(
+                f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
+                "perform_initialization=True, with which parameters are constructed on the device"
+            ) from error
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
@@ -176,19 +195,23 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
 
 
 @contextmanager
-def _constructing(own: Any, target: torch.device) -> Iterator[None]:
-    """Let this thread construct modules without memory, initialization and data-parallel wrappers."""
-    # Weights need not be initialized, since a checkpoint will overwrite them.
-    changes: dict[str, Any] = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
+def _constructing(own: Any, target: torch.device, perform_initialization: bool) -> Iterator[list[Parameter]]:
+    """Let this thread construct modules without data-parallel wrappers, and yield their parameters.
+
+    Unless they are to be initialized, parameters have no memory: a checkpoint will overwrite them.
+    """
+    changes: dict[str, Any] = {}
+    if not perform_initialization:
+        changes = {name: lambda tensor: None for name in _INIT_METHODS if hasattr(own, name)}
     if target.type == "meta":  # with this option, constructors build the weights of all TP ranks
         changes["use_cpu_initialization"] = False
     with (
-        parameters_on_meta(use_cuda=target.type == "cuda"),
+        construction(on_meta=not perform_initialization, use_cuda=target.type == "cuda") as created,
         # DDP is refused before its constructor fails on meta parameters or allocates gradient buffers.
         replaced_in_this_thread(_BaseDataParallel, "__init__", _refuse_data_parallel),
         replaced(own, **changes),
     ):
-        yield
+        yield created
 
 
 def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, process_groups_config
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from ..._chunks import SYNC_FUNCTIONS, is_data_parallel
 from ...errors import InferenceOnlyError, InvalidInputError
@@ -113,6 +113,22 @@ def require_inference_chunk(chunk: Any) -> None:
             raise InferenceOnlyError(
                 f"the model provider returned a model whose parameter {name} has a gradient buffer, so it "
                 "belongs to a model that trains; build a new model"
+            )
+
+
+def require_new_parameters(
+    chunk: Module, created: Sequence[Parameter], provider: Callable[..., Module]
+) -> None:
+    """Refuse a weight that is not among those ``created`` in this build: it may be a policy's, and be frozen.
+
+    Parameters of tensor subclasses are created in ways of their own, and are not checked.
+    """
+    new = set(map(id, created))
+    for name, parameter in chunk.named_parameters():
+        if type(parameter) is Parameter and id(parameter) not in new:
+            raise InferenceOnlyError(
+                f"the model provider {provider!r} returned a model with {name}, which it has not just "
+                "created: build and return a new model"
             )
 
 

@@ -16,11 +16,12 @@ import torch
 import torch.distributed
 
 from ..._chunks import as_chunks, unwrap
+from ..._text import one_line
 from ...errors import CheckpointError, InvalidInputError
 from . import torch_legacy
 from .location import FORMATS, TORCH, Location, detect_format, locate
 from .mismatch import Mismatch
-from .pickles import Inert, load_torch, one_line, require_harmless
+from .pickles import Inert, load_torch, rewritten
 
 _log = logging.getLogger("megatron_rl_patches")
 _EXTRA_STATE = "_extra_state"
@@ -56,8 +57,9 @@ def load_inference_checkpoint(
     them. No code runs that the files name; a file that asks for it is refused.
 
     It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, plus
-    one stored piece, plus a second copy of weights that Megatron splits for storage (gated MLP) while it
-    joins them. From ``torch``, tensors are mapped from the file and copied one by one.
+    one stored piece, plus a byte for each number of the weight that it reads, plus a second copy of weights
+    that Megatron splits for storage (gated MLP) while it joins them. From ``torch``, tensors are mapped from
+    the file and copied one by one.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -202,17 +204,17 @@ def _weights(state: _State) -> dict[str, torch.Tensor]:
 
 
 def _without_inert_extra_states(state: _State, folder: Path) -> _State:
-    """Check the pickles that layers will unpickle, and leave out objects of unknown classes."""
+    """Read pickles that layers will unpickle, and write them anew; leave out objects of unknown classes."""
     for name, value in state.items():
         if _EXTRA_STATE not in name:
             continue
         if isinstance(value, torch.Tensor) and value.numel():
-            require_harmless(value.cpu().numpy().tobytes(), f"{folder}: {name}")
+            content = rewritten(value.cpu().numpy().tobytes(), f"{folder}: {name}")
+            state = {**state, name: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
         elif isinstance(value, io.BytesIO):
-            # It is read safely and written again, without what is unknown.
-            torch.save(load_torch(value, folder), rewritten := io.BytesIO())
-            rewritten.seek(0)
-            state = {**state, name: rewritten}
+            torch.save(load_torch(value, folder), stream := io.BytesIO())
+            stream.seek(0)
+            state = {**state, name: stream}
     return {name: value for name, value in state.items() if not isinstance(value, Inert)}
 
 

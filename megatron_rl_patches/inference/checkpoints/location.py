@@ -8,9 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._text import first
+from ..._text import first, one_line
 from ...errors import CheckpointError
-from .pickles import one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"

@@ -8,6 +8,10 @@ from typing import Any
 
 from ..._text import first
 
+#: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
+#: differ by fewer rows than this.
+MAX_PADDING = 128 * 16
+
 _Shape = tuple[int, ...]
 
 

@@ -1,6 +1,7 @@
 """Unpickling that calls only the functions and classes in the tables below, and no code of a file's author.
 
-Torch's ``weights_only=True`` is not for ``.metadata``, and releases treat unknown classes differently.
+It changes nothing but objects of its own. Torch's ``weights_only=True`` is not for ``.metadata``, and
+releases treat unknown classes differently.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import pathlib
 import pickle
 import sys
 import zipfile
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 import torch._utils
 from torch.distributed.checkpoint import filesystem, metadata
 
+from ..._text import one_line
 from ...errors import CheckpointError
 
 _Table = dict[tuple[str, str], Any]
@@ -66,21 +69,16 @@ def as_dict(content: Any, file: Path) -> dict[str, Any]:
     return content
 
 
-def require_harmless(pickled: bytes, name: str) -> None:
-    """Check that a pickle inside a checkpoint names nothing but tensors and builtin containers.
+def rewritten(pickled: bytes, name: str) -> bytes:
+    """Return a pickle inside a checkpoint as Python writes what it holds: tensors and builtin containers.
 
-    TransformerEngine unpickles the extra state of its layers itself, without any protection.
+    TransformerEngine unpickles the extra state of its layers itself, without any protection, and Python's
+    two unpicklers do not read every damaged pickle alike.
     """
     try:
-        _ExtraStateUnpickler(io.BytesIO(pickled)).load()
+        return pickle.dumps(_ExtraStateUnpickler(io.BytesIO(pickled)).load())
     except Exception as error:
         raise CheckpointError(f"{name} is a pickle that is not safe to load: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Return type and first line of an exception; the whole is chained to the error that quotes it."""
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 class Inert:
@@ -171,31 +169,83 @@ def _allowed(table: _Table, module: str, name: str) -> Any:
     return table[module, name]
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """For the index of a distributed checkpoint: refuses what is neither in the table nor part of a plan."""
+#: Opcodes that change an object, and where on the stack it is; 0: it is the last one below the mark.
+_CHANGES = {pickle.BUILD: 2, pickle.SETITEM: 3, pickle.APPEND: 2}
+_CHANGES |= dict.fromkeys((pickle.SETITEMS, pickle.APPENDS, pickle.ADDITEMS), 0)
+
+
+def _checked(opcode: bytes, depth: int) -> Callable[[Any], None]:
+    """Return what pickle does for an opcode, after a check of the object that it changes."""
+    change = pickle._Unpickler.dispatch[opcode[0]]
+
+    def check_and_change(unpickler: Any) -> None:
+        target = unpickler.stack[-depth] if depth else unpickler.metastack[-1][-1]
+        if type(target) not in unpickler.own_classes:
+            name = getattr(target, "__qualname__", type(target).__qualname__)
+            raise pickle.UnpicklingError(f"it changes {name}, which it has not made")
+        change(unpickler)
+
+    return check_and_change
+
+
+class _Unpickler(pickle._Unpickler):
+    """Changes no object but instances of builtin containers and of classes that the file names.
+
+    The file has made these itself, members of enums excepted. Whatever else it can put on the stack belongs
+    to the whole process: classes, functions, dtypes. Pickle's own opcodes would change that, too.
+
+    This is Python's own implementation, as that in C calls no methods for its opcodes. For an index of 38 MB
+    it takes 10 seconds in place of 6.5.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        **{opcode[0]: _checked(opcode, depth) for opcode, depth in _CHANGES.items()},
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.own_classes: set[type] = {dict, list, set}
 
     def find_class(self, module: str, name: str) -> Any:
+        value = self.lookup(module, name)
+        if isinstance(value, type) and not issubclass(value, Enum):
+            self.own_classes.add(value)
+        return value
+
+    def lookup(self, module: str, name: str) -> Any:
+        """Return what stands for a name in the file; raise if the file must not name it."""
+        raise NotImplementedError
+
+    def get_extension(self, code: int) -> Any:
+        raise pickle.UnpicklingError(f"it names {code} in the registry of extensions of this process")
+
+
+class MetadataUnpickler(_Unpickler):
+    """For the index of a distributed checkpoint: refuses what is neither in the table nor part of a plan."""
+
+    def lookup(self, module: str, name: str) -> Any:
         return Inert if module.startswith(_PLANS) else _allowed(_IN_METADATA, module, name)
 
 
-class _ExtraStateUnpickler(pickle.Unpickler):
+class _ExtraStateUnpickler(_Unpickler):
     """For extra states, which also hold recipes of TransformerEngine: classes of enums and dataclasses.
 
     Nothing may become an :class:`Inert` object here, because TransformerEngine unpickles the bytes again with
     the real classes.
     """
 
-    def find_class(self, module: str, name: str) -> Any:
+    def lookup(self, module: str, name: str) -> Any:
         recipe = getattr(sys.modules.get(module), name, None) if module == _RECIPES else None
         if isinstance(recipe, type) and recipe.__module__ == _RECIPES:
             return recipe
         return _allowed(_IN_EXTRA_STATES, module, name)
 
 
-class _Lenient(pickle.Unpickler):
+class _Lenient(_Unpickler):
     """For ``torch.load``: puts :class:`Inert` in place of what is not in the table."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def lookup(self, module: str, name: str) -> Any:
         return _IN_TENSORS.get((module, name), Inert)
 
 

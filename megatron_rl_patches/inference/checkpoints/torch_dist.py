@@ -28,16 +28,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._text import first
+from ..._text import first, one_line
 from ...errors import CheckpointError
 from ..build.provider import virtual_rank
-from .mismatch import Mismatch
-from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch, one_line
+from .mismatch import MAX_PADDING, Mismatch
+from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
-# Rows by which two paddings of one vocabulary differ at most: multiples of 128 × TP, for TP up to 16.
-_MOST_PADDING = 128 * 16
 # The common state when there is no common.pt, as from megatron-core 0.19 on.
 _COMMON_STATE = "common_state/shard_0_1"
 
@@ -142,7 +140,7 @@ class TorchDistCheckpoint:
         for name, (shape, expected) in [] if exact else [*mismatch.shapes.items()]:
             same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
             is_padding = same_width and requested[name].is_vocabulary
-            if is_padding and abs(shape[0] - expected[0]) < _MOST_PADDING:
+            if is_padding and abs(shape[0] - expected[0]) < MAX_PADDING:
                 paddings[name] = shape[0], expected[0]
                 del mismatch.shapes[name]
         return mismatch, paddings
@@ -162,7 +160,8 @@ class TorchDistCheckpoint:
             if index.fqn in needed:
                 end = piece.offset + piece.length
                 ends[piece.relative_path] = max(end, ends.get(piece.relative_path, 0))
-        sizes = {entry.name: entry.stat().st_size for entry in self.folder.iterdir()}
+        files = [file for file in self.folder.iterdir() if file.name in ends and file.exists()]
+        sizes = {file.name: file.stat().st_size for file in files}
         missing = sorted(ends.keys() - sizes.keys())
         short = sorted(name for name, end in ends.items() if sizes.get(name, end) < end)
         parts = [f"{len(missing)} missing ({first(missing)})"] * bool(missing)
@@ -191,19 +190,21 @@ class TorchDistCheckpoint:
         """Read every stored piece that overlaps this rank's shard, and copy the overlaps."""
         entry = cast(TensorStorageMetadata, self.metadata.state_dict_metadata[requested.key])
         tensor = torch.empty(requested.data.shape, dtype=requested.data.dtype)
-        if requested.allow_shape_mismatch:
-            tensor.zero_()
         # Layers that are stored as one tensor have a leading axis that those of the model lack.
         target = tensor[(None,) * getattr(requested, "prepend_axis_num", 0)]
-        missing = tensor.numel()
+        is_read = torch.zeros_like(target, dtype=torch.bool)
+        if requested.allow_shape_mismatch:
+            # Padding of the vocabulary is zero.
+            stored_rows = max(0, entry.size[0] - requested.global_offset[0])
+            target[stored_rows:], is_read[stored_rows:] = 0, True
         for chunk in entry.chunks:
             overlap = _overlap(requested.global_offset, target.shape, chunk.offsets, chunk.sizes)
             if overlap is not None:
                 in_target, in_piece = overlap
                 piece = self._read_piece(MetadataIndex(requested.key, chunk.offsets))
                 target[in_target].copy_(piece[in_piece])
-                missing -= target[in_target].numel()
-        if missing and not requested.allow_shape_mismatch:
+                is_read[in_target] = True
+        if not is_read.all():
             raise CheckpointError(f"{self.folder}: {requested.key} is not stored as a whole")
         return tensor
 

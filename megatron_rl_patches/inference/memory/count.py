@@ -181,12 +181,9 @@ def _transformer_config(description: GPTDescription, sizes: ParallelSizes) -> An
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
-    groups = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
     return config_class(
         **description.config_fields(config_class),
-        **{name: getattr(sizes, name) for name in (f"{group}_parallel_size" for group in groups)},
-        num_layers_in_first_pipeline_stage=sizes.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=sizes.decoder_last_pipeline_num_layers,
+        **sizes.config_fields(),
         pipeline_dtype=torch.float32,
         perform_initialization=False,
     )

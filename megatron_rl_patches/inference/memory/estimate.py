@@ -90,7 +90,8 @@ def estimate_memory(
             (``vocab_size=...``); or the model chunks of this rank (wrapped or not, on any device). Then their
             own parameters and dtypes count, all as trainable, and make the one stage of the result.
         parallel: sizes of the groups; by default those of the ``TransformerConfig`` without replicas, or one
-            rank. For model chunks they say how many replicas share the optimizer's state.
+            rank. How the config splits its layers among pipeline stages counts in either case, unless these
+            sizes say it. For model chunks they say how many replicas share the optimizer's state.
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         optimizer: Adam's settings; by default neither distributed nor offloaded.
         teachers: models of the same shape in the pool.
@@ -104,7 +105,8 @@ def estimate_memory(
         raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in SHORT_NAMES.values():
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(SHORT_NAMES.values())}")
-    parallel = parallel or ParallelSizes.from_config(model)
+    own_sizes = ParallelSizes.from_config(model)
+    parallel = parallel.split_as(own_sizes) if parallel else own_sizes
     optimizer = optimizer or OptimizerSettings()
     stages = enumerate(_parameters(model, parallel, dtype, description))
     heads = teachers if teacher_heads else 0

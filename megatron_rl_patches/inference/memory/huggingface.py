@@ -80,6 +80,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
         "untie_embeddings_and_output_weights": not tied,
         "add_qkv_bias": kind == "qwen2" or bool(text.get("attention_bias")),
         "qk_layernorm": kind in ("deepseek_v3", "gemma3_text", "qwen3", "qwen3_moe"),
+        "mtp_num_layers": text.get("num_nextn_predict_layers"),
     }
     if kind == "qwen3_moe":
         fields["moe_layer_freq"] = _sparse_layers(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ...errors import InvalidInputError
@@ -17,10 +17,28 @@ _BEYOND_A_DESCRIPTION = (
     "linear_attention_type",
     "moe_latent_size",
     "moe_shared_expert_gate",
-    "mtp_num_layers",
+)
+_NAMES_IN_CONFIG = {
+    "num_experts": "num_moe_experts",
+    "swiglu": "gated_linear_unit",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+# Fields of ParallelSizes: groups that share the parameters, and which layers a pipeline stage has.
+_GROUPS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_SPLIT = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-_NAMES_IN_CONFIG = {"num_experts": "num_moe_experts", "swiglu": "gated_linear_unit"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,7 @@ class GPTDescription:
         learned_absolute_position_embeddings: number of positions with a learned embedding; 0 with rotary
             embeddings, which have no parameters.
         q_lora_rank: this and the next four are for ``multi_latent_attention``.
+        mtp_num_layers: 0 or None, as layers of multi-token prediction cannot be counted.
     """
 
     num_layers: int
@@ -65,8 +84,15 @@ class GPTDescription:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    mtp_num_layers: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mtp_num_layers:
+            raise InvalidInputError(
+                f"mtp_num_layers is {self.mtp_num_layers}: layers of multi-token prediction cannot be "
+                "counted; set it to 0 to count the model without them, or build the model and pass its chunks"
+            )
+        object.__setattr__(self, "mtp_num_layers", None)  # 0 is the same
         _require_at_least_one(self, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
         if not isinstance(self.moe_layer_freq, int):
             object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))  # hashable
@@ -114,6 +140,9 @@ class ParallelSizes:
         expert_tensor_parallel_size: None: the tensor-parallel size, as in Megatron.
         data_parallel_size: replicas, without context parallelism.
         decoder_first_pipeline_num_layers: layers of the first stage where it differs from the others.
+        account_for_embedding_in_pipeline_split: the embedding takes the place of a layer of the first stage,
+            as the output layer does with ``account_for_loss_in_pipeline_split`` in the last one.
+        pipeline_model_parallel_layout: the layers of each stage, as text (``"Et*3|t*4,L"``) or lists.
     """
 
     tensor_model_parallel_size: int = 1
@@ -125,9 +154,17 @@ class ParallelSizes:
     data_parallel_size: int = 1
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str | Sequence[Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
-        _require_at_least_one(self, vars(self))
+        _require_at_least_one(self, [name for name, value in vars(self).items() if type(value) is int])
+        layout: Any = self.pipeline_model_parallel_layout
+        layout = getattr(layout, "input_data", layout)  # a TransformerConfig keeps it in an object
+        if layout is not None and not isinstance(layout, str):
+            layout = tuple(tuple(getattr(layer, "name", layer) for layer in stage) for stage in layout)
+        object.__setattr__(self, "pipeline_model_parallel_layout", layout)  # hashable
         if self.virtual_pipeline_model_parallel_size == 1:
             object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
         if self._ranks_per_stage % (experts := _ranks_of_all_experts(self)):
@@ -140,9 +177,23 @@ class ParallelSizes:
     @classmethod
     def from_config(cls, config: Any) -> ParallelSizes:
         """Read the sizes from a ``TransformerConfig``, with the fewest replicas; else return one rank."""
-        names = [field.name for field in fields(cls) if hasattr(config, field.name)]
-        sizes = {name: getattr(config, name) for name in names}
+        names = {field.name: _NAMES_IN_CONFIG.get(field.name, field.name) for field in fields(cls)}
+        sizes = {ours: getattr(config, theirs) for ours, theirs in names.items() if hasattr(config, theirs)}
         return cls(**sizes, data_parallel_size=_fewest_replicas(config) if sizes else 1)
+
+    def split_as(self, other: ParallelSizes) -> ParallelSizes:
+        """Return these sizes; if they do not say how the layers are split, with the split of the other."""
+        if any(getattr(self, name) for name in _SPLIT):
+            return self
+        return replace(self, **{name: getattr(other, name) for name in _SPLIT})
+
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields of ``TransformerConfig`` that change the parameters of a rank."""
+        names = [*_GROUPS, *(name for name in _SPLIT if getattr(self, name))]
+        values = {_NAMES_IN_CONFIG.get(name, name): getattr(self, name) for name in names}
+        if isinstance(layout := self.pipeline_model_parallel_layout, tuple):
+            values["pipeline_model_parallel_layout"] = [list(stage) for stage in layout]
+        return values
 
     @property
     def world_size(self) -> int:

@@ -16,6 +16,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from ...losses.logits.options import VocabParallelOptions
 from .hidden_states import hidden_states_of
 from .microbatches import Microbatch
 from .schedule import Forward, Group, forward_only, raise_on_all_stages, vocabulary_of
@@ -81,7 +82,7 @@ def forward_log_probs(
         InvalidInputError: on every rank alike, before any communication; but for logits of a wrong shape
             from ``forward`` on the last stage alone.
     """
-    _check_temperature(temperature)
+    VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         options = _options(batch, group, temperature)
@@ -142,7 +143,7 @@ def forward_topk(
         InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
             what the last one finds.
     """
-    _check_temperature(temperature)
+    VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
     if allgather_cp:
         raise InvalidInputError(
             "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
@@ -256,8 +257,3 @@ def _problem_with_ids(
 
 def _options(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
     return {"tp_group": group, "rows": batch.layout.response_rows, "temperature": temperature}
-
-
-def _check_temperature(temperature: float) -> None:
-    if not temperature > 0:
-        raise InvalidInputError(f"temperature is {temperature}. Expected: more than 0, as it divides logits.")

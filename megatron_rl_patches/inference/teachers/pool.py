@@ -13,7 +13,7 @@ from ..._chunks import as_chunks
 from ...errors import InferenceOnlyError, InvalidInputError
 from ...losses import OutputHead
 from ..checkpoints.mismatch import Mismatch
-from .weights import HostCopy, Layout, all_nan, layout_of, named_weights, prefixes
+from .weights import HostCopy, Layout, all_nan, checksum, layout_of, named_weights, prefixes
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 StateDict = Mapping[str, Any]
@@ -38,10 +38,14 @@ class TeacherPool:
     copy a turn. Weights that are no teacher's, unless they are all NaN as ``build_inference_model`` leaves
     them, are saved in host memory and put back by the outermost ``use``, every time.
 
+    **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first reads
+    the weights once in the model's own memory and compares a checksum, as loaders may have changed them in
+    ways that torch does not count (``parameter.data.copy_``). The CPU waits for that sum, but not for the
+    copy, which is queued on the current CUDA stream, after what was computed with the former weights and
+    before what comes next.
+
     The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
-    one thread. Change the model's weights by in-place torch functions, as loaders do: the pool notices these,
-    but not changes through ``.data``. Copies are queued on the current CUDA stream, after what was computed
-    with the former weights and before what comes next; the CPU does not wait for them.
+    one thread.
 
     Args:
         model: model chunk, or list of chunks, frozen.
@@ -91,9 +95,9 @@ class TeacherPool:
 
         Args:
             name: the name for :meth:`use`.
-            source: its weights. ``None``: those that the model holds now; a path: a checkpoint, loaded with
-                ``exact`` on all ranks together; ``chunk.state_dict()``, or one per chunk; or a function that
-                takes the model and loads weights into it, which may convert them.
+            source: its weights. ``None``: a copy of those that the model holds now; a path: a checkpoint,
+                loaded with ``exact`` on all ranks together; ``chunk.state_dict()``, or one per chunk; or a
+                function that takes the model and loads weights into it, which may convert them.
 
         Raises:
             InvalidInputError: the name is taken; weights differ in name, shape or dtype; or the model holds
@@ -104,24 +108,23 @@ class TeacherPool:
             raise InvalidInputError(
                 f"there is a teacher {name!r} already: remove it first, or choose another name."
             )
-        load = None if source is None else self._loader(source)
-        before = self._snapshot()
-        if load is None:
-            if before is None:
+        if source is None:
+            if not self._holds_weights():
                 raise InvalidInputError(
-                    "the model holds nothing to add, only NaN or what an interrupted swap left: load weights."
+                    "the model holds nothing to add, only NaN or what an interrupted swap left: "
+                    "pass a source."
                 )
-            self._teachers[name] = before
-            self._set_resident(before)
+            self._add_held(name)
             return
+        load = self._loader(source)
+        before = self._snapshot()
         self._resident, self._partially_written = None, True
         try:
             load(self.model)
-            self._teachers[name] = copy = HostCopy(self._checked_layout().storages)
-            self._set_resident(copy)
+            self._add_held(name)
         finally:
             if before is not None:
-                self._swap(before)
+                self._write(before)
 
     def remove(self, name: str) -> None:
         """Drop a teacher and its host memory. If the model holds its weights they stay, as no teacher's."""
@@ -129,10 +132,9 @@ class TeacherPool:
         if name in self._in_use:
             raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
         del self._teachers[name]
-        if copy not in self._teachers.values():
-            self._heads.pop(copy, None)
-            if self._resident is copy:
-                self._resident = None
+        self._heads.pop(copy, None)
+        if self._resident is copy:
+            self._resident = None
 
     @contextmanager
     def use(self, name: str) -> Iterator[Any]:
@@ -142,12 +144,13 @@ class TeacherPool:
         outer = self._in_use
         try:
             self._in_use = (*outer, name)
-            self._swap(copy)
+            if copy is not before:
+                self._write(copy)
             yield self.model
         finally:
             self._in_use = outer
             if before is not None and (outer or before not in self._teachers.values()):
-                self._swap(before)
+                self._put_back(before)
 
     def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
@@ -178,7 +181,7 @@ class TeacherPool:
     @property
     def host_bytes(self) -> int:
         """Bytes of the weights of all teachers, in host memory."""
-        return sum(copy.nbytes for copy in set(self._teachers.values()))
+        return sum(copy.nbytes for copy in self._teachers.values())
 
     @property
     def head_bytes(self) -> int:
@@ -210,16 +213,26 @@ class TeacherPool:
             )
         return layout
 
+    def _add_held(self, name: str) -> None:
+        self._teachers[name] = copy = HostCopy(self._checked_layout().storages)
+        self._set_resident(copy)
+
+    def _holds_weights(self) -> bool:
+        return not (self._partially_written or all_nan(self._chunks))
+
     def _resident_copy(self) -> HostCopy | None:
-        """Return the copy that the model holds, unless its weights have been changed since."""
-        if self._resident is not None and self._checked_layout().versions != self._versions:
-            self._resident = None
+        """Return the teacher's copy that the model holds, unless its weights have been changed since."""
+        if self._resident is not None:
+            layout = self._checked_layout()
+            # Version counters see what sums cannot (rows in another order), and sums what these cannot.
+            if layout.versions != self._versions or checksum(layout.storages) != self._resident.checksum:
+                self._resident = None
         return self._resident
 
     def _snapshot(self) -> HostCopy | None:
         """Return a host copy of the current weights; ``None`` if they are all NaN or partially written."""
         resident = self._resident_copy()
-        if resident is None and not self._partially_written and not all_nan(self._chunks):
+        if resident is None and self._holds_weights():
             return HostCopy(self._checked_layout().storages)
         return resident
 
@@ -228,9 +241,11 @@ class TeacherPool:
         self._versions = self._checked_layout().versions
         self._partially_written = False
 
-    def _swap(self, copy: HostCopy) -> None:
-        if self._resident_copy() is copy:
-            return
+    def _put_back(self, copy: HostCopy) -> None:
+        if copy is not self._resident_copy():
+            self._write(copy)
+
+    def _write(self, copy: HostCopy) -> None:
         storages = self._checked_layout().storages
         # Ctrl-C, for one, can end a copy early.
         self._resident, self._partially_written = None, True

@@ -30,6 +30,7 @@ class HostCopy:
     def __init__(self, storages: Sequence[torch.Tensor]) -> None:
         gpus = {storage.device for storage in storages if storage.is_cuda}
         self.nbytes = sum(map(len, storages))
+        self.checksum = checksum(storages)
         sizes = [min(_BLOCK_BYTES, self.nbytes - start) for start in range(0, self.nbytes, _BLOCK_BYTES)]
         self._blocks = [
             torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(gpus)) for size in sizes
@@ -43,6 +44,15 @@ class HostCopy:
         """Copy back, asynchronously on CUDA, into storages as large as those that were copied."""
         for storage, block in _aligned(storages, self._blocks):
             storage.copy_(block, non_blocking=True)
+
+
+def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each storage the sum of its 64-bit words, and of the bytes that remain, modulo 2**64."""
+    sums = []
+    for storage in storages:
+        whole = len(storage) // 8 * 8
+        sums.append(storage[:whole].view(torch.int64).sum() + storage[whole:].sum())
+    return [int(total) for total in sums]
 
 
 def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:

@@ -12,7 +12,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.nn import Linear, Module, Parameter
 
-from megatron_rl_patches.inference.build.meta_device import materialize, parameters_on_meta
+from megatron_rl_patches.inference.build.meta_device import construction, materialize
 
 
 class _Model(Module):
@@ -47,7 +47,7 @@ def _replaced() -> dict[str, Any]:
 
 def test_parameters_are_on_meta_and_the_rest_is_real() -> None:
     before, state = _replaced(), torch.get_rng_state()
-    with parameters_on_meta(use_cuda=False):
+    with construction(on_meta=True, use_cuda=False):
         model = _Model()
         assert model.weight.cuda() is model.weight
         torch.distributed.all_reduce(model.weight.data)  # would raise: there is no process group
@@ -82,7 +82,7 @@ def _behavior() -> list[str]:
 def test_another_thread_sees_nothing_of_a_build() -> None:
     seen: list[list[str]] = []
     expected = _behavior()
-    with parameters_on_meta(use_cuda=False):
+    with construction(on_meta=True, use_cuda=False):
         thread = threading.Thread(target=lambda: seen.append(_behavior()))
         thread.start()
         thread.join()
@@ -98,7 +98,7 @@ def test_overlapping_builds_restore_the_identical_objects(first_to_end: int) -> 
     on_meta: list[bool] = []
 
     def build(number: int) -> None:
-        with parameters_on_meta(use_cuda=False):
+        with construction(on_meta=True, use_cuda=False):
             inside[number].set()
             may_end[number].wait(30)
             on_meta.append(Parameter(torch.ones(1)).is_meta)
@@ -121,7 +121,7 @@ def test_the_tracker_outlives_the_first_of_two_overlapping_builds(monkeypatch: p
     failures: list[Exception] = []
 
     def second() -> None:
-        with parameters_on_meta(use_cuda=False):
+        with construction(on_meta=True, use_cuda=False):
             inside.set()
             first_has_ended.wait(30)
             try:
@@ -131,7 +131,7 @@ def test_the_tracker_outlives_the_first_of_two_overlapping_builds(monkeypatch: p
                 failures.append(error)
 
     thread = threading.Thread(target=second)
-    with parameters_on_meta(use_cuda=False):
+    with construction(on_meta=True, use_cuda=False):
         thread.start()
         assert inside.wait(30)
     first_has_ended.set()
@@ -142,7 +142,7 @@ def test_the_tracker_outlives_the_first_of_two_overlapping_builds(monkeypatch: p
 
 def test_a_wrapper_that_somebody_puts_around_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    with parameters_on_meta(use_cuda=False):
+    with construction(on_meta=True, use_cuda=False):
         ours = torch.cuda.current_device
         torch.cuda.current_device = lambda: ours() + 1
     assert torch.cuda.current_device() == 4
@@ -150,13 +150,13 @@ def test_a_wrapper_that_somebody_puts_around_it_meanwhile_stays(monkeypatch: pyt
 
 def test_a_constructor_that_raises_leaves_nothing_replaced() -> None:
     before = _replaced()
-    with pytest.raises(ZeroDivisionError), parameters_on_meta(use_cuda=False):
+    with pytest.raises(ZeroDivisionError), construction(on_meta=True, use_cuda=False):
         1 // 0  # noqa: B018
     assert _replaced() == before
 
 
 def test_materialized_parameters_are_the_same_objects() -> None:
-    with parameters_on_meta(use_cuda=False):
+    with construction(on_meta=True, use_cuda=False):
         model = _Model()
         model.linear.bfloat16()
     weight = model.weight

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import torch_legacy
@@ -18,6 +20,7 @@ from megatron_rl_patches.inference.checkpoints.load import (
 )
 from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
 from megatron_rl_patches.inference.checkpoints.mismatch import Mismatch
+from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
 
 from .test_pickles import save_alone
 
@@ -148,23 +151,31 @@ def test_an_iteration_that_is_no_number(stored: object, tmp_path: Path) -> None:
 class _Embedding(torch.nn.Module):
     """A model of one weight, whose rows Megatron pads."""
 
-    def __init__(self, rows: int, width: int) -> None:
+    def __init__(self, rows: int, width: int, is_padded: bool = True) -> None:
         super().__init__()
+        self.is_padded = is_padded
         self.weight = torch.nn.Parameter(torch.full((rows, width), 9.0))
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
         return {
-            "weight": ShardedTensor.from_rank_offsets("weight", self.weight.data, allow_shape_mismatch=True)
+            "weight": ShardedTensor.from_rank_offsets(
+                "weight", self.weight.data, allow_shape_mismatch=self.is_padded
+            )
         }
+
+
+def _one_rank_checkpoint(folder: Path) -> Path:
+    save_alone({"weight": torch.ones(6, 2)}, _torch_dist(folder))
+    torch.save({"iteration": 7}, folder / "common.pt")
+    return folder
 
 
 def test_without_a_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not torch.distributed.is_initialized()
-    save_alone({"weight": torch.ones(6, 2)}, _torch_dist(tmp_path / "iter_0000007"))
-    torch.save({"iteration": 7}, tmp_path / "iter_0000007" / "common.pt")
-    folder, padded, wider = tmp_path / "iter_0000007", _Embedding(8, 2), _Embedding(8, 3)
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+    padded, wider = _Embedding(8, 2), _Embedding(8, 3)
     with caplog.at_level("WARNING", "megatron_rl_patches"):
         assert load_inference_checkpoint(padded, folder) == 7
     messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -173,6 +184,33 @@ def test_without_a_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with pytest.raises(CheckpointError, match=r"every rank: the checkpoint is of another model; .*\[8, 3\]"):
         load_inference_checkpoint(wider, folder)
     assert wider.weight.eq(9).all()
+
+
+def test_a_dangling_link_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007"), _Embedding(6, 2)
+    (folder / "notes").symlink_to("nowhere")
+    assert load_inference_checkpoint(model, folder) == 7
+    assert model.weight.eq(1).all()
+    (folder / "__0_0.distcp").rename(tmp_path / "moved")
+    (folder / "__0_0.distcp").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"1 missing \(__0_0\.distcp\)"):
+        load_inference_checkpoint(model, folder)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize(
+    "rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)], ids=["twice", "overlapping", "absent"]
+)
+def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, tmp_path: Path) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+    metadata = read_metadata(folder)
+    [place] = metadata.storage_data.values()
+    pieces = [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2])) for start, size in rows]
+    metadata.state_dict_metadata["weight"].chunks, metadata.storage_meta = pieces, None
+    metadata.storage_data = {MetadataIndex("weight", piece.offsets): place for piece in pieces}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="weight is not stored as a whole"):
+        load_inference_checkpoint(_Embedding(6 + 2 * is_padded, 2, is_padded), folder)
 
 
 def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:

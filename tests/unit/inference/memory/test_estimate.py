@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,6 +202,13 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch)
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=2
     )
     assert dtype == "bf16"
+
+    config.num_layers_in_first_pipeline_stage, config.account_for_loss_in_pipeline_split = 1, True
+    estimate_memory(config, vocab_size=100)
+    estimate_memory(config, vocab_size=100, parallel=ParallelSizes(pipeline_model_parallel_size=4))
+    split = {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True}
+    assert calls[1][1] == replace(sizes, **split)
+    assert calls[2][1] == ParallelSizes(pipeline_model_parallel_size=4, **split)
 
     with pytest.raises(InvalidInputError, match="vocab_size"):
         estimate_memory(config)

@@ -91,6 +91,15 @@ def test_latent_attention() -> None:
     assert model.moe_layer_freq == (0,) * 3 + (1,) * 58
 
 
+def test_layers_for_multi_token_prediction_are_not_dropped_silently() -> None:
+    published = DEEPSEEK_V3 | {"num_nextn_predict_layers": 1}
+    with pytest.raises(InvalidInputError, match=r"mtp_num_layers is 1: .* set it to 0"):
+        description_from_hf_config(published)
+    without = description_from_hf_config(published, mtp_num_layers=0)
+    assert without == description_from_hf_config(DEEPSEEK_V3 | {"num_nextn_predict_layers": 0})
+    assert without == description_from_hf_config(DEEPSEEK_V3)
+
+
 def test_the_text_part_counts_and_flags_fill_in() -> None:
     gemma = {  # as published: sizes that are the library's defaults are left out
         "model_type": "gemma3",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -123,6 +125,49 @@ def test_weights_in_place_changed_are_noticed(pool: TeacherPool, model: Net) -> 
     assert holds(model, "own")
 
 
+def _copy_in_place(model: Net, state: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, weight in model.state_dict(keep_vars=True).items():
+            weight.copy_(state[name])
+
+
+def _copy_into_data(model: Net, state: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in model.state_dict(keep_vars=True).items():
+        weight.data.copy_(state[name])
+
+
+def _replace_data(model: Net, state: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in model.state_dict(keep_vars=True).items():
+        weight.data = state[name]
+
+
+def _assign(model: Net, state: Mapping[str, torch.Tensor]) -> None:
+    model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("load", [_copy_in_place, _copy_into_data, _replace_data, _assign])
+def test_weights_are_noticed_however_they_are_loaded(load: Callable[..., None], model: Net) -> None:
+    pool = TeacherPool(model)
+    for name in ("a", "b", "c"):
+        load(model, deepcopy(STATES[name]))
+        pool.add(name)
+    for name in ("b", "a", "c"):
+        with pool.use(name):
+            assert holds(model, name)
+    load(model, deepcopy(STATES["own"]))  # where the pool has left c
+    pool.add("d", STATES["a"])
+    assert holds(model, "own")
+    pool.add("own")
+    load(model, deepcopy(STATES["b"]))
+    with pool.use("own"):
+        assert holds(model, "own")
+        load(model, deepcopy(STATES["a"]))
+        with pool.use("own"):
+            assert holds(model, "own")
+        assert holds(model, "a")
+    assert holds(model, "b") and pool.resident is None
+
+
 def test_parameters_keep_their_storages_and_buffers_outside_the_state(pool: TeacherPool, model: Net) -> None:
     before = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     scratch = model.scratch.clone()
@@ -167,12 +212,12 @@ def test_sources(model: Net) -> None:
             assert holds(chunks[0], name)
 
 
-def test_the_same_weights_under_two_names_are_stored_once(model: Net) -> None:
+def test_names_of_the_same_weights_do_not_depend_on_each_other(model: Net) -> None:
     pool = TeacherPool(model)
     pool.add("one")
     pool.add("two")
-    assert pool._teachers["one"] is pool._teachers["two"]
     pool.remove("one")
+    assert pool.resident == "two"
     with pool.use("two"):
         assert holds(model, "own")
 

@@ -1,0 +1,217 @@
+"""A hostile file leaves every class, function and constant that it may name bit for bit as it was."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import CheckpointError
+from megatron_rl_patches.inference.checkpoints import pickles
+from megatron_rl_patches.inference.checkpoints.load import _without_inert_extra_states
+from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
+
+PROGRAMS = 200
+
+
+def _metadata(content: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(content)
+    read_metadata(folder)
+
+
+def _archive(content: bytes) -> bytes:
+    """A file of ``torch.save`` with a storage, and with another pickle."""
+    torch.save({"weight": torch.ones(1)}, plain := io.BytesIO())
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed := io.BytesIO(), "w") as target:
+        for name in source.namelist():
+            target.writestr(name, content if name.endswith("/data.pkl") else source.read(name))
+    return changed.getvalue()
+
+
+def _shard(content: bytes, folder: Path) -> None:
+    (folder / "common.pt").write_bytes(_archive(content))
+    pickles.load_dict(folder / "common.pt")
+
+
+def _extra_state(content: bytes, folder: Path) -> None:
+    state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    _without_inert_extra_states({"layer._extra_state": state}, folder)
+
+
+def _nested(content: bytes, folder: Path) -> None:
+    nested = _archive(content)
+    start = b"\x80\x02ctorch.storage\n_load_from_bytes\n("
+    _extra_state(start + b"B" + struct.pack("<I", len(nested)) + nested + b"tR.", folder)
+
+
+FILES: dict[Callable[[bytes, Path], None], dict[tuple[str, str], Any]] = {
+    _metadata: pickles._IN_METADATA,
+    _shard: pickles._IN_TENSORS,
+    _extra_state: pickles._IN_EXTRA_STATES,
+    _nested: pickles._IN_TENSORS,
+}
+
+
+def _allowed() -> Iterator[Any]:
+    """Whatever a file may name, the members of enums, and the methods of classes."""
+    yield pickles.Inert
+    for table in FILES.values():
+        for value in table.values():
+            yield value
+            if isinstance(value, type):
+                yield from value if issubclass(value, Enum) else ()
+                yield from (member for member in vars(value).values() if isinstance(member, FunctionType))
+
+
+def _state() -> list[Any]:
+    """What can be changed of all that is allowed; items of dicts are copied."""
+    # Reading annotations adds an empty dict, so they come first.
+    names = ("__annotations__", "__dict__", "__defaults__", "__kwdefaults__", "__code__", "__class__")
+    attributes = [getattr(value, name, None) for value in _allowed() for name in names]
+    return [_items(one) if isinstance(one, (dict, MappingProxyType)) else one for one in attributes]
+
+
+def _items(values: Mapping[str, Any]) -> dict[str, Any]:
+    # Python itself adds these when it pickles the first object of a class.
+    return {name: value for name, value in values.items() if name != "__slotnames__"}
+
+
+# -- what is written by hand
+
+_REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+_INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+_MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+_ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
+_STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
+
+
+def _attribute(name: str) -> bytes:
+    """BUILD with ``(None, {name: None})``, which sets the attribute."""
+    return f"(N(V{name}\nNdtb".encode()
+
+
+HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
+    "attribute of a class": (_metadata, _INDEX + _attribute("__hash__") + b"."),
+    "attribute of a class, memorized": (_metadata, _INDEX + b"q\x01(h\x01" + _attribute("__eq__") + b"t."),
+    "attribute of a function": (_shard, _REBUILD + _attribute("__defaults__") + b"."),
+    "dict of a function": (_shard, _REBUILD + _ENTRY + b"."),
+    "dict of a function in an extra state": (_extra_state, _REBUILD + _ENTRY + b"."),
+    "storage of the file": (_shard, _STORAGE + _ENTRY + b"."),
+    "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_") + b"."),
+    "member of an enum, by its name": (
+        _metadata,
+        b"cbuiltins\ngetattr\n(" + _MEMORY_FORMATS + b"VTORCH_CHANNELS_LAST\ntR" + _ENTRY + b".",
+    ),
+    "member of an enum, as a new object": (
+        _metadata,
+        b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY + b".",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
+    load, content = HOSTILE[name]
+    before = _state()
+    with pytest.raises(CheckpointError, match="which it has not made"):
+        load(content, tmp_path)
+    assert _state() == before
+
+
+def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
+    copyreg.add_extension("torch", "Size", 1)
+    try:
+        with pytest.raises(CheckpointError, match="extension"):
+            _shard(b"\x80\x02\x82\x01.", tmp_path)
+    finally:
+        copyreg.remove_extension("torch", "Size", 1)
+        copyreg.clear_extension_cache()
+
+
+def test_an_extra_state_is_written_anew(tmp_path: Path) -> None:
+    """Layers unpickle it without protection, and perhaps not quite as it is read here."""
+    content = pickle.dumps({"scale": torch.ones(2), "steps": [1, 2]}, protocol=0) + b"and more"
+    state = {"layer._extra_state": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+    [written] = _without_inert_extra_states(state, tmp_path).values()
+    assert b"and more" not in written.numpy().tobytes()
+    assert str(pickle.loads(written.numpy().tobytes())) == str(pickle.loads(content))
+
+
+# -- what is drawn by chance
+
+
+class _Program:
+    """A pickle of opcodes drawn at random: nearly all of them change an object that the pickle names."""
+
+    def __init__(self, seed: int, names: list[tuple[str, str]]) -> None:
+        self.random = random.Random(seed)
+        self.names = names
+
+    def content(self) -> bytes:
+        changes = b"".join(self.change() + b"\x940" for _ in range(self.random.randint(1, 3)))  # MEMOIZE, POP
+        return b"\x80\x04" + changes + self.target() + b"."
+
+    def change(self) -> bytes:
+        target, value = self.target(), self.random.choice([self.plain, self.target])
+        changes = [
+            self.state() + b"b",
+            self.state() + b"b" + self.state() + b"b",
+            self.attribute() + value() + b"s",
+            b"(" + self.attribute() + value() + b"u",
+            value() + b"a",
+            b"(" + value() + value() + b"e",
+            b"(" + self.plain() + b"\x90",
+        ]
+        return target + self.random.choices(changes, weights=[12, 4, 1, 1, 1, 1, 1])[0]
+
+    def target(self) -> bytes:
+        call = b"(" + b"".join(self.plain() for _ in range(self.random.randint(0, 2))) + b"t"
+        targets = [
+            self.name(),
+            self.name() + call + self.random.choice([b"R", b"\x81"]),
+            self.name() + b"(" + self.name() + self.plain() + b"tR",
+            self.random.choice([b"h\x00", b"h\x01", b"]", b"}", b"\x8f", b")", _STORAGE]),
+        ]
+        return self.random.choices(targets, weights=[5, 3, 1, 1])[0]
+
+    def state(self) -> bytes:
+        items = b"".join(
+            self.attribute() + self.random.choice([self.plain, self.name])()
+            for _ in range(self.random.randint(1, 3))
+        )
+        return self.random.choice([b"(" + items + b"d", b"(N(" + items + b"dt", self.plain()])
+
+    def attribute(self) -> bytes:
+        names = "__defaults__ __kwdefaults__ __hash__ __eq__ __init__ __new__ __dict__ __setstate__ __class__"
+        more = "__reduce_ex__ append extend fqn detach _value_"
+        return f"V{self.random.choice(f'{names} {more}'.split())}\n".encode()
+
+    def name(self) -> bytes:
+        return "c{}\n{}\n".format(*self.random.choice(self.names)).encode()
+
+    def plain(self) -> bytes:
+        return self.random.choice([b"N", b"K\x00", b"K\x01", b"VTORCH_PRESERVE_FORMAT\n", b"]", b"}", b")"])
+
+
+@pytest.mark.parametrize("load", FILES)
+def test_random_pickles_change_nothing_of_the_process(load: Callable[..., None], tmp_path: Path) -> None:
+    dtypes = [name for name, value in FILES[load].items() if isinstance(value, torch.dtype)]
+    names = [*(FILES[load].keys() - set(dtypes)), dtypes[0], ("unknown", "unknown")]
+    before = _state()
+    for seed in range(PROGRAMS):
+        content = _Program(seed, sorted(names)).content()
+        with suppress(CheckpointError):
+            load(content, tmp_path)
+        assert _state() == before, f"seed {seed}: {content!r}"
