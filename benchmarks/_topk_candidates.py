@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
-from megatron_rl_patches.losses.objectives.topk_distribution import log1mexp
+from megatron_rl_patches.losses.logits.distributions import log1mexp
 
 from ._loss_candidates import _from_checkout as from_checkout
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import InvalidInputError
-from ..losses.objectives.divergences import check_beta
+from ..losses.logits.divergences import divergence_named
 
 LOSS_TYPE = "opd_loss"
 LOSS_PATH = f"megatron_rl_patches.frameworks.distillation_loss.{LOSS_TYPE}"
@@ -68,7 +68,10 @@ def check_arguments(args: Any) -> None:
             raise InvalidInputError(
                 f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
             )
-    check_beta(getattr(args, "opd_beta", 0.5))
+    name = getattr(args, "opd_divergence", "reverse_kl")
+    divergence = divergence_named(name, getattr(args, "opd_beta", 0.5))
+    if getattr(args, "opd_top_k", None) == "full" and not divergence.counts_tail:
+        raise InvalidInputError(f"opd_divergence={name!r} is over k ids: use reverse_kl with opd_top_k=full")
     if not (temperature := getattr(args, "rollout_temperature", 1.0)) > 0:
         raise InvalidInputError(
             f"--rollout-temperature is {temperature}, expected a positive number: --loss-type {LOSS_TYPE} "

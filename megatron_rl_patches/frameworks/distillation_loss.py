@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInputError
-from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
-from ..losses.objectives.topk_distribution import TopKDistribution, log1mexp
+from ..losses.logits.distributions import TopKDistribution, log1mexp
+from ..losses.objectives.comparison import comparison
+from ..losses.objectives.distillation_batch import DistillationBatch, DistillationOptions
 from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of
 
@@ -50,10 +51,9 @@ def opd_loss(
     """Return the divergence between the student and its teachers.
 
     Args:
-        args: of the framework. Read are ``rollout_temperature``, ``qkv_format``, ``opd_divergence`` (the name
-            of a function in :mod:`..losses.objectives.divergences`; default ``"reverse_kl"``), ``opd_beta``
-            (of ``"jensen_shannon"``; default 0.5), and of several teachers ``opd_teacher_weights``. A file
-            given with ``--custom-config-path`` can set them.
+        args: of the framework. Read are ``rollout_temperature``, ``qkv_format``, ``opd_divergence`` and
+            ``opd_beta`` (see :class:`.DistillationOptions`; default ``"reverse_kl"`` and 0.5), and of several
+            teachers ``opd_teacher_weights``. A file given with ``--custom-config-path`` can set them.
         batch: a microbatch of the framework, with the keys above.
         logits: ``[1, T, V / tp]`` (``thd``) or ``[B, S, V / tp]`` (``bshd``), of this rank.
         sum_of_sample_mean: the framework's reduction of values per local response token.
@@ -69,7 +69,7 @@ def opd_loss(
     layout, tp_group = layout_of(args, batch, logits)
     local = _local_batch(batch, layout, logits.device)
     options = _options(args, len(local.teachers))
-    if local.old is None and options.divergence == "importance_weighted_reverse_kl":
+    if local.old is None and options.measure.needs_old:
         raise InvalidInputError(
             f"opd_divergence is {options.divergence!r}, which needs {OLD} in the batch: the patch "
             "distillation finds it; or choose another divergence"

@@ -31,7 +31,7 @@ from ..losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ..losses.objectives.distillation import Distribution
+from ..losses.logits.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..losses.logits import log_probs
 from ..losses.logits.deferred import DeferredLogits
-from ..losses.logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from ..losses.logits.log_probs_autograd import JointBackward
+from ..losses.logits.options import VocabParallelOptions
 
 _IGNORED = -100
 _HAS_ENTROPY = "_loss_has_entropy"
@@ -20,24 +20,23 @@ def log_probs_and_entropy(
     tokens: Tensor,
     tp_group: dist.ProcessGroup | None,
     *,
-    rows: Tensor | slice | None = None,
     with_entropy: bool = False,
     entropy_grad: bool = True,
     keep_mask: Tensor | None = None,
-    temperature: float = 1.0,
     inplace_backward: bool = False,
+    joint: JointBackward | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the tokens, and entropies or ``None``, in float32 and the tokens' shape.
 
     Args:
         logits: ``[..., V / tp]``.
-        tokens: ``[...]``, or ``[n]`` with ``rows``. Frameworks look up prompts and padding too, so an id
-            outside of the vocabulary is no error: it has log-probability and entropy 0.
+        tokens: ``[...]``. Frameworks look up prompts and padding too, so an id outside of the vocabulary is
+            no error: it has log-probability and entropy 0.
         tp_group: tensor-parallel group; ``None`` means the default group if there is one, as in
             ``torch.distributed``.
-        rows: which ``n`` rows to score.
         inplace_backward: let the gradient overwrite the logits where nobody else may need them, see
             :func:`vocab_parallel_log_probs`, which explains the other arguments too.
+        joint: computes the gradient of several calls in one pass.
     """
     if tp_group is None and dist.is_available() and dist.is_initialized():
         tp_group = dist.group.WORLD
@@ -45,20 +44,16 @@ def log_probs_and_entropy(
     targets = tokens.reshape(-1).long()
     targets = torch.where((targets >= 0) & (targets < vocab_size), targets, _IGNORED)
     logits_tv = logits.reshape(-1, logits.shape[-1])
-    options: dict[str, Any] = {
-        "tp_group": tp_group,
-        "rows": rows,
-        "keep_mask": keep_mask,
-        "temperature": temperature,
-        "inplace_backward": inplace_backward and _may_be_overwritten(logits_tv),
-        "ignore_index": _IGNORED,
-    }
-    if not with_entropy:
-        return vocab_parallel_log_probs(logits_tv, targets, **options).view(tokens.shape), None
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-        logits_tv, targets, entropy_grad=entropy_grad, **options
+    options = VocabParallelOptions(
+        tp_group=tp_group,
+        inplace_backward=inplace_backward and _may_be_overwritten(logits_tv),
+        others_overwrite=inplace_backward,
+        ignore_index=_IGNORED,
+        with_entropy=with_entropy,
+        entropy_grad=with_entropy and entropy_grad,
     )
-    return log_probs.view(tokens.shape), entropies.view(tokens.shape)
+    values, entropies = log_probs.log_probs_and_entropy(logits_tv, targets, None, keep_mask, options, joint)
+    return values.view(tokens.shape), None if entropies is None else entropies.view(tokens.shape)
 
 
 def entropy(logits: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from .._scoped import Scope, replaced
-from ..losses import checkpointed
+from ..losses import DeferredLogits, checkpointed
+from ..losses.logits.deferred import dense, rows_of_existing
+from ..losses.logits.log_probs_autograd import JointBackward
 from .arguments import bind, call
-from .deferred_scoring import Samples, ScoringOptions, computed, score_rows
 from .log_probs import log_probs_and_entropy
-from .logit_rows import LogitRows, call_with_rows
 
 #: Names by which releases pass whether the entropy has a gradient.
 _ENTROPY_GRAD = ("with_entropy_grad", "entropy_requires_grad", "need_entropy_grad")
@@ -37,14 +36,13 @@ class ScoringContext:
 
     Attributes:
         entropy_grad: whether any loss depends on the entropy.
-        leave_alone: the framework writes into the logits between two samples. Backward reads the logits again
-            and would see what was written, so the framework's own code computes.
-        samples: those that are to be scored in one pass.
+        joint: computes the gradient of all samples in one pass.
+        has_scored: whether a sample has been scored.
     """
 
     entropy_grad: bool = True
-    leave_alone: bool = False
-    samples: Samples | None = None
+    joint: JointBackward | None = None
+    has_scored: bool = False
 
 
 scoring_context: Scope[ScoringContext] = Scope("scoring")
@@ -67,21 +65,27 @@ def loss_function(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def get_log_probs_and_entropy(
     wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run the framework's function on :class:`LogitRows`, and on the logits where it needs their values."""
+    """Run the framework's function on logits whose slices copy nothing, and have one gradient together."""
     bound = bind(wrapped, args, kwargs, defaults=True)
-    framework_args = bound.arguments["args"]
+    framework_args, logits = bound.arguments["args"], bound.arguments["logits"]
     # A custom loss may well use the entropy whatever this coefficient is.
     is_metric = (
         getattr(framework_args, "loss_type", None) == "policy_loss"
         and getattr(framework_args, "entropy_coef", None) == 0
     )
-
-    def run(logits: Tensor, leave_alone: bool = False) -> Any:
-        with scoring_context.enter(ScoringContext(not is_metric, leave_alone)):
-            return tree_map(computed, call(wrapped, bound, logits=logits))
-
-    logits = bound.arguments["logits"]
-    return call_with_rows(run, logits, on_logits=lambda written: run(logits, leave_alone=written))
+    rows = rows_of_existing(logits)
+    context = ScoringContext(not is_metric, JointBackward(rows) if torch.is_grad_enabled() else None)
+    try:
+        with scoring_context.enter(context):
+            return call(wrapped, bound, logits=rows)
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        raise
+    except RuntimeError:
+        # Code that reads the memory itself, past torch's operators, finds none. It does so on every rank.
+        if context.has_scored or rows is logits:
+            raise
+    with scoring_context.enter(ScoringContext(not is_metric)):
+        return call(wrapped, bound)
 
 
 def calculate_log_probs_and_entropy(
@@ -94,29 +98,23 @@ def calculate_log_probs_and_entropy(
     context = scoring_context.get() or ScoringContext()
     passed_entropy_grad = [arguments[name] for name in _ENTROPY_GRAD if name in arguments]
     context.entropy_grad = context.entropy_grad and all(passed_entropy_grad)
-    logits, tokens, keep_mask = arguments["logits"], arguments["tokens"], arguments.get("log_prob_keep_mask")
-    is_deferred = isinstance(logits, LogitRows)
-    left_alone = [*unknown, *(["true_on_policy"] if arguments.get("true_on_policy") else [])]
-    if left_alone and is_deferred:
-        logits.need(", ".join(left_alone))
-    if left_alone or context.leave_alone or (len(logits) == 0 and not is_deferred):
-        return wrapped(*args, **kwargs)
-    options = ScoringOptions(arguments["tp_group"], bool(arguments["with_entropy"]), context.entropy_grad)
-    if is_deferred and keep_mask is None:
-        if context.samples is None or not context.samples.accept(logits, options):
-            context.samples = Samples(options)
-        log_probs, entropy = context.samples.add(logits, tokens)
-    elif is_deferred:
-        log_probs, entropy = score_rows(logits, tokens, options, keep_mask)
-    else:
-        log_probs, entropy = log_probs_and_entropy(
-            logits,
-            tokens,
-            options.tp_group,
-            with_entropy=options.with_entropy,
-            entropy_grad=options.entropy_grad,
-            keep_mask=keep_mask,
-        )
+    logits, tokens = arguments["logits"], arguments["tokens"]
+    is_deferred = isinstance(logits, DeferredLogits)
+    if unknown or arguments.get("true_on_policy") or (len(logits) == 0 and not is_deferred):
+        return call(wrapped, bound, logits=dense(logits))
+    if is_deferred and not logits.is_deferred:
+        # The framework has written into the logits, and may do so again before backward reads them.
+        logits = logits.clone()
+    context.has_scored = True
+    log_probs, entropy = log_probs_and_entropy(
+        logits,
+        tokens if len(logits) else tokens[:0],  # frameworks pass tokens[-0:], which are all
+        arguments["tp_group"],
+        with_entropy=bool(arguments["with_entropy"]),
+        entropy_grad=context.entropy_grad,
+        keep_mask=arguments.get("log_prob_keep_mask"),
+        joint=context.joint,
+    )
     if entropy is not None and not passed_entropy_grad:
         entropy = entropy.to(logits.dtype)  # releases without such an argument compute it in this dtype
     return log_probs.unsqueeze(-1), entropy

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import CheckpointError, InvalidInputError
+from ..inference.checkpoints.mismatch import MAX_PADDING
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-#: Rows that Megatron may have added to an embedding: up to 128 for each of at most 64 tensor-parallel ranks.
-_LARGEST_PADDING = 128 * 64
 
 
 def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[str]) -> None:
@@ -34,10 +33,10 @@ def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[s
     if expected is None:
         return
     for name, path in teachers.items():
-        size, padding = _huggingface_vocabulary(Path(path)), 0
+        size, sizes = _huggingface_vocabulary(Path(path)), range(expected, expected + 1)
         if size is None:
-            size, padding = _embedding_rows(path), _LARGEST_PADDING
-        if size is not None and not expected <= size <= expected + padding:
+            size, sizes = _embedding_rows(path), range(expected, expected + MAX_PADDING)
+        if size is not None and size not in sizes:
             raise InvalidInputError(
                 f"teacher {name!r} ({path}) has a vocabulary of {size}, the student ({student}) one of "
                 f"{expected}: token ids would not mean the same; distill from a teacher of the same "

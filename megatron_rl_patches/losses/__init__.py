@@ -5,16 +5,13 @@ Everything works with torch alone and without any patch.
 
 from .checkpointing import checkpointed
 from .logits.deferred import DeferredLogits, deferred_logits
+from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
 from .megatron import make_loss_func
 from .objectives.advantages import group_advantages
-from .objectives.distillation import (
-    DistillationBatch,
-    DistillationOptions,
-    distillation_loss,
-    make_distillation_loss_func,
-)
+from .objectives.distillation import distillation_loss, make_distillation_loss_func
+from .objectives.distillation_batch import DistillationBatch, DistillationOptions
 from .objectives.divergences import (
     forward_kl,
     generalized_kl,
@@ -28,7 +25,6 @@ from .objectives.full_vocabulary import full_vocabulary_divergence
 from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, policy_loss
 from .objectives.reduction import average_metrics, mean_count, token_weights
 from .objectives.teachers import mix_teachers, route_teachers
-from .objectives.topk_distribution import TopKDistribution
 from .sequences.layout import SequenceLayout
 from .sequences.responses import packed_log_probs_and_entropy
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._chunks import has_base
 from .._scoped import Scope, replaced
-from .logits.deferred import DeferredLogits, defer, dense
+from .logits.deferred import DeferredLogits, defer
 from .logits.head import TileOptions
 from .logits.log_probs import vocab_parallel_log_probs
 from .logits.sequence_parallel import gather_sequence, sum_gradient
@@ -116,10 +116,9 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
     Returns:
         ``[b, s]`` in float32.
     """
+    # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
         return wrapped(labels, logits)
-    if not logits.is_deferred:
-        return wrapped(labels, dense(logits).clone())  # Megatron's cross entropy overwrites its logits
     group = _tensor_parallel_group(layer)
     vocabulary = logits.shape[-1] * (1 if group is None else dist.get_world_size(group))
     tokens_sb = labels.transpose(0, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from ...errors import InvalidInputError
 
 if TYPE_CHECKING:
     from .source import Inputs, LogitSource
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class DifferentiableOnce(torch.autograd.Function):
@@ -36,11 +41,44 @@ class DifferentiableOnce(torch.autograd.Function):
         )
 
 
-def save_source(ctx: Any, source: LogitSource, *others: Tensor | None) -> None:
+def save(ctx: Any, tensors: Mapping[str, Tensor | None]) -> None:
+    """Save tensors for backward, under names that an error can use; :func:`saved` returns them."""
+    if torch.is_inference_mode_enabled():
+        return  # there is no backward
+    savable = {name: _alias(t) if t is not None and t.is_inference() else t for name, t in tensors.items()}
+    ctx.save_for_backward(*savable.values())
+    ctx.versions = [(name, weakref.ref(t), t._version) for name, t in savable.items() if t is not None]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of one that was made under inference mode, which autograd cannot save."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors of :func:`save`, or raise an error that names those that were overwritten."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        current = [(name, reference(), version) for name, reference, version in ctx.versions]
+        names = [
+            name for name, tensor, version in current if tensor is not None and tensor._version != version
+        ]
+        if not names:
+            raise
+        raise InvalidInputError(
+            f"no gradient can be computed, since {' and '.join(names)} had been overwritten after forward: "
+            "by an inplace_backward (this is a second backward, or another loss of these logits), by an "
+            f"optimizer, or by another operation in place. Autograd says: {error}"
+        ) from error
+
+
+def save_source(ctx: Any, source: LogitSource, others: Mapping[str, Tensor | None] | None = None) -> None:
     """Save for backward what :func:`gradients_of_inputs` hands on."""
     tensors, ctx.restore = source.saved()
-    ctx.num_source_tensors = len(tensors)
-    ctx.save_for_backward(*tensors, *others)
+    ctx.other_names = list(others or ())
+    save(ctx, {**tensors, **(others or {})})
 
 
 def gradients_of_inputs(ctx: Any, compute: Callable[..., Inputs], *gradients: Tensor | None) -> Inputs:
@@ -48,16 +86,17 @@ def gradients_of_inputs(ctx: Any, compute: Callable[..., Inputs], *gradients: Te
 
     Args:
         ctx: of :func:`save_source`.
-        compute: called as ``compute(ctx, source, other_saved_tensors, *gradients)``, without grad mode.
+        compute: called as ``compute(ctx, source, others, *gradients)`` without grad mode; ``others`` are the
+            other saved tensors by name.
         gradients: of the results; ``None`` for a result that nobody differentiates.
     """
-    saved = saved_tensors(ctx)
-    of_source, others = saved[: ctx.num_source_tensors], saved[ctx.num_source_tensors :]
-    source = ctx.restore(*of_source)
+    tensors = saved(ctx)
+    size = len(tensors) - len(ctx.other_names)
+    source, others = ctx.restore(*tensors[:size]), dict(zip(ctx.other_names, tensors[size:], strict=True))
     if all(gradient is None for gradient in gradients):
         return (None,) * len(source.inputs)
     with torch.no_grad():
-        results: Inputs = compute(ctx, source, list(others), *gradients)
+        results: Inputs = without_autocast(compute)(ctx, source, others, *gradients)
     return once_differentiable(results, (*source.inputs, *gradients))
 
 
@@ -75,6 +114,24 @@ def once_differentiable(results: Inputs, sources: Inputs) -> Inputs:
     )
 
 
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, run with autocast switched off.
+
+    Logits that are not materialized have the dtype of the hidden states, whatever autocast says when a loss
+    reads them: forward and backward, which may differ in that, must read the same numbers.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
+
+    return run
+
+
 def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group."""
     if group is None or (size := dist.get_world_size(group)) == 1:
@@ -82,25 +139,3 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     gathered = values.new_empty((size * len(values), *values.shape[1:]))
     dist.all_gather_into_tensor(gathered, values, group=group)
     return gathered.view(size, *values.shape)
-
-
-def saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """Return ``ctx.saved_tensors``, or raise an error that names the argument that was overwritten."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace" not in str(error):
-            raise
-        # Autograd's message names the dtype, [torch.LongTensor [5]] or [CPUBoolType [5, 8]]. The logits are
-        # the only saved floats that other code can write to.
-        if integers := re.search(r"\[[\w.]*(Long|Bool)", str(error)):
-            name = "keep_mask" if integers[1] == "Bool" else "rows or indices"
-            raise InvalidInputError(
-                f"an operation in place overwrote {name} after forward, so that the gradient cannot be "
-                f"computed. Autograd says: {error}"
-            ) from error
-        raise InvalidInputError(
-            "the logits, or those of a teacher, were overwritten after forward, so that the gradient cannot "
-            "be computed: by an inplace_backward (this is a second backward, or another loss of these "
-            f"logits), or by some operation in place. Autograd says: {error}"
-        ) from error

@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
 from .inplace import check_not_overwritten
 from .options import VocabParallelOptions
-from .rows import SelectedRows
+from .rows import SelectedRows, as_slice
 from .source import DenseLogits, LogitSource
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -32,13 +32,21 @@ def checked_source(
         )
     if logits.dtype not in _FLOATS:
         raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(logits):
+        raise InvalidInputError(
+            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
+            "torch.autograd.grad"
+        )
     index = _valid_rows(rows, logits)
     source: LogitSource
+    divisor = logits.divisor if isinstance(logits, DeferredLogits) else 1.0
+    options = replace(options, temperature=options.temperature * divisor)
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         source = logits.source(index, options.block_bytes, options.inplace_backward)
-        options = replace(options, temperature=options.temperature * logits.divisor)
     else:
-        logits = dense(logits)
+        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
+        logits = dense(logits, to_write=options.inplace_backward)
+        logits = logits if divisor == 1 else logits * divisor
         check_not_overwritten(logits)
         source = DenseLogits(SelectedRows(logits, index, options.block_bytes), options.inplace_backward)
     if keep_mask is not None:
@@ -102,22 +110,9 @@ def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:
     _require((rows >= 0) & (rows < size), f"rows: numbers from 0 to {size - 1}", rows)
     once = torch.ones_like(rows)
     uses = torch.zeros(size, dtype=torch.int64, device=rows.device).index_add_(0, rows, once)
-    _require(uses <= 1, "rows: each at most once, since gradients of a row are written, not added up", uses)
-    return _as_slice(rows)
-
-
-def _as_slice(rows: Tensor) -> slice | Tensor:
-    """Return a slice for consecutive rows, which are then read without a copy.
-
-    Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.
-    """
-    if rows.device.type != "cpu":
-        return rows
-    if len(rows) == 0:
-        return slice(0, 0)
-    first = int(rows[0])
-    consecutive = torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
-    return slice(first, first + len(rows)) if consecutive else rows
+    expected = "rows: each at most once, since gradients of a row are written, not added up"
+    _require(uses <= 1, expected, torch.arange(size, device=rows.device))
+    return as_slice(rows)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:

@@ -19,7 +19,9 @@ from .rows import SelectedRows
 # Compiling the first function of a process takes some ten seconds, others one or two.
 WORTHWHILE_ELEMENTS = 1 << 24
 RETRY_SECONDS = 300.0
-_VARIANTS = 64  # compiled variants of one function: dtypes, with or without temperature, mask, entropy, ...
+# Compiled variants of one function: dtypes, with or without temperature, mask, entropy, sizes of one, ...
+# There are some hundreds, of which a program uses a few.
+_VARIANTS = 1024
 
 _log = logging.getLogger(__name__)
 _no_retry_before = 0.0
@@ -83,9 +85,11 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
     # This import takes a second, so only compiled calls do it.
     import torch._dynamo.config as config
 
-    # torch 2.6 has the limit under its former name.
-    limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-    with config.patch({limit: _VARIANTS}):
+    # torch 2.6 has the limits under their former names.
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    if not hasattr(config, "recompile_limit"):
+        names = ("cache_size_limit", "accumulated_cache_size_limit")
+    with config.patch(dict.fromkeys(names, _VARIANTS)):
         return _compiled(function)(*args)
 
 

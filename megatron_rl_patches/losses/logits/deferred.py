@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
-from .autograd import once_differentiable
-from .deferred_contents import Contents, Head, comes_from
+from .autograd import gradients_of_inputs, save_source
+from .deferred_contents import Contents, Origin
 from .deferred_operations import FOLLOWED
 from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
-from .options import check_group
+from .options import check_group, check_integer
+from .rows import SelectedRows, as_slice, on_device
 from .sequence_parallel import gather_sequence, sum_gradient
+from .source import DenseLogits, Inputs, LogitSource
 
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -104,10 +106,9 @@ def _check(
     check_group(tp_group)
     if sequence_parallel and tp_group is None:
         raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
-    for name in ("tile_bytes", "keep_bytes"):
-        value = getattr(options, name)
-        if value is not None and (type(value) is not int or value < (name == "tile_bytes")):
-            raise InvalidInputError(f"{name} is {value!r}, expected a number of bytes")
+    for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
+        if (value := getattr(options, name)) is not None:
+            check_integer(name, value, lowest, "a number of bytes")
 
 
 def defer(
@@ -119,16 +120,39 @@ def defer(
         hidden: ``[..., h]``, whose gradient needs no further reduction.
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
-    head = Head(hidden, weight, bias, options, layer)
-    logits = cast("DeferredLogits", _Defer.apply(head, hidden, weight, bias))  # type: ignore[no-untyped-call]
-    logits._contents.has_graph = logits.requires_grad
-    return logits
+    hidden_th = hidden.flatten(0, -2)
+    head = HeadLogits(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
+    shape = torch.Size((*hidden.shape[:-1], len(weight)))
+    return _deferred(Origin(head, shape, hidden.dtype, layer))
 
 
-def dense(logits: Tensor) -> Tensor:
-    """Return ordinary logits: deferred ones are computed, without a warning, and others returned."""
+def rows_of_existing(logits: Tensor) -> DeferredLogits:
+    """Return deferred logits that stand for the rows of logits ``[..., V / tp]`` which exist.
+
+    To slice, divide and concatenate them copies nothing, and their values are those of the logits.
+    """
     if isinstance(logits, DeferredLogits):
-        logits._contents.before_write()  # the caller may write to the returned tensor
+        return logits
+    logits_tv = logits.flatten(0, -2)
+    source = DenseLogits(SelectedRows(logits_tv, slice(0, len(logits_tv))), inplace_backward=False)
+    return _deferred(Origin(source, logits.shape, logits.dtype, lambda: logits_tv))
+
+
+def _deferred(origin: Origin) -> DeferredLogits:
+    logits = _Defer.apply(origin, *origin.all_rows.inputs)  # type: ignore[no-untyped-call]
+    logits._contents.has_graph = logits.requires_grad
+    return cast("DeferredLogits", logits)
+
+
+def dense(logits: Tensor, *, to_write: bool = True) -> Tensor:
+    """Return ordinary logits: deferred ones are computed, without a warning, and others returned.
+
+    Args:
+        to_write: the returned tensor may be written to.
+    """
+    if isinstance(logits, DeferredLogits):
+        if to_write:
+            logits._contents.share(writes=False, counts=False)
         return cast("Tensor", _ToDense.apply(logits))  # type: ignore[no-untyped-call]
     return logits
 
@@ -138,17 +162,18 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
 
     Ordinary logits are overwritten. Deferred ones stay deferred.
     """
-    if not isinstance(logits, DeferredLogits) or not logits.is_deferred:
+    if not isinstance(logits, DeferredLogits) or not logits._is_product:
         logits[..., start:] = float("-inf")
         return logits
     old = logits._contents
-    zeros = old.head.weight.new_zeros(logits.shape[-1])
-    bias = zeros if old.head.bias is None else old.head.bias.detach().clone()
+    head = cast("HeadLogits", old.origin.all_rows)
+    zeros = head.weight.new_zeros(logits.shape[-1])
+    bias = zeros if head.bias is None else head.bias.detach().clone()
     bias[start:] = float("-inf")
-    head, lazy = replace(old.head, bias=bias), old.lazy
-    hidden = torch.arange(start, logits.shape[-1], device=logits.device)
+    origin, lazy = replace(old.origin, all_rows=replace(head, bias=bias).detached()), old.lazy
+    hidden = torch.arange(min(start, logits.shape[-1]), logits.shape[-1], device=logits.device)
     contents = Contents(
-        head, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, hidden, float("-inf"))
+        origin, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, hidden, float("-inf"))
     )
     lazy.copies.add(contents.lazy)
     return DeferredLogits(contents, logits._positions)
@@ -161,8 +186,10 @@ class DeferredLogits(Tensor):
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
     what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
     operation that reads values makes the logits: once, by the output layer's own code, with a warning that
-    names the operation and the line that called it. From then on they are ordinary logits, in the same memory
-    for all views of them. A division makes logits of 16 bits too, since its quotient is rounded to 16 bits.
+    names the operation and the line that called it. All views of them share these values, and what is written
+    there is what losses read. A division makes logits of 16 bits too, since its quotient is rounded.
+
+    They may also be rows of logits that exist, see :func:`rows_of_existing`. Then nothing is ever computed.
 
     Attributes:
         divisor: what the logits have been divided by.
@@ -170,11 +197,12 @@ class DeferredLogits(Tensor):
 
     _contents: Contents
     _positions: Tensor  # int64, in the shape of this tensor without its last dimension
+    _has_gradient: bool
 
     @staticmethod
-    def __new__(cls, contents: Contents, positions: Tensor) -> DeferredLogits:
-        head = contents.head
-        width = len(head.weight)
+    def __new__(cls, contents: Contents, positions: Tensor, has_gradient: bool = False) -> DeferredLogits:
+        origin = contents.origin
+        width = origin.shape[-1]
         # It takes requires_grad from autograd, as the output of an operation.
         self = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -182,9 +210,9 @@ class DeferredLogits(Tensor):
             strides=(*(stride * width for stride in positions.stride()), 1),
             storage_offset=positions.storage_offset() * width,
             dtype=contents.dtype,
-            device=head.hidden.device,
+            device=origin.all_rows.device,
         )
-        self._contents, self._positions = contents, positions
+        self._contents, self._positions, self._has_gradient = contents, positions, has_gradient
         return self
 
     @property
@@ -192,27 +220,56 @@ class DeferredLogits(Tensor):
         return self._contents.divisor
 
     @property
+    def origin(self) -> Origin:
+        """What these logits are rows of; views, slices and copies have the same."""
+        return self._contents.origin
+
+    @property
     def is_deferred(self) -> bool:
         """Whether a loss may compute values and gradients in tiles, without these logits and their graph.
 
-        This is so as long as no code has read the values, no hook waits for the gradient of the logits, and
-        the graph from the output layer to here holds only operations whose gradient this class knows. An
-        autograd function of other code, for instance, is none of these.
+        This is so as long as no code has written to the values, no hook waits for the gradient of the logits,
+        and only operations whose gradient this class knows lie between the output layer and these logits. It
+        does not depend on who has read the values: ranks that differ in that compute alike.
+        """
+        origin = self._contents.origin
+        if not self.are_rows or origin.has_hooks:
+            return False
+        needs_gradient = self.requires_grad and torch.is_grad_enabled()
+        return (self.has_gradient_of_rows or not needs_gradient) and origin.can_read(self.row_numbers)
+
+    @property
+    def are_rows(self) -> bool:
+        """Whether the values are rows of the origin's logits, divided by the divisor.
+
+        They are until somebody writes to them. Autograd counts every write as a version, also one by way of a
+        view, and a division in place counts, too.
         """
         contents = self._contents
-        if contents.values is not None or contents.head.has_hooks:
+        if not contents.are_rows or not contents.origin.is_unchanged:
             return False
-        has_gradient = self.requires_grad and torch.is_grad_enabled()
-        return not has_gradient or comes_from(self.grad_fn, contents.head)
+        return self.is_inference() or self._version == contents.num_divisions
+
+    @property
+    def _is_product(self) -> bool:
+        return self.is_deferred and not self._contents.origin.exists
+
+    @property
+    def has_gradient_of_rows(self) -> bool:
+        """Whether the gradient of these logits is that of their rows of the output layer's logits.
+
+        A leaf, and the output of an autograd function of other code, have gradients of their own.
+        """
+        return self._has_gradient and self.requires_grad and not self.is_leaf
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
-        hidden = self._contents.head.hidden.detach()
-        return hidden.flatten(0, -2)[self._rows]
+        head = cast("HeadLogits", self._contents.origin.all_rows)
+        return head.hidden.detach()[on_device(self.row_numbers, head.device)]
 
     @property
-    def _rows(self) -> Tensor:
-        """Rows of the head's logits, int64 in the shape of this tensor without its last dimension."""
+    def row_numbers(self) -> Tensor:
+        """Which rows of the origin's logits these are: int64, in their shape without the last dimension."""
         rows = self._contents.rows
         return self._positions if rows is None else rows[self._positions]
 
@@ -221,24 +278,23 @@ class DeferredLogits(Tensor):
         index: slice | Tensor = slice(None),
         block_bytes: int | None = None,
         inplace_backward: bool = False,
-    ) -> HeadLogits:
+    ) -> LogitSource:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
-        head = self._contents.head
-        head.check_unchanged()
-        row_indices = self._rows.flatten()[index]
-        rows: slice | Tensor = row_indices
-        are_in_order = self._contents.rows is None and self._positions.is_contiguous()
-        if are_in_order and isinstance(index, slice) and row_indices.stride() == (1,):
-            rows = slice(row_indices.storage_offset(), row_indices.storage_offset() + len(row_indices))
-        keeps = torch.is_grad_enabled() and self.requires_grad
-        source = replace(
-            head.all_rows(),
-            index=rows,
-            block_bytes=block_bytes,
-            inplace_backward=inplace_backward,
-            keeps_tiles=keeps,
-        )
-        return source if self.requires_grad else source.detached()
+        origin, rows = self._contents.origin, self.row_numbers.flatten()
+        origin.check_unchanged()
+        if isinstance(index, Tensor):
+            rows = on_device(rows, index.device)
+        selected = as_slice(rows[index])
+        if isinstance(selected, Tensor):
+            selected = on_device(selected, self.device)
+        source = origin.all_rows.select(selected, block_bytes, inplace_backward)
+        if not self.requires_grad:
+            return source.detached()
+        if torch.is_grad_enabled():
+            origin.has_losses = True
+            if isinstance(source, HeadLogits):
+                source = replace(source, keeps_tiles=True)
+        return source
 
     # --- operations
 
@@ -248,13 +304,18 @@ class DeferredLogits(Tensor):
     ) -> Any:
         if func in (Tensor.sum, torch.sum) and len(args) == 1 and not kwargs:
             logits = args[0]
-            if isinstance(logits, DeferredLogits) and logits.is_deferred:
+            if isinstance(logits, DeferredLogits) and logits._is_product:
                 # Some losses multiply this by zero, to reach every parameter.
-                return (sum_of_logits(logits.source()) / logits.divisor).to(logits.dtype)
+                total = sum_of_logits(cast("HeadLogits", logits.source()))
+                return (total / logits.divisor).to(logits.dtype)
         if func in (Tensor.argmax, torch.argmax, Tensor.max, torch.max):
             largest = _largest(*args, **(kwargs or {}))
             if largest is not None:
                 return largest if func in (Tensor.max, torch.max) else largest.indices
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            args[0]._wait_for_gradient(func.__name__)
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()  # which counts writes, as data does not
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             raise InvalidInputError(
                 "the data of deferred logits was set: write to the logits, logits[:] = data"
@@ -269,7 +330,9 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if follow := FOLLOWED.get(func):
             operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-            if all(isinstance(o, DeferredLogits) and o._contents.values is None for o in operands):
+            # Logits that have been written to are followed, too. So their divisor stays known, as it does on
+            # other ranks, which may have written nothing.
+            if all(isinstance(operand, DeferredLogits) for operand in operands):
                 result = follow(func, *args, **kwargs)
                 if result is not None:
                     return result
@@ -283,9 +346,10 @@ class DeferredLogits(Tensor):
         made: dict[int, DeferredLogits] = {}
 
         def make(logits: DeferredLogits) -> Tensor:
-            values = logits._make(str(func))
+            logits._warn(str(func))
             if aliases:
-                logits._contents.before_write()
+                logits._contents.share(writes=writes)
+            values = logits._values()
             made[id(values)] = logits
             return values
 
@@ -294,14 +358,14 @@ class DeferredLogits(Tensor):
         # An operation in place returns what it was given.
         return tree_map_only(Tensor, lambda t: made.get(id(t), t), result) if writes else result
 
-    def _make(self, operation: str) -> Tensor:
-        """Return the values, as a view of those that all views of these logits have in common."""
+    def _warn(self, operation: str) -> None:
+        """Warn if an operation is the first one to read the values, and makes the logits."""
         contents = self._contents
-        if contents.values is None:
+        if contents.values is None and not contents.origin.exists:
             _warn(operation, self)
-        return self._values()
 
     def _values(self) -> Tensor:
+        """Return the values, as a view of those that all views of these logits have in common."""
         return self._as_of_now()()
 
     def _as_of_now(self) -> Callable[[], Tensor]:
@@ -321,18 +385,19 @@ class DeferredLogits(Tensor):
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain("pickling").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._plain("pickling", to_write=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain("copy.deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return self._plain("copy.deepcopy", to_write=False).__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
-    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        self._contents.head.has_hooks = True
-        return super().register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def retain_grad(self) -> None:
-        self._contents.head.has_hooks = True
-        super().retain_grad()
+    def _wait_for_gradient(self, name: str) -> None:
+        origin = self._contents.origin
+        if origin.has_losses:
+            raise InvalidInputError(
+                f"{name} was called on deferred logits after a loss of them had been computed, and the "
+                f"gradient of that loss does not pass through them: call {name} before the loss"
+            )
+        origin.has_hooks = True
 
     # The following read the storage, which logits without values do not have.
 
@@ -343,7 +408,7 @@ class DeferredLogits(Tensor):
         return self._plain("untyped_storage").untyped_storage()
 
     def tolist(self) -> Any:
-        return self._plain("tolist").tolist()
+        return self._plain("tolist", to_write=False).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         return self._plain("numpy").numpy(force=force)
@@ -351,36 +416,36 @@ class DeferredLogits(Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         return self._plain("__dlpack__").__dlpack__(**options)
 
-    def _plain(self, operation: str) -> Tensor:
-        self._make(operation)
-        return dense(self)
+    def _plain(self, operation: str, to_write: bool = True) -> Tensor:
+        self._warn(operation)
+        return dense(self, to_write=to_write)
 
 
 class _Defer(torch.autograd.Function):
-    """Makes deferred logits a function of hidden states, weight and bias.
+    """Makes deferred logits a function of hidden states, weight and bias, or of the logits that exist.
 
     Its backward gets only gradients of code that read the logits; losses in tiles compute theirs themselves.
     """
 
     @staticmethod
-    def forward(ctx: Any, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> DeferredLogits:
-        ctx.token = head.token
-        tensors, ctx.restore = head.all_rows().saved()
-        ctx.save_for_backward(*tensors)
-        shape = hidden.shape[:-1]
-        positions = torch.arange(shape.numel(), device=hidden.device).view(shape)
-        contents = Contents(head, None, hidden.dtype, 1.0, head.layer)
-        return DeferredLogits(contents, positions)
+    def forward(ctx: Any, origin: Origin, *inputs: Tensor | None) -> DeferredLogits:
+        ctx.exists = origin.exists
+        if not origin.exists:
+            save_source(ctx, origin.all_rows)
+        positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
+        contents = Contents(origin, None, origin.dtype, 1.0, origin.values)
+        return DeferredLogits(contents, positions, has_gradient=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        head: HeadLogits = ctx.restore(*tensors)
-        with torch.no_grad():
-            of_hidden, *others = head.gradients_of(gradient.flatten(0, -2), ctx.needs_input_grad[1:])
-        if of_hidden is not None:
-            of_hidden = of_hidden.view(*gradient.shape[:-1], of_hidden.shape[-1])
-        return None, *once_differentiable((of_hidden, *others), (*tensors, gradient))
+        gradient_tv = gradient.flatten(0, -2)
+        if ctx.exists:
+            return None, gradient_tv
+
+        def compute(ctx: Any, head: HeadLogits, saved: Any, gradient: Tensor) -> Inputs:
+            return head.gradients_of(gradient, ctx.needs_input_grad[1:])
+
+        return None, *gradients_of_inputs(ctx, compute, gradient_tv)
 
 
 class _ToDense(torch.autograd.Function):
@@ -401,9 +466,10 @@ def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) 
     if not isinstance(logits, DeferredLogits) or (logits.requires_grad and torch.is_grad_enabled()):
         return None
     is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
-    if not is_of_rows or not logits.is_deferred:
+    if not is_of_rows or not logits._is_product:
         return None
-    values, indices = (of_rows.view(logits.shape[:-1]) for of_rows in largest_logits(logits.source()))
+    of_rows = largest_logits(cast("HeadLogits", logits.source()))
+    values, indices = (largest.view(logits.shape[:-1]) for largest in of_rows)
     return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
 
 

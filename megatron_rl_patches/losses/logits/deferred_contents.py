@@ -1,4 +1,4 @@
-"""What views of deferred logits have in common: output layer, rows, and the values once they are computed."""
+"""What views of deferred logits have in common: where they come from, rows, and the values once computed."""
 
 from __future__ import annotations
 
@@ -6,57 +6,83 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .head import HeadLogits, TileOptions
+from .source import DenseLogits, LogitSource
 
 
 @dataclass(eq=False)
-class Head:
-    """The tensors that the logits are computed from, and the output layer's own function that does so.
+class Origin:
+    """The logits ``[T, V / tp]`` that deferred logits are rows of: an output layer's, or logits that exist.
 
     Attributes:
+        all_rows: reads all of them.
+        shape: that of the logits that were deferred, ``[..., V / tp]``.
+        dtype: their dtype.
+        layer: returns logits of that shape, by the output layer's own code, or those that exist.
         has_hooks: whether a hook waits for the gradient of the logits themselves.
+        has_losses: whether a loss has been computed whose gradient does not pass through these logits.
+        is_shared: whether other code may have written to logits that exist, since it has a tensor in their
+            memory.
     """
 
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    options: TileOptions
+    all_rows: LogitSource
+    shape: torch.Size
+    dtype: torch.dtype
     layer: Callable[[], Tensor]
     has_hooks: bool = False
+    has_losses: bool = False
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
-        self.token = object()  # identifies graphs that begin at this output layer
-        self._versions = self._version()
+        self._versions = self._current_versions()
 
-    def all_rows(self) -> HeadLogits:
-        hidden = self.hidden.flatten(0, -2)
-        return HeadLogits(hidden, self.weight, self.bias, slice(0, len(hidden)), self.options)
+    @property
+    def exists(self) -> bool:
+        """Whether the logits are in memory, whoever reads them."""
+        return isinstance(self.all_rows, DenseLogits)
+
+    def can_read(self, rows: Tensor) -> bool:
+        """Return whether a loss can read the rows with these numbers: of logits that exist, each once."""
+        if not self.exists:
+            return True
+        return rows.device.type == "cpu" and (rows.numel() == 0 or int(rows.flatten().bincount().max()) == 1)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to the tensors that the logits come from."""
+        return not self.is_shared and self._versions == self._current_versions()
 
     def check_unchanged(self) -> None:
-        if self._version() != self._versions:
+        if not self.is_unchanged:
             raise InvalidInputError(
-                "the hidden states or the weight of deferred logits were overwritten before the logits were "
-                "used: compute what needs the logits first, for instance before the optimizer's step"
+                "the hidden states, the weight or the logits behind deferred logits were overwritten before "
+                "the logits were used: compute what needs the logits first, for instance before the "
+                "optimizer's step"
             )
 
-    def _version(self) -> list[tuple[int, int]]:
-        tensors = (self.hidden, self.weight, self.bias)
+    def values(self) -> Tensor:
+        """Compute the logits of :attr:`shape`."""
+        self.check_unchanged()
+        return self.layer()
+
+    def _current_versions(self) -> list[tuple[int, int]]:
+        tensors = self.all_rows.inputs
         return [(t._version, t.data_ptr()) for t in tensors if t is not None and not t.is_inference()]
 
 
 class LazyValues:
     """Values ``[n, V / tp]`` that are computed once, when they are first needed."""
 
-    def __init__(self, head: Head, compute: Callable[[], Tensor]) -> None:
-        self._head, self._compute = head, compute
+    def __init__(self, origin: Origin, compute: Callable[[], Tensor]) -> None:
+        self._origin, self._compute = origin, compute
         self._lock = threading.Lock()
         self.values: Tensor | None = None
+        #: Whether other code has a tensor in the memory of the values.
+        self.is_shared = False
         #: Values that will be computed from these. They are computed before these are overwritten.
         self.copies: weakref.WeakSet[LazyValues] = weakref.WeakSet()
 
@@ -67,14 +93,18 @@ class LazyValues:
                 del self._compute  # frees the tensors that it refers to
             return self.values
 
+    def compute_copies(self) -> None:
+        """Compute the copies that were taken of these values, before other code can overwrite these."""
+        for copy in list(self.copies):
+            copy.get()
+
     def _computed(self) -> Tensor:
-        hidden = self._head.hidden
-        self._head.check_unchanged()
+        is_inference = any(t.is_inference() for t in self._origin.all_rows.inputs if t is not None)
         # The autograd and autocast modes of the first reader must not change what later readers get.
         with (
-            torch.inference_mode(hidden.is_inference()),
+            torch.inference_mode(is_inference),
             torch.no_grad(),
-            torch.autocast(hidden.device.type, enabled=False),
+            torch.autocast(self._origin.all_rows.device.type, enabled=False),
         ):
             values = self._compute().detach()
         return values.reshape(-1, values.shape[-1])
@@ -84,23 +114,29 @@ class Contents:
     """Some rows of logits, which all views of them share.
 
     Attributes:
-        rows: int64 ``[n]``, rows of the head's logits ``[T, V / tp]``; ``None``: all of them, in order.
+        rows: int64 ``[n]``, rows of the origin's logits; ``None``: all of them, in order.
         divisor: what they have been divided by.
         lazy: their values, which an operation in place replaces or overwrites.
         has_graph: whether gradients flow through them.
+        are_rows: whether the values are those of the rows, divided by the divisor, if autograd has counted no
+            write since.
+        num_divisions: how often they have been divided in place.
+        counts_writes: whether autograd counts the writes to all views of them. It does not under inference
+            mode.
     """
 
     def __init__(
         self,
-        head: Head,
+        origin: Origin,
         rows: Tensor | None,
         dtype: torch.dtype,
         divisor: float,
         compute: Callable[[], Tensor],
     ) -> None:
-        self.head, self.rows, self.dtype, self.divisor = head, rows, dtype, divisor
-        self.lazy = LazyValues(head, compute)
-        self.has_graph = False
+        self.origin, self.rows, self.dtype, self.divisor = origin, rows, dtype, divisor
+        self.lazy = LazyValues(origin, compute)
+        self.has_graph, self.are_rows = False, True
+        self.num_divisions, self.counts_writes = 0, True
 
     @property
     def values(self) -> Tensor | None:
@@ -108,42 +144,41 @@ class Contents:
         return self.lazy.values
 
     def __len__(self) -> int:
-        return self.head.hidden.shape[:-1].numel() if self.rows is None else len(self.rows)
+        return self.origin.shape[:-1].numel() if self.rows is None else len(self.rows)
 
     def divide_in_place(self, divide: Callable[[Tensor], Tensor], divisor: float) -> None:
-        """Record a division in place. Copies that were taken before it keep the undivided values."""
+        """Divide the values, or record the division; copies that were taken before stay undivided."""
         before, has_copies = self.lazy, len(self.lazy.copies) > 0
-        self.lazy = LazyValues(
-            self.head, lambda: divide(before.get().clone() if has_copies else before.get())
-        )
+        if before.values is not None:
+            before.compute_copies()
+            divide(before.values)
+        else:
+            self.lazy = LazyValues(
+                self.origin, lambda: divide(before.get().clone() if has_copies else before.get())
+            )
         self.divisor *= divisor
+        self.num_divisions += 1
 
-    def before_write(self) -> None:
-        """Compute the copies that were taken of these values before they are overwritten."""
-        for lazy in list(self.lazy.copies):
-            lazy.get()
+    def share(self, *, writes: bool, counts: bool = True) -> None:
+        """Let other code have a tensor in the memory of the values, after all copies of them are computed.
 
+        Logits that exist are copied first if the backward of a loss will read them.
 
-#: Nodes of a graph that select rows, convert or divide.
-_KNOWN_NODES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("Alias", "AsStrided", "Cat", "Clone", "Div", "Index", "IndexSelect", "Permute", "Select", "Slice"),
-        *("Split", "SplitWithSizes", "Squeeze", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze"),
-        "View",
-    )
-) | {"SqueezeBackward1", "SqueezeBackward2", "torch::autograd::CopySlices"}
-
-
-def comes_from(node: Any, head: Head) -> bool:
-    """Return whether the graph from the output layer to ``node`` holds only operations that are followed."""
-    nodes, seen = [node], set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen or getattr(node, "token", None) is head.token:
-            continue
-        seen.add(node)
-        if node is None or node.name() not in _KNOWN_NODES:
-            return False
-        nodes += [source for source, _ in node.next_functions if source is not None]
-    return True
+        Args:
+            writes: the next operation writes to the values.
+            counts: autograd counts writes to that tensor, see :attr:`.DeferredLogits.are_rows`.
+        """
+        lazy, origin = self.lazy, self.origin
+        lazy.compute_copies()
+        if origin.exists and not lazy.is_shared:
+            values = lazy.get()
+            if origin.has_losses:
+                lazy.values = values.clone()
+            else:
+                origin.is_shared = True
+        lazy.is_shared = True
+        counts = counts and self.counts_writes and not torch.is_inference_mode_enabled()
+        self.are_rows = self.are_rows and counts and not (writes or origin.exists)
+        if writes and origin.is_shared:
+            for logits in origin.all_rows.inputs:
+                torch.autograd.graph.increment_version(logits)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from .deferred_contents import Contents
+from .options import in_float32
 from .row_selection import selects_rows, viewed_rows
+from .rows import on_device
 
 if TYPE_CHECKING:
     from .deferred import DeferredLogits
@@ -27,19 +29,21 @@ def _derived(
     *,
     divisor: float | None = None,
     dtype: torch.dtype | None = None,
-) -> DeferredLogits:
+) -> DeferredLogits | None:
     """Return logits with memory of their own, made of others.
 
     Args:
         parents: what they are made of.
-        rows: which rows of the head's logits, in the shape of the result.
+        rows: which rows of the origin's logits, in the shape of the result.
         compute: makes their values of those of the parents.
     """
+    if (has_gradient := _has_gradient_of_rows(parents)) is None:
+        return None
     old = parents[0]._contents
     values = [parent._as_of_now() for parent in parents]
     is_all = rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
     contents = Contents(
-        old.head,
+        old.origin,
         None if is_all else rows.flatten(),
         dtype or old.dtype,
         old.divisor if divisor is None else divisor,
@@ -47,30 +51,52 @@ def _derived(
     )
     for parent in parents:
         parent._contents.lazy.copies.add(contents.lazy)
-        contents.has_graph |= parent.requires_grad and torch.is_grad_enabled()
-    return type(parents[0])(contents, torch.arange(rows.numel(), device=rows.device).view(rows.shape))
+    contents.has_graph, contents.are_rows = has_gradient, all(parent.are_rows for parent in parents)
+    if any(parent._contents.lazy.is_shared for parent in parents):
+        contents.lazy.get()  # before other code overwrites what it is made of
+    positions = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    return type(parents[0])(contents, positions, has_gradient)
+
+
+def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
+    """Return whether the gradient of a result is that of its rows; ``None`` if it is so for some rows only.
+
+    Without grad mode a result has no graph, or it gets the one of an autograd function of other code.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    of_rows = [parent.has_gradient_of_rows for parent in parents]
+    if all(of_rows):
+        return True
+    return None if any(parent.requires_grad for parent in parents) else False
 
 
 def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     positions = viewed_rows(func, logits._positions, logits.shape[-1], *args, **kwargs)
     if positions is None:
         return None
+    has_gradient = func is not aten.detach.default and bool(_has_gradient_of_rows([logits]))
+    if torch.is_inference_mode_enabled():
+        # The view has a count of writes of its own.
+        logits._contents.are_rows = logits.are_rows
+        logits._contents.counts_writes = False
     # A view is an inference tensor if what it is a view of is one, whatever the mode.
     with torch.inference_mode(logits.is_inference()):
         if isinstance(positions, list):
-            return [type(logits)(logits._contents, part) for part in positions]
-        return type(logits)(logits._contents, positions)
+            return [type(logits)(logits._contents, part, has_gradient) for part in positions]
+        return type(logits)(logits._contents, positions, has_gradient)
 
 
-def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits:
-    return _derived([logits], logits._rows, torch.clone)
+def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
+    return _derived([logits], logits.row_numbers, torch.clone)
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
     if not selects_rows(indices, logits.dim()):
         return None
     indices = [_own(index) for index in indices]
-    return _derived([logits], func(logits._rows, indices), lambda values: func(values, indices))
+    rows = _rows_beside(logits, *indices)
+    return _derived([logits], func(rows, indices), lambda values: func(values, indices))
 
 
 def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
@@ -78,32 +104,40 @@ def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) ->
     if dim == logits.dim() - 1:
         return None
     index = _own(index)
-    return _derived([logits], func(logits._rows, dim, index), lambda values: func(values, dim, index))
+    rows = _rows_beside(logits, index)
+    return _derived([logits], func(rows, dim, index), lambda values: func(values, dim, index))
 
 
 def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
     first = parts[0]
-    same = (first._contents.head, first.divisor, first.dtype, first.dim())
-    alike = all((part._contents.head, part.divisor, part.dtype, part.dim()) == same for part in parts)
+    same = (first._contents.origin, first.divisor, first.dtype, first.dim())
+    alike = all((part._contents.origin, part.divisor, part.dtype, part.dim()) == same for part in parts)
     dim %= first.dim()
     if not alike or dim == first.dim() - 1:
         return None
-    return _derived(parts, func([part._rows for part in parts], dim), lambda *values: func(values, dim))
+    rows = [_rows_beside(part, *(other.row_numbers for other in parts)) for part in parts]
+    return _derived(parts, func(rows, dim), lambda *values: func(values, dim))
+
+
+def _rows_beside(logits: DeferredLogits, *others: Tensor | None) -> Tensor:
+    """Return the numbers of the rows in host memory, or on the GPU if one of the other tensors is there."""
+    on_gpu = any(other is not None and other.device.type != "cpu" for other in others)
+    return on_device(logits.row_numbers, logits.device) if on_gpu else logits.row_numbers
 
 
 def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     if (number := _number(divisor, logits)) is None:
         return None
     whole, divisor = logits.divisor * number, _own(divisor)
-    return _derived([logits], logits._rows, lambda values: func(values, divisor), divisor=whole)
+    return _derived([logits], logits.row_numbers, lambda values: func(values, divisor), divisor=whole)
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
     contents, shape = logits._contents, logits.shape
     # Autograd does not record a division without grad mode: the gradient of what came before stays undivided.
     # A loss in tiles would divide it.
-    past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.requires_grad)
-    if past_the_graph or logits._positions.numel() != len(contents):
+    past_the_graph = contents.has_graph and not (torch.is_grad_enabled() and logits.has_gradient_of_rows)
+    if contents.origin.exists or past_the_graph or logits._positions.numel() != len(contents):
         return None
     if (number := _number(divisor, logits)) is None:
         return None
@@ -129,7 +163,7 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
             return None
         lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
         divisor = lowest if lowest == highest else None
-    if not isinstance(divisor, (int, float)) or not 0 < divisor < float("inf"):
+    if not isinstance(divisor, (int, float)) or not in_float32(divisor):
         return None
     # The quotient of 16-bit logits is rounded to 16 bits.
     if divisor != 1 and logits.dtype not in (torch.float32, torch.float64):
@@ -150,7 +184,7 @@ def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: 
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
         return None
-    return _derived([logits], logits._rows, lambda values: values.to(dtype, copy=True), dtype=dtype)
+    return _derived([logits], logits.row_numbers, lambda values: values.to(dtype, copy=True), dtype=dtype)
 
 
 def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,17 @@
-"""Log-probabilities and entropies of an output layer that is frozen: backward needs no logits.
+"""Log-probabilities of an output layer that is frozen: backward needs no logits.
 
-The gradient of a row's hidden state is linear in the gradients of its log-probability and its entropy. So
-forward, which has the logits at hand, computes both derivatives ``[n, h]``, and backward multiplies them::
+The gradient of a row's hidden state is linear in the gradient of its log-probability. So forward, which has
+the logits at hand, computes the derivative ``[n, h]``, and backward multiplies it::
 
     d log_prob / d hidden = sum over columns of d log_prob / dx * weight[column]
 
-A tile contributes ``exp(z) @ weight``, and ``(z * exp(z)) @ weight`` for the entropy, with ``z`` relative to
-the largest logit so far. The sums are scaled when a tile with a larger one comes.
+A tile contributes ``exp(z) @ weight`` with ``z`` relative to the largest logit so far. The sum is scaled when
+a tile with a larger one comes. An entropy would need a second such product, and gain nothing by it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,42 +20,30 @@ from . import softmax
 from .head import HeadLogits, add_product
 from .options import VocabParallelOptions
 from .softmax import SoftmaxGradient, TargetGradient
-from .source import LogitSource, Tile
+from .source import Inputs, LogitSource, Tile
 
 
-class WholeSoftmax(NamedTuple):
-    """Statistics of each row over the whole vocabulary, float64 ``[n]``."""
+class LogProbDerivative:
+    """Sums over this rank's columns but the target's, from which :meth:`finish` computes the derivative.
 
-    max_logit: Tensor
-    sum_exp: Tensor
-    mean_z: Tensor | None
-    log_prob: Tensor
-    target_logit: Tensor
-
-
-class Derivatives:
-    """Sums over this rank's columns but the target's, from which :meth:`finish` computes both derivatives.
-
-    ``_exp`` holds the sums of ``exp(z) * weight[column]``, and ``_z_exp`` those of
-    ``z * exp(z) * weight[column]``, with ``z`` relative to ``_max_logit``.
+    ``_exp`` holds the sums of ``exp(z) * weight[column]`` with ``z`` relative to ``_max_logit``.
     """
 
-    def __init__(self, head: HeadLogits, with_entropy: bool, options: VocabParallelOptions) -> None:
+    def __init__(self, head: HeadLogits, options: VocabParallelOptions) -> None:
         self._head, self._options = head, replace(options, inplace_backward=True)
         weight = head.weight
-        shape = head.n, weight.shape[1]
         self._max_logit = weight.new_full((head.n,), float("-inf"), dtype=torch.float64)
-        self._exp = weight.new_zeros(shape, dtype=head.dtype)
-        self._z_exp = torch.zeros_like(self._exp) if with_entropy else None
+        self._exp = weight.new_zeros((head.n, weight.shape[1]), dtype=head.dtype)
 
     @classmethod
     def of(
         cls, source: LogitSource, keep_mask: Tensor | None, options: VocabParallelOptions
-    ) -> Derivatives | None:
+    ) -> LogProbDerivative | None:
         """Return empty sums, or ``None`` if backward must compute the logits again."""
-        if isinstance(source, HeadLogits) and source.is_frozen and keep_mask is None:
-            return cls(source, options.with_entropy and options.entropy_grad, options)
-        return None
+        differentiates_entropy = options.with_entropy and options.entropy_grad
+        if not isinstance(source, HeadLogits) or not source.is_frozen:
+            return None
+        return None if differentiates_entropy or keep_mask is not None else cls(source, options)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
         """Add a tile, which is overwritten.
@@ -71,40 +58,41 @@ class Derivatives:
         shift = (self._max_logit[rows] - reference) / self._options.temperature
         shift.clamp_(min=softmax.exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
-        scale, shift = shift.exp().to(self._exp.dtype)[:, None], shift.to(self._exp.dtype)[:, None]
-        weight = self._head.weight.detach()[tile.columns]
-        ones = torch.ones_like(scale)
-        if self._z_exp is not None:
-            z_exp = self._z_exp[rows]
-            z_exp.addcmul_(self._exp[rows], shift).mul_(scale)
-            part = SoftmaxGradient(reference.to(self._exp.dtype)[:, None], torch.zeros_like(ones), ones)
-            add_product(z_exp, self._weights(tile, part, column, in_place=False), weight)
-        self._exp[rows] *= scale
-        part = SoftmaxGradient(reference.to(self._exp.dtype)[:, None], ones)
-        # The entropy's derivative is a small difference of these sums.
-        rounds = self._z_exp is None
-        weights = self._weights(tile, part, column, in_place=True)
-        add_product(self._exp[rows], weights, weight, may_round=rounds)
+        self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
+        max_logit_n1 = reference.to(self._exp.dtype)[:, None]
+        ones = torch.ones_like(max_logit_n1)
+        weights = softmax.gradient(
+            tile.logits,
+            SoftmaxGradient(max_logit_n1, ones),
+            None,
+            TargetGradient(column[:, None], torch.zeros_like(ones)),
+            None,
+            ones.bool(),
+            self._options,
+        )
+        add_product(self._exp[rows], weights, self._head.weight.detach()[tile.columns], may_round=True)
 
-    def _weights(self, tile: Tile, part: SoftmaxGradient, column: Tensor, in_place: bool) -> Tensor:
-        nothing = TargetGradient(column[:, None], torch.zeros_like(part.a))
-        options = replace(self._options, inplace_backward=in_place)
-        every_row = torch.ones_like(part.a, dtype=torch.bool)
-        return softmax.gradient(tile.logits, part, None, nothing, None, every_row, options)
+    def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
+        """Return this rank's part of d log_prob / d hidden, ``[n, h]``.
 
-    def finish(self, local_target: Tensor, whole: WholeSoftmax) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's part of d log_prob / d hidden and d entropy / d hidden, ``[n, h]`` each."""
+        Args:
+            local_target: ``[n]``, a column of this rank or -1.
+            max_logit: statistics over the whole vocabulary, as ``sum_exp`` and ``log_prob``, float64 ``[n]``.
+        """
         temperature, dtype = self._options.temperature, self._exp.dtype
-        shift = (self._max_logit - whole.max_logit) / temperature
-        local_weight = (shift.exp() / (whole.sum_exp * temperature)).to(dtype)[:, None]
-        is_local = local_target >= 0
+        scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
         target_row = self._head.weight.detach()[local_target.clamp(min=0)].to(dtype)
-        at_target = torch.where(is_local, -whole.log_prob.expm1() / temperature, 0.0)
-        of_log_prob = target_row * at_target.to(dtype)[:, None] - self._exp * local_weight
-        if self._z_exp is None:
-            return of_log_prob, None
-        assert whole.mean_z is not None
-        z = (whole.target_logit - whole.max_logit) / temperature
-        at_target = torch.where(is_local, whole.log_prob.exp() * (whole.mean_z - z) / temperature, 0.0)
-        of_others = self._z_exp + self._exp * (shift - whole.mean_z).to(dtype)[:, None]
-        return of_log_prob, target_row * at_target.to(dtype)[:, None] - of_others * local_weight
+        at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)
+        return target_row * at_target.to(dtype)[:, None] - self._exp * scale.to(dtype)[:, None]
+
+
+def apply_derivative(
+    source: LogitSource, valid: Tensor, derivative: Tensor, grad_log_prob: Tensor | None
+) -> Inputs:
+    """Return the gradients of the inputs from the derivative ``[n, h]`` of the log-probabilities."""
+    assert isinstance(source, HeadLogits)
+    if grad_log_prob is None:
+        return None, None, None
+    # A row without a gradient may hold NaN.
+    has_grad = (valid & (grad_log_prob != 0))[:, None]
+    return source.spread(torch.where(has_grad, grad_log_prob[:, None] * derivative, 0.0)), None, None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .autograd import once_differentiable
+from .autograd import gradients_of_inputs, save_source, without_autocast
 from .inplace import StorageClaim
 from .rows import SelectedRows
 from .source import Inputs, Tile, TileGradient
@@ -127,7 +127,7 @@ class HeadLogits:
     def claim(self) -> StorageClaim:
         return StorageClaim(self.inplace_backward)
 
-    def saved(self) -> tuple[Inputs, Callable[..., HeadLogits]]:
+    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., HeadLogits]]:
         fixed = self.index if isinstance(self.index, slice) else None
         options, block_bytes, in_place, kept = (
             self.options,
@@ -140,8 +140,13 @@ class HeadLogits:
             index = row_numbers if fixed is None else fixed
             return HeadLogits(hidden, weight, bias, index, options, block_bytes, in_place, kept_tiles=kept)
 
-        index = None if isinstance(self.index, slice) else self.index
-        return (*self.inputs, index), restore
+        tensors = {
+            "the hidden states": self.hidden,
+            "the weight of the output layer": self.weight,
+            "its bias": self.bias,
+            "rows": None if isinstance(self.index, slice) else self.index,
+        }
+        return tensors, restore
 
     def tiles(self) -> Iterator[Tile]:
         hidden_nh = self._selected_hidden()
@@ -205,8 +210,14 @@ class HeadLogits:
             return gradient
         return gradient.index_add_(0, self.index, of_selected)
 
+    def select(
+        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> HeadLogits:
+        return replace(
+            self, index=index, block_bytes=block_bytes, inplace_backward=inplace_backward, kept_tiles={}
+        )
+
     def detached(self) -> HeadLogits:
-        """Return the same rows without gradients for anything."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
@@ -289,37 +300,39 @@ def sum_of_logits(head: HeadLogits) -> Tensor:
 
 class _SumOfLogits(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, head: HeadLogits, *inputs: Tensor | None) -> Tensor:
         hidden_h = head._selected_hidden().sum(0, dtype=head.dtype)
         weight_h = head.weight.detach().sum(0, dtype=head.dtype).to(head.device)
-        tensors, ctx.restore = head.saved()
-        ctx.save_for_backward(*tensors, hidden_h, weight_h)
+        save_source(ctx, head, {"hidden_h": hidden_h, "weight_h": weight_h})
         total = hidden_h @ weight_h
-        if head.bias is not None:
+        if head.bias is not None and head.n:
             total = total + head.n * head.bias.detach().sum(dtype=head.dtype).to(head.device)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        *tensors, hidden_h, weight_h = ctx.saved_tensors
-        head: HeadLogits = ctx.restore(*tensors)
-        sources = *head.inputs, gradient
-        gradient = gradient.detach()
-        of_hidden = of_weight = of_bias = None
-        _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
-        if needs_hidden:
-            of_hidden = head.spread((gradient * weight_h).expand(head.n, -1))
-        if needs_weight:
-            main = head.options.main_gradient
-            of_weight = (gradient * hidden_h).to(head.weight.dtype).expand_as(head.weight)
-            if main is not None and (buffer := main.buffer()) is not None:
-                buffer += of_weight
-                of_weight = main.added()
-        if needs_bias and head.bias is not None:
-            of_bias = (gradient * head.n).to(head.bias.dtype).expand_as(head.bias)
-        return None, *once_differentiable((of_hidden, of_weight, of_bias), sources)
+        return None, *gradients_of_inputs(ctx, _gradients_of_sum, gradient)
 
 
+def _gradients_of_sum(ctx: Any, head: HeadLogits, saved: dict[str, Tensor], gradient: Tensor) -> Inputs:
+    hidden_h, weight_h = saved["hidden_h"], saved["weight_h"]
+    of_hidden = of_weight = of_bias = None
+    _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+    if needs_hidden:
+        of_hidden = head.spread((gradient * weight_h).expand(head.n, -1))
+    if needs_weight:
+        main = head.options.main_gradient
+        of_weight = (gradient * hidden_h).to(head.weight.dtype).expand_as(head.weight)
+        if main is not None and (buffer := main.buffer()) is not None:
+            buffer += of_weight
+            of_weight = main.added()
+    if needs_bias and head.bias is not None:
+        of_bias = (gradient * head.n).to(head.bias.dtype).expand_as(head.bias)
+    return of_hidden, of_weight, of_bias
+
+
+@without_autocast
 def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each selected row and its column, of equal ones the first; no gradient."""
     largest = head.hidden.new_full((head.n,), float("-inf"))

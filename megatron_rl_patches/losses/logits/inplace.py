@@ -43,7 +43,7 @@ class StorageClaim:
     the others waiting for it, so the refusal travels with the collective of the forward; see :meth:`check`.
 
     Attributes:
-        asked_for: whether ``inplace_backward`` was set, as it is on all ranks or on none.
+        asked_for: whether ranks tell each other that they can overwrite their logits; alike on all ranks.
         reason: why the logits of this rank cannot be overwritten, as an index into ``_REASONS``; 0: they can.
     """
 

@@ -16,22 +16,13 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import softmax
-from .autograd import gradients_of_inputs, save_source
 from .checks import checked_source, valid_targets
-from .frozen_head import Derivatives, WholeSoftmax
-from .head import HeadLogits
-from .inplace import StorageClaim
+from .log_probs_autograd import JointBackward, LogProbsAndEntropy
 from .options import VocabParallelOptions
-from .softmax import SoftmaxGradient, TargetGradient, exp_floor
-from .source import Inputs, LogitSource, Tile
 
 
 def vocab_parallel_log_probs(
@@ -95,7 +86,7 @@ def vocab_parallel_log_probs(
         fused=fused,
         ignore_index=ignore_index,
     )
-    return _log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
+    return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
 
 
 def vocab_parallel_log_probs_and_entropy(
@@ -134,221 +125,35 @@ def vocab_parallel_log_probs_and_entropy(
         with_entropy=True,
         entropy_grad=entropy_grad,
     )
-    log_probs, entropies = _log_probs_and_entropy(logits, targets, rows, keep_mask, options)
+    log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
     return log_probs, entropies
 
 
-def _log_probs_and_entropy(
+def log_probs_and_entropy(
     logits: Tensor,
     targets: Tensor,
     rows: Tensor | slice | None,
     keep_mask: Tensor | None,
     options: VocabParallelOptions,
+    joint: JointBackward | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities and entropies, or ``None``, of selected rows; see the functions above.
+
+    Args:
+        joint: computes the gradient of several calls in one pass. A call that does not fit has a backward of
+            its own.
+    """
     source, options = checked_source(logits, rows, keep_mask, options)
     targets = valid_targets(targets, source, options)
     valid = targets != options.ignore_index
     start = options.tp_rank * source.width
     is_local = valid & (targets >= start) & (targets < start + source.width)
     local_target = torch.where(is_local, targets - start, -1)
+    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
+        return joint.add(logits, source, local_target, valid, options)
+    claim = source.claim()
+    claim.asked_for = claim.asked_for or options.others_overwrite
     return LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        source, local_target, valid, keep_mask, options, source.claim(), *source.inputs
+        source, local_target, valid, keep_mask, options, claim, *source.inputs
     )
-
-
-class _Softmax(NamedTuple):
-    """A softmax of each row over the whole vocabulary, ``[n]`` each, with ``z = (x - max_logit) / T``."""
-
-    max_logit: Tensor
-    sum_exp: Tensor  # sum(exp(z))
-    mean_z: Tensor | None  # sum(p * z), for the entropy
-
-    def gradient(
-        self, grad_log_prob: Tensor | None, grad_entropy: Tensor | None, temperature: float
-    ) -> SoftmaxGradient | None:
-        """Return ``-p * (grad_log_prob + grad_entropy * (z - mean_z)) / T``, right for all but the target."""
-        a = b = None
-        if grad_log_prob is not None:
-            a = -grad_log_prob / (temperature * self.sum_exp)
-        if grad_entropy is not None:
-            assert self.mean_z is not None
-            b = -grad_entropy / (temperature * self.sum_exp)
-            a = -b * self.mean_z if a is None else a - b * self.mean_z
-        if a is None:
-            return None
-        return SoftmaxGradient(self.max_logit[:, None], a[:, None], None if b is None else b[:, None])
-
-
-class LogProbsAndEntropy(torch.autograd.Function):
-    """The autograd function of log-probabilities and entropies; it keeps the inputs and numbers per row."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        source: LogitSource,
-        local_target: Tensor,
-        valid: Tensor,
-        keep_mask: Tensor | None,
-        options: VocabParallelOptions,
-        claim: StorageClaim,
-        *inputs: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``local_target`` ``[n]`` is a column of this rank or -1, ``valid`` ``[n]`` is bool."""
-        ctx.set_materialize_grads(False)
-        derivatives = Derivatives.of(source, keep_mask, options)
-        if derivatives is not None and isinstance(source, HeadLogits):
-            source = replace(source, keeps_tiles=False)  # backward reads no tiles
-        local, target_logit = _local_statistics(source, local_target, keep_mask, options, derivatives)
-        sizes = [*map(len, local), 1]
-        sent = torch.cat([*local, target_logit[None]]).to(source.dtype)
-        gathered = claim.gather(sent, options.tp_group)
-        *parts, target_logits = torch.split(gathered.double(), sizes, dim=1)
-        merged = [softmax.merge(part, options.temperature) for part in parts]
-        target_logit = target_logits.amax((0, 1))
-
-        max_logit, sum_exp_minus_1, *_ = merged[0]
-        exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
-        log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
-        softmaxes = [_softmax(one, source.dtype) for one in merged]
-        entropy = mean_z = None
-        if options.with_entropy:
-            mean_z = merged[-1][2] / (1.0 + merged[-1][1])
-            entropy = merged[-1][1].log1p() - mean_z
-            entropy = torch.where(valid, entropy, 0.0).to(source.dtype)
-            if not options.entropy_grad:
-                ctx.mark_non_differentiable(entropy)
-                softmaxes = softmaxes[:1]
-
-        ctx.options, ctx.claim, ctx.has_derivatives = options, claim, derivatives is not None
-        if derivatives is not None:
-            whole = WholeSoftmax(max_logit, 1.0 + sum_exp_minus_1, mean_z, exact_log_prob, target_logit)
-            save_source(ctx, source, valid, *derivatives.finish(local_target, whole))
-            return log_prob, entropy
-        saved = [value for one in softmaxes for value in one]
-        target_logit = target_logit.to(source.dtype)
-        # The caller may change the returned tensor, so a copy is saved.
-        save_source(ctx, source, keep_mask, local_target, valid, target_logit, log_prob.clone(), *saved)
-        return log_prob, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        compute = _from_derivatives if ctx.has_derivatives else _gradients
-        gradients = gradients_of_inputs(ctx, compute, grad_log_prob, grad_entropy)
-        return (None,) * 6 + gradients
-
-
-def _local_statistics(
-    source: LogitSource,
-    local_target: Tensor,
-    keep_mask: Tensor | None,
-    options: VocabParallelOptions,
-    derivatives: Derivatives | None,
-) -> tuple[list[Tensor], Tensor]:
-    """Return :func:`.softmax.statistics` of all tiles together, and the targets' logits, float64 ``[n]``.
-
-    The logit of a target that another rank has is -inf.
-    """
-    by_first_row: dict[int, list[list[Tensor]]] = {}  # tiles with the same rows belong together
-    target_logit = torch.full((source.n,), float("-inf"), dtype=torch.float64, device=source.device)
-    for tile in source.tiles():
-        column = _column_in_tile(local_target, tile)
-        mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
-        statistics = softmax.statistics(tile.logits, column, mask, options)
-        by_first_row.setdefault(tile.rows.start, []).append(statistics)
-        selected = tile.logits
-        logit = selected.logits[selected.row_indices, column.clamp(min=0)].double()
-        target_logit[tile.rows] = torch.where(column < 0, target_logit[tile.rows], logit)
-        if derivatives is not None:
-            derivatives.add(tile, statistics[-1][0], column)
-    of_rows = [
-        [_merged(parts, options.temperature) for parts in zip(*of_tiles, strict=True)]
-        for of_tiles in by_first_row.values()
-    ]
-    return [torch.cat(parts, dim=1) for parts in zip(*of_rows, strict=True)], target_logit
-
-
-def _merged(parts: tuple[Tensor, ...], temperature: float) -> Tensor:
-    return parts[0] if len(parts) == 1 else softmax.merge(torch.stack(parts), temperature)
-
-
-def _column_in_tile(local_target: Tensor, tile: Tile) -> Tensor:
-    """Return the targets of the tile's rows as columns of the tile; -1 where it does not have them."""
-    columns = local_target[tile.rows]
-    inside = (columns >= tile.columns.start) & (columns < tile.columns.stop)
-    return torch.where(inside, columns - tile.columns.start, -1)
-
-
-def _from_derivatives(
-    ctx: Any,
-    source: LogitSource,
-    saved: list[Any],
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Inputs:
-    valid, *derivatives = saved
-    assert isinstance(source, HeadLogits)
-    total = torch.zeros_like(derivatives[0])
-    for gradient, derivative in zip((grad_log_prob, grad_entropy), derivatives, strict=True):
-        if gradient is not None:
-            # A row without a gradient may hold NaN.
-            has_grad = (valid & (gradient != 0))[:, None]
-            total += torch.where(has_grad, gradient[:, None] * derivative, 0.0)
-    return source.spread(total), None, None
-
-
-def _gradients(
-    ctx: Any,
-    source: LogitSource,
-    saved: list[Any],
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Inputs:
-    keep_mask, local_target, valid, target_logit, log_prob, *values = saved
-    options: VocabParallelOptions = ctx.options
-    temperature = options.temperature
-    of_log_prob, of_entropy = _Softmax(*values[:3]), _Softmax(*values[-3:])
-
-    masked = None
-    if keep_mask is None:
-        unmasked = of_log_prob.gradient(grad_log_prob, grad_entropy, temperature)
-    else:
-        masked = of_log_prob.gradient(grad_log_prob, None, temperature)
-        unmasked = of_entropy.gradient(None, grad_entropy, temperature)
-    at_target = torch.zeros_like(log_prob)
-    has_grad = torch.zeros_like(valid)
-    if grad_log_prob is not None:
-        has_grad |= grad_log_prob != 0
-        at_target -= grad_log_prob * log_prob.expm1()  # 1 - p, accurate when p is near 1
-    if grad_entropy is not None:
-        assert of_entropy.mean_z is not None
-        has_grad |= grad_entropy != 0
-        z = ((target_logit - of_entropy.max_logit) / temperature).clamp(min=exp_floor(source.dtype))
-        at_target -= grad_entropy * (z.exp() / of_entropy.sum_exp) * (z - of_entropy.mean_z)
-
-    # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
-    has_grad &= valid
-    at_target = torch.where(has_grad, at_target / temperature, 0.0)
-
-    def of_tile(tile: Tile, in_place: bool) -> Tensor:
-        target = TargetGradient(_column_in_tile(local_target, tile)[:, None], at_target[tile.rows, None])
-        mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
-        return softmax.gradient(
-            tile.logits,
-            None if unmasked is None else unmasked.of_rows(tile.rows),
-            None if masked is None else masked.of_rows(tile.rows),
-            target,
-            mask,
-            has_grad[tile.rows, None],
-            replace(options, inplace_backward=in_place),
-        )
-
-    return source.gradients(of_tile, ctx.needs_input_grad[6:])
-
-
-def _softmax(merged: Tensor, dtype: torch.dtype) -> _Softmax:
-    """Return what backward needs of the statistics ``[2 or 3, n]``."""
-    max_logit, sum_exp_minus_1, *sum_z_exp = merged
-    sum_exp = 1.0 + sum_exp_minus_1
-    mean_z = (sum_z_exp[0] / sum_exp).to(dtype) if sum_z_exp else None
-    return _Softmax(max_logit.to(dtype), sum_exp.to(dtype), mean_z)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInputError
@@ -18,6 +20,8 @@ class VocabParallelOptions:
         tp_group: ranks that hold the other columns of the vocabulary; ``None``: there are none.
         temperature: logits are divided by it.
         inplace_backward: backward overwrites the logits with their gradient.
+        others_overwrite: other ranks may have ``inplace_backward`` though this one has not: each chooses by
+            its own logits.
         block_bytes: scratch memory for a block of rows; ``None``: chosen by size and device.
         fused: ``True``: compile the functions that work on a block; ``False``: run them as they are;
             ``"auto"``: compile for large logits, where there is a compiler.
@@ -29,6 +33,7 @@ class VocabParallelOptions:
     tp_group: dist.ProcessGroup | None = None
     temperature: float = 1.0
     inplace_backward: bool = False
+    others_overwrite: bool = False
     block_bytes: int | None = None
     fused: bool | str = "auto"
     ignore_index: int = -100
@@ -36,10 +41,13 @@ class VocabParallelOptions:
     entropy_grad: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, (int, float)) and 0 < self.temperature < math.inf):
-            raise InvalidInputError(f"temperature is {self.temperature!r}, expected a positive number")
-        if self.block_bytes is not None and self.block_bytes <= 0:
-            raise InvalidInputError(f"block_bytes is {self.block_bytes}, expected a positive number or None")
+        temperature: Any = self.temperature  # numpy's numbers count
+        if not (isinstance(temperature, numbers.Real) and in_float32(float(temperature))):
+            raise InvalidInputError(
+                f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
+            )
+        if self.block_bytes is not None:
+            check_integer("block_bytes", self.block_bytes, 1, "a positive number or None")
         if self.fused not in (True, False, "auto"):
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
         check_group(self.tp_group)
@@ -51,6 +59,19 @@ class VocabParallelOptions:
     @property
     def tp_size(self) -> int:
         return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+
+
+def in_float32(number: float) -> bool:
+    """Return whether a positive number is in the range of float32."""
+    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
+    """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
+    is_integer = isinstance(value, numbers.Integral)
+    if not is_integer or int(value) < lowest or (highest is not None and int(value) > highest):
+        raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
+    return int(value)
 
 
 def check_group(tp_group: dist.ProcessGroup | None) -> None:

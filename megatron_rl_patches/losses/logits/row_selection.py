@@ -30,7 +30,9 @@ def viewed_rows(
         return None
     parts = list(result) if isinstance(result, (list, tuple)) else [result]
     # The dimension of the columns has stride 0. It must still be the last one and complete.
-    if any(part.dim() == 0 or part.shape[-1] != width or part.stride(-1) != 0 for part in parts):
+    if any(part.dim() == 0 or part.shape[-1] != width for part in parts):
+        return None
+    if any(part.numel() > 0 and part.stride(-1) != 0 for part in parts):
         return None
     of_parts = [part[..., 0] for part in parts]
     return of_parts if isinstance(result, (list, tuple)) else of_parts[0]

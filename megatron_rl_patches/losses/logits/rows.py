@@ -125,6 +125,28 @@ class SelectedRows:
         return torch.full((), temperature, dtype=self.dtype, device=self.logits.device)
 
 
+def as_slice(rows: Tensor) -> slice | Tensor:
+    """Return a slice for consecutive rows, which are then read without a copy.
+
+    Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.
+    """
+    if rows.device.type != "cpu":
+        return rows
+    if len(rows) == 0:
+        return slice(0, 0)
+    first = int(rows[0])
+    consecutive = torch.equal(rows, torch.arange(first, first + len(rows)))
+    return slice(first, first + len(rows)) if consecutive else rows
+
+
+def on_device(rows: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of rows on the device, to which they are copied without waiting for it."""
+    if rows.device == device:
+        return rows
+    is_copied_to_gpu = rows.device.type == "cpu" and device.type == "cuda"
+    return (rows.pin_memory() if is_copied_to_gpu else rows).to(device, non_blocking=True)
+
+
 def _default_block_bytes(logits: Tensor) -> int:
     """Return the default of ``block_bytes``.
 

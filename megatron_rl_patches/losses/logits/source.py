@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .inplace import StorageClaim, claim_storage, mark_overwritten
+from .inplace import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
 from .rows import SelectedRows
 
 
@@ -59,14 +59,22 @@ class LogitSource(Protocol):
     def part(self, rows: slice, columns: slice) -> Tensor:
         """Return logits of some of the selected rows and some columns, without a graph."""
 
+    def select(
+        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> LogitSource:
+        """Return these rows of the ``T``, in place of those that are selected now."""
+
+    def detached(self) -> LogitSource:
+        """Return the same rows without gradients for anything."""
+
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs; ``None`` for one that needs none."""
 
     def claim(self) -> StorageClaim:
         """Claim the storage that a backward in place overwrites, if there is one."""
 
-    def saved(self) -> tuple[Inputs, Callable[..., LogitSource]]:
-        """Return the tensors that backward reads, and a function that restores the source from them.
+    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., LogitSource]]:
+        """Return the tensors that backward reads by name, and a function that restores the source from them.
 
         The function holds none of these, so that autograd alone decides how long they live.
         """
@@ -106,7 +114,16 @@ class DenseLogits:
     def part(self, rows: slice, columns: slice) -> Tensor:
         return self.rows.read(rows, None)[:, columns].detach()
 
+    def select(
+        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> DenseLogits:
+        return DenseLogits(SelectedRows(self.rows.logits, index, block_bytes), inplace_backward)
+
+    def detached(self) -> DenseLogits:
+        return replace(self, rows=replace(self.rows, logits=self.rows.logits.detach()))
+
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+        check_not_overwritten(self.rows.logits)
         (tile,) = self.tiles()
         gradient = compute(tile, self.inplace_backward)
         if self.inplace_backward:
@@ -116,7 +133,7 @@ class DenseLogits:
     def claim(self) -> StorageClaim:
         return claim_storage(self.rows.logits, self.inplace_backward)
 
-    def saved(self) -> tuple[Inputs, Callable[..., DenseLogits]]:
+    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., DenseLogits]]:
         index, block_bytes, in_place = self.rows.index, self.rows.block_bytes, self.inplace_backward
         fixed = index if isinstance(index, slice) else None
 
@@ -124,4 +141,5 @@ class DenseLogits:
             rows = SelectedRows(logits, row_numbers if fixed is None else fixed, block_bytes)
             return DenseLogits(rows, in_place)
 
-        return (self.rows.logits, None if fixed is not None else index), restore  # type: ignore[return-value]
+        row_numbers = index if isinstance(index, Tensor) else None
+        return {"the logits": self.rows.logits, "rows": row_numbers}, restore

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InvalidInputError
-from ..objectives.topk_distribution import NO_ENTRY, TopKDistribution
 from .checks import checked_source, valid_indices
-from .options import VocabParallelOptions
+from .distributions import NO_ENTRY, TopKDistribution
+from .options import VocabParallelOptions, check_integer
 from .topk_autograd import LogProbsAt, topk
 
 
@@ -58,8 +57,8 @@ def vocab_parallel_topk(
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
     source, options = checked_source(logits, rows, None, options)
     vocab_size = source.width * options.tp_size
-    if not (isinstance(k, int) and 1 <= k <= vocab_size):
-        raise InvalidInputError(f"k is {k}, expected from 1 to {vocab_size}, the size of the vocabulary")
+    expected = f"from 1 to {vocab_size}, the size of the vocabulary"
+    k = check_integer("k", k, 1, expected, highest=vocab_size)
     return TopKDistribution(*topk(source, k, options))
 
 

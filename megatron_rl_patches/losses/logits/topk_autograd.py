@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import topk_blocks
-from .autograd import all_gather, gradients_of_inputs, save_source
+from .autograd import all_gather, gradients_of_inputs, save_source, without_autocast
 from .inplace import StorageClaim
 from .options import VocabParallelOptions
 from .rows import SelectedRows
@@ -19,6 +19,7 @@ from .source import Inputs, LogitSource, Tile
 from .topk_blocks import Gradients, Ids
 
 
+@without_autocast
 def topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
     logits, columns, tail = _largest_of_rank(source, min(k, source.width), options.temperature)
@@ -77,6 +78,7 @@ class LogProbsAt(torch.autograd.Function):
     """The autograd function of log-probabilities at ids and of the tail, see :mod:`.topk`."""
 
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         source: LogitSource,
@@ -105,7 +107,14 @@ class LogProbsAt(torch.autograd.Function):
             log_probs[block] = (z - total).masked_fill(indices[block] < 0, float("-inf"))
 
         ctx.options, ctx.claim = options, claim
-        save_source(ctx, source, indices, local_tail[0], tail_max_weight, max_logit, log_sum_exp, log_tail)
+        of_rows = {
+            "tail_max": local_tail[0],
+            "tail_max_weight": tail_max_weight,
+            "max_logit": max_logit,
+            "log_sum_exp": log_sum_exp,
+            "log_tail": log_tail,
+        }
+        save_source(ctx, source, {"indices": indices, **of_rows})
         # The caller may change the returned tensors, so none of them is a saved tensor.
         return log_probs, log_tail.to(source.dtype, copy=True)
 
@@ -151,18 +160,18 @@ def _ids_in_tile(indices: Tensor, tile: Tile, options: VocabParallelOptions, sou
 def _gradients(
     ctx: Any,
     source: LogitSource,
-    saved: list[Any],
+    saved: dict[str, Tensor],
     grad_log_probs: Tensor | None,
     grad_log_tail: Tensor | None,
 ) -> Inputs:
-    indices, tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail = saved
+    indices, log_tail = saved.pop("indices"), saved["log_tail"]
     options: VocabParallelOptions = ctx.options
-    zero = tail_max.new_zeros(())
+    zero = saved["tail_max"].new_zeros(())
     g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
     h = zero if grad_log_tail is None else grad_log_tail
     h = torch.where(log_tail == float("-inf"), zero, h)  # an empty tail is constant
     has_grad = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
-    gradients = Gradients(tail_max, tail_max_weight, max_logit, log_sum_exp, log_tail, g, h, has_grad)
+    gradients = Gradients(**saved, g=g, h=h, has_grad=has_grad)
 
     def of_tile(tile: Tile, in_place: bool) -> Tensor:
         ids = _ids_in_tile(indices, tile, options, source)

@@ -12,6 +12,8 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.autograd import all_gather
 from ..logits.deferred import DeferredLogits, deferred_logits
+from ..logits.distributions import Distribution
+from ..logits.options import check_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,10 +47,7 @@ class OutputHead:
         Raises:
             InvalidInputError: ``width`` is not a positive integer.
         """
-        if not (isinstance(width, int) and width > 0):
-            raise InvalidInputError(
-                f"width is {width}, expected the rows of the student's output layer on a rank"
-            )
+        width = check_integer("width", width, 1, "the rows of the student's output layer on a rank")
         start = dist.get_rank(tp_group) * width
 
         def shard_of(tensor: Tensor) -> Tensor:
@@ -67,14 +66,15 @@ class OutputHead:
 
 
 def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
+    """Return a copy without a graph on the device; what comes from a GPU goes to pinned host memory."""
+    tensor = tensor.detach()
     if not tensor.is_cuda or torch.device(device).type != "cpu":
         return tensor.to(device, copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 @dataclass(frozen=True, eq=False)
-class FullDistribution:
+class FullDistribution(Distribution):
     """Next-token distributions at ``n`` positions, exact: those of one teacher, or a mixture of several.
 
     It takes ``2 * h`` bytes per position and teacher in bfloat16, while logits take ``2 * V``. ::
@@ -112,9 +112,23 @@ class FullDistribution:
         """Return the distributions of one teacher from its hidden states ``[n, h]``."""
         return FullDistribution((hidden,), (head,), (1.0,))
 
-    @staticmethod
-    def mixture(distributions: Sequence[FullDistribution], weights: Sequence[float]) -> FullDistribution:
-        """Return ``sum of weight * probability`` of distributions at the same positions."""
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.hidden
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FullDistribution:
+        """Return distributions of the same teachers; the output layers stay where they are.
+
+        A loss brings one tile's part of an output layer at a time to the device of the hidden states.
+        """
+        return FullDistribution(tuple(tensors), self.heads, self.weights)
+
+    @property
+    def source(self) -> tuple[object, ...]:
+        return *map(id, self.heads), *self.weights
+
+    @classmethod
+    def mixture(cls, distributions: Sequence[FullDistribution], weights: Sequence[float]) -> FullDistribution:
         hidden: list[Tensor] = []
         heads: list[OutputHead] = []
         shares: list[float] = []
@@ -124,48 +138,6 @@ class FullDistribution:
             total = sum(distribution.weights)
             shares += [weight * share / total for share in distribution.weights]
         return FullDistribution(tuple(hidden), tuple(heads), tuple(shares))
-
-    def __len__(self) -> int:
-        return len(self.hidden[0])
-
-    def __getitem__(self, tokens: slice | Tensor) -> FullDistribution:
-        """Return the distributions at some positions: a slice, an index vector or a mask ``[n]``."""
-        return FullDistribution(tuple(hidden[tokens] for hidden in self.hidden), self.heads, self.weights)
-
-    def split(self, lengths: Sequence[int]) -> list[FullDistribution]:
-        """Return one object per sample, given the number of positions of each sample."""
-        parts = zip(*(torch.split(hidden, list(lengths)) for hidden in self.hidden), strict=True)
-        return [FullDistribution(part, self.heads, self.weights) for part in parts]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the hidden states; those of the output layers are :attr:`OutputHead.nbytes`."""
-        return sum(hidden.nbytes for hidden in self.hidden)
-
-    @property
-    def source(self) -> tuple[object, ...]:
-        """What two objects have in common if they are of the same teachers."""
-        return *map(id, self.heads), *self.weights
-
-    @staticmethod
-    def cat(distributions: Sequence[FullDistribution]) -> FullDistribution:
-        """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
-        if len({distribution.source for distribution in distributions}) != 1:
-            raise InvalidInputError(
-                "the distributions are of different teachers; pass those of the same, and at least one"
-            )
-        hidden = zip(*(distribution.hidden for distribution in distributions), strict=True)
-        return FullDistribution(
-            tuple(map(torch.cat, hidden)), distributions[0].heads, distributions[0].weights
-        )
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> FullDistribution:
-        """Return a copy whose hidden states are on the device. The output layers stay where they are.
-
-        A loss brings one tile's part of an output layer at a time to the device of the hidden states.
-        """
-        hidden = tuple(tensor.to(device, non_blocking=non_blocking) for tensor in self.hidden)
-        return FullDistribution(hidden, self.heads, self.weights)
 
     def logits(self) -> list[DeferredLogits]:
         """Return the deferred logits ``[n, V / tp]`` of each teacher."""

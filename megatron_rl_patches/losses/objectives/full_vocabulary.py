@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..logits.checks import checked_source
-from ..logits.divergence import DivergenceOptions, FullDivergence, Logits, divergence_of
+from ..logits.divergences import DivergenceName, divergence_named
+from ..logits.full_divergence import DivergenceOptions, Logits, divergence_of
 from ..logits.head import HeadLogits
-from ..logits.options import VocabParallelOptions
+from ..logits.options import VocabParallelOptions, check_integer
 from ..logits.source import DenseLogits
-from .divergences import check_beta
 from .teachers import weighted
 
 
@@ -24,7 +23,7 @@ def full_vocabulary_divergence(
     student: Tensor,
     teacher: Tensor | Sequence[Tensor],
     *,
-    divergence: FullDivergence = "reverse_kl",
+    divergence: DivergenceName = "reverse_kl",
     beta: float = 0.5,
     teacher_weights: Sequence[float] | None = None,
     old: Tensor | None = None,
@@ -37,20 +36,15 @@ def full_vocabulary_divergence(
 ) -> Tensor:
     """Return the divergence of the student's next-token distributions from the teacher's, per row, in nats.
 
-    The divergences are those of :mod:`.divergences`, summed over all ids instead of k ids and a tail. With
-    the student's probabilities ``p``, the teacher's ``q`` and those of the old policy, ``p_old``:
-
-    * ``"reverse_kl"``: ``sum p (log p - log q)``
-    * ``"forward_kl"``: ``sum q (log q - log p)``
-    * ``"jensen_shannon"``: ``beta KL(q, m) + (1 - beta) KL(p, m)``, ``m = beta q + (1 - beta) p``
-    * ``"importance_weighted_reverse_kl"``: ``sum p (log p_old - log q)``
+    The divergences are those of :mod:`..logits.divergences`, summed over all ids instead of k ids and a tail;
+    all but ``"generalized_kl"``.
 
     Args:
         student: logits or :class:`.DeferredLogits` ``[T, V / tp]``. Only these have a gradient.
         teacher: logits or deferred logits ``[n, V / tp]``, one row for each selected row of the student. The
             hidden sizes may differ. Several teachers are a mixture: their probabilities are averaged.
-        divergence: one of those above.
-        beta: parameter of ``"jensen_shannon"``.
+        divergence: its name.
+        beta: weight of the teacher in the mixture of those that have one.
         teacher_weights: weights of the mixture, not negative; they are divided by their sum. ``None`` weights
             all teachers alike.
         old: logits or deferred logits ``[n, V / tp]`` of the policy that sampled, for
@@ -69,18 +63,17 @@ def full_vocabulary_divergence(
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
-            all-gather of up to six numbers per row, and a second one of two numbers for
-            ``"jensen_shannon"``, for a mixture, and where only some of the distributions rule an id out.
+            all-gather of up to six numbers per row, and a second one of two or three numbers for divergences
+            from a mixture of student and teacher, for a mixture of teachers, and where only some of the
+            distributions rule an id out.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
-    if divergence not in get_args(FullDivergence):
-        known = get_args(FullDivergence)
-        raise InvalidInputError(f"divergence must be one of {known}, not {divergence!r}")
-    check_beta(beta)
+    measure = divergence_named(divergence, beta)
+    if not measure.counts_tail:
+        raise InvalidInputError(f"divergence is {divergence!r}, which is over k ids: use 'reverse_kl'")
     if not teachers:
         raise InvalidInputError("there are no teachers; pass at least one")
-    needs_old = divergence == "importance_weighted_reverse_kl"
-    if needs_old and old is None:
+    if measure.needs_old and old is None:
         raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
     counted = weighted([(f"teacher {n}", logits) for n, logits in enumerate(teachers)], teacher_weights)
     options = VocabParallelOptions(
@@ -91,7 +84,7 @@ def full_vocabulary_divergence(
     )
     source, student_options = checked_source(student, rows, None, options)
     named = [teacher for _, teacher in counted]
-    if needs_old and old is not None:
+    if measure.needs_old and old is not None:
         named.append(("old", old))
     others = []
     for name, logits in named:
@@ -112,16 +105,16 @@ def full_vocabulary_divergence(
             )
         others.append(Logits(of_other, other_options.temperature))
     most = min(source.width, *(other.source.width for other in others)) * options.tp_size
-    if num_ids is not None and not (isinstance(num_ids, int) and 0 < num_ids <= most):
-        raise InvalidInputError(f"num_ids is {num_ids}, expected from 1 to {most}, which all logits have")
+    if num_ids is not None:
+        expected = f"from 1 to {most}, which all logits have"
+        num_ids = check_integer("num_ids", num_ids, 1, expected, highest=most)
     if isinstance(source, HeadLogits):
         source = source.sharing(1 + len(others))
     return divergence_of(
         Logits(source, student_options.temperature),
         others,
         DivergenceOptions(
-            divergence,
-            beta,
+            measure,
             tuple(math.log(weight) for weight, _ in counted),
             source.width * options.tp_size if num_ids is None else num_ids,
             tp_group,
@@ -130,4 +123,5 @@ def full_vocabulary_divergence(
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    # Every tensor without elements is at address 0.
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

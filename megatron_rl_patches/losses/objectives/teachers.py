@@ -7,34 +7,16 @@ it sampled. Mixture and divergences are then exact for the k ids and for the tai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar, cast, overload
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from ...errors import InvalidInputError
-from .full_distribution import FullDistribution
-from .topk_distribution import TopKDistribution
+from ..logits.distributions import D, Distribution
 
 T = TypeVar("T")
 
 
-@overload
-def mix_teachers(
-    teachers: Sequence[TopKDistribution], weights: Sequence[float] | None = None
-) -> TopKDistribution: ...
-
-
-@overload
-def mix_teachers(
-    teachers: Sequence[FullDistribution], weights: Sequence[float] | None = None
-) -> FullDistribution: ...
-
-
-def mix_teachers(
-    teachers: Sequence[TopKDistribution] | Sequence[FullDistribution], weights: Sequence[float] | None = None
-) -> TopKDistribution | FullDistribution:
+def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) -> D:
     """Return the mixture ``sum of weight * probability`` of the teachers' distributions.
 
     Args:
@@ -48,20 +30,7 @@ def mix_teachers(
             indices differ.
     """
     check_one_kind(teachers)
-    if teachers and isinstance(teachers[0], FullDistribution):
-        return FullDistribution.mixture(
-            cast("Sequence[FullDistribution]", teachers), normalize_weights(weights, len(teachers))
-        )
-    teachers = cast("Sequence[TopKDistribution]", teachers)
-    check_same_indices(teachers)
-    pairs = weighted(teachers, weights)
-
-    def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
-        parts = [log_probs(teacher).double() + math.log(weight) for weight, teacher in pairs]
-        return torch.stack(parts).logsumexp(0).to(log_probs(teachers[0]).dtype)
-
-    tail = mix(lambda teacher: teacher.tail_log_prob)
-    return TopKDistribution(teachers[0].indices, mix(lambda teacher: teacher.log_probs), tail)
+    return type(teachers[0]).mixture(teachers, normalize_weights(weights, len(teachers)))
 
 
 def route_teachers(
@@ -109,26 +78,13 @@ def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float
     return [weight / total for weight in weights]
 
 
-def check_one_kind(distributions: Sequence[object]) -> None:
-    """Raise :class:`InvalidInputError` unless all are top-k distributions, or all are full ones."""
+def check_one_kind(distributions: Sequence[Distribution]) -> None:
+    """Raise :class:`InvalidInputError` unless there are distributions, all of one kind."""
+    if not distributions:
+        raise InvalidInputError("there are no teachers; pass at least one")
     kinds = {type(distribution) for distribution in distributions}
-    if len(kinds) > 1 or not kinds <= {TopKDistribution, FullDistribution}:
+    if len(kinds) > 1 or not isinstance(distributions[0], Distribution):
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise InvalidInputError(
             f"the distributions are {names}; pass one kind, TopKDistribution or FullDistribution"
         )
-
-
-def check_same_indices(distributions: Sequence[TopKDistribution]) -> None:
-    """Raise :class:`InvalidInputError` if there are no distributions, or if their indices differ."""
-    if not distributions:
-        raise InvalidInputError("there are no teachers; pass at least one")
-    first = distributions[0].indices
-    for number, distribution in enumerate(distributions[1:], 1):
-        indices = distribution.indices
-        if indices is not first and not torch.equal(indices, first):
-            raise InvalidInputError(
-                f"distributions 0 and {number} have different indices ({list(first.shape)} and "
-                f"{list(indices.shape)}): score every teacher at the same ids, those of the student's top-k, "
-                "with TopKDistribution(ids, *vocab_parallel_log_probs_at(logits, ids, with_tail=True))"
-            )

@@ -13,7 +13,6 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.frameworks.distillation_loss import opd_loss
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_topk
-from megatron_rl_patches.losses.objectives import divergences
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -190,13 +189,3 @@ def test_equal_distributions_have_neither_loss_nor_gradient() -> None:
 def test_refuses(changes: dict[str, Any], of_batch: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         loss_of(logits_leaf(), batch(**of_batch), **changes)
-
-
-def test_divergences_of_the_settings_are_those_there_are() -> None:
-    from typing import get_args
-
-    from megatron_rl_patches.losses.objectives.distillation import Divergence
-    from megatron_rl_patches.patches.distillation import OPD_DIVERGENCES
-
-    assert get_args(Divergence) == OPD_DIVERGENCES
-    assert all(callable(getattr(divergences, name)) for name in OPD_DIVERGENCES)

@@ -54,6 +54,13 @@ def test_another_vocabulary(tmp_path: Path) -> None:
         check_vocabularies({"code": fewer}, student)
 
 
+def test_as_much_padding_as_a_checkpoint_may_have_to_load(tmp_path: Path) -> None:
+    student = huggingface(tmp_path / "student", 1000)
+    check_vocabularies({"math": megatron(tmp_path / "most", 1000 + 2047)}, student)
+    with pytest.raises(InvalidInputError, match=r"'code' .* has a vocabulary of 3048"):
+        check_vocabularies({"code": megatron(tmp_path / "more", 1000 + 2048)}, student)
+
+
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     student = huggingface(tmp_path / "student", 1000)
     (tmp_path / "empty").mkdir()

@@ -282,6 +282,7 @@ def test_options_of_miles_that_do_not_go_with_it(
     [
         ("train_backend", "fsdp", "is for --train-backend megatron"),
         ("opd_beta", 3.0, "beta is 3.0"),
+        ("opd_divergence", "kl", r"divergence must be one of \('reverse_kl'"),
         ("rollout_temperature", 0.0, "--rollout-temperature is 0.0, expected a positive number"),
     ],
 )

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_topk,
+)
 
 T, V = 4, 10
 LOGITS = torch.zeros(T, V)
@@ -33,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rows of two dimensions": ({"rows": TARGETS[None]}, r"\[1, 4\]"),
     "row beyond": ({"rows": torch.tensor([0, 1, 2, 4])}, r"numbers from 0 to 3; found \[4\]"),
     "negative row": ({"rows": torch.tensor([0, 1, 2, -1])}, r"found \[-1\]"),
-    "a row twice": ({"rows": torch.tensor([0, 1, 2, 1])}, "each at most once"),
+    "a row twice": ({"rows": torch.tensor([0, 3, 2, 3])}, r"each at most once.*found \[3\]"),
     "rows elsewhere": ({"rows": TARGETS.to("meta")}, "rows on meta"),
     "float mask": ({"keep_mask": LOGITS}, r"torch.float32 \[4, 10\], expected torch.bool \[4, 10\]"),
     "mask of another shape": ({"keep_mask": LOGITS[:, 1:].bool()}, r"torch.bool \[4, 9\]"),
@@ -46,6 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "negative temperature": ({"temperature": -1.0}, "temperature is -1.0"),
     "infinite temperature": ({"temperature": float("inf")}, "temperature is inf"),
     "temperature that is none": ({"temperature": float("nan")}, "temperature is nan"),
+    "temperature above float32": ({"temperature": 1e39}, r"temperature is 1e\+39, .* range of float32"),
+    "temperature below float32": ({"temperature": 1e-46}, "temperature is 1e-46, .* range of float32"),
     "temperature per row": ({"temperature": torch.ones(T)}, "temperature is tensor"),
     "no block": ({"block_bytes": 0}, "block_bytes is 0"),
     "unknown choice": ({"fused": "always"}, "fused is 'always'"),
@@ -68,3 +77,21 @@ def test_accepted() -> None:
         {"fused": False},
     ):
         assert vocab_parallel_log_probs(**{"logits": LOGITS, "targets": TARGETS, **changes}).shape == (T,)
+
+
+def test_numbers_of_numpy_are_accepted() -> None:
+    one, four = np.int64(1), np.int32(4)
+    assert vocab_parallel_topk(LOGITS, four).k == 4
+    assert full_vocabulary_divergence(LOGITS, LOGITS, num_ids=four).tolist() == [0.0] * T
+    logits = deferred_logits(LOGITS, LOGITS, tile_bytes=four, keep_bytes=one)
+    log_probs = vocab_parallel_log_probs(logits, TARGETS, temperature=np.float32(0.5), block_bytes=four)
+    assert log_probs.shape == (T,)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused_by_name(transform: Any) -> None:
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_log_probs(logits, TARGETS).sum()
+
+    with pytest.raises(InvalidInputError, match=r"torch\.func"):
+        transform(loss)(LOGITS[None] if transform is torch.func.vmap else LOGITS)

@@ -24,7 +24,9 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     DeferredLogits,
     SequenceLayout,
+    checkpointed,
     deferred_logits,
+    full_vocabulary_divergence,
     packed_log_probs_and_entropy,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
@@ -389,6 +391,16 @@ def test_stays_deferred(name: str, dtype: torch.dtype) -> None:
     _assert_stays_deferred(name, logits_of(tensors), dense_of(tensors))
 
 
+#: Rows of logits that exist: each once, and a division in place is a write to them.
+OF_EXISTING = [name for name in FOLLOWED if name not in ("numbers", "div in place", "divided twice")]
+
+
+@pytest.mark.parametrize("name", OF_EXISTING)
+def test_rows_of_logits_that_exist_stay_deferred(name: str) -> None:
+    logits = dense_of(inputs()) * 1
+    _assert_stays_deferred(name, deferred.rows_of_existing(logits), logits)
+
+
 # torch refuses to write to inference tensors elsewhere, and a division past the graph makes the logits.
 @pytest.mark.parametrize("name", [name for name in FOLLOWED if name != "div in place"])
 @pytest.mark.parametrize(("made", "used"), [(True, True), (False, True), (True, False)])
@@ -459,6 +471,17 @@ def test_other_operations_see_the_layers_own_logits(name: str, caplog: pytest.Lo
     assert f" at {__file__}:" in caplog.text
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations_see_logits_that_exist(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = inputs()
+    expected = run(OTHERS[name], dense_of(tensors), tensors)
+    for a, b in zip(
+        expected, run(OTHERS[name], deferred.rows_of_existing(dense_of(tensors)), tensors), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=2e-6, atol=1e-5)
+    assert not caplog.records, "nothing was materialized"
+
+
 def test_the_warning_names_operation_and_line_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -492,6 +515,8 @@ def test_what_only_needs_the_shape_makes_nothing(caplog: pytest.LogCaptureFixtur
 def test_a_sum_reaches_every_parameter() -> None:
     """``0 * logits.sum()`` keeps ranks without a sample in step."""
     tensors = inputs(torch.float64)
+    ruled_out = torch.full((V,), -float("inf"), dtype=torch.float64)
+    assert deferred_logits(tensors["hidden"][:0], tensors["weight"], bias=ruled_out).sum() == 0
     assert_same(lambda x: (x[0] / 1.5).sum() * 0.3, tensors, 1e-10)
     assert_same(lambda x: x[0, 1].sum(), tensors, 1e-10)
     assert_same(lambda x: x.view(T, V)[torch.tensor([3, 3, 1])].sum(), tensors, 1e-10)
@@ -535,6 +560,38 @@ def test_an_autograd_function_has_its_own_gradient(function: Callable[[Tensor], 
     expected = run(function, dense_of(tensors), tensors)
     for a, b in zip(expected, run(function, logits_of(tensors), tensors), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def _view_without_a_graph(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        view = logits.view(T, V)[1:]
+    return view.reshape(-1, V)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x: torch.cat([x.view(T, V)[:1].detach(), x.view(T, V)[1:]]),
+        lambda x: torch.cat([_view_without_a_graph(x), x.view(T, V)[:1]]),
+        _view_without_a_graph,
+    ],
+    ids=["detached rows", "a view without a graph beside rows", "a view without a graph"],
+)
+@pytest.mark.parametrize("make", [logits_of, lambda t: deferred.rows_of_existing(dense_of(t))])
+def test_what_is_past_the_graph_has_no_gradient(
+    rows: Callable[[Tensor], Tensor], make: Callable[[Inputs], Tensor]
+) -> None:
+    tensors = inputs(torch.float64)
+
+    def function(logits: Tensor) -> Tensor:
+        chosen = rows(logits)
+        # The first term lets the gradient of all tensors exist.
+        return vocab_parallel_log_probs(chosen, TOKENS[: len(chosen)]).sum() + 0 * logits.exp().sum()
+
+    for a, b in zip(
+        run(function, dense_of(tensors), tensors), run(function, make(tensors), tensors), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
@@ -600,15 +657,6 @@ def test_logits_without_a_graph_are_divided_in_place() -> None:
     torch.testing.assert_close(got, expected)
 
 
-def test_the_size_of_the_collective_does_not_tell_who_has_looked() -> None:
-    for look in (False, True):
-        logits = logits_of(inputs())
-        if look:
-            logits.max()
-        source, _ = checked_source(logits.view(T, V), None, None, VocabParallelOptions(inplace_backward=True))
-        assert source.claim().asked_for
-
-
 @pytest.mark.parametrize("retains", [False, True])
 def test_a_hook_sees_the_gradient(retains: bool) -> None:
     tensors, seen = inputs(), []
@@ -622,6 +670,59 @@ def test_a_hook_sees_the_gradient(retains: bool) -> None:
     assert gradient is not None
     assert gradient.shape == (B, S, V)
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("wait", [Tensor.retain_grad, lambda x: x.register_hook(print)])
+def test_a_hook_comes_before_the_loss(wait: Callable[[Tensor], Any]) -> None:
+    logits = logits_of(inputs())
+    vocab_parallel_log_probs(logits.view(T, V), TOKENS)
+    with pytest.raises(InvalidInputError, match="before the loss"):
+        wait(logits)
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "all": lambda x: x.detach().abs().max(),
+    "columns": lambda x: x[..., 3:9].sum(),
+    "numbers": lambda x: x.tolist(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=list(LOOKS))
+def test_a_recomputed_loss_does_not_see_who_has_looked(look: Callable[[Tensor], Any]) -> None:
+    tensors = inputs(torch.float64)
+
+    def function(logits: Tensor) -> Tensor:
+        values = checkpointed(vocab_parallel_log_probs)(logits.view(T, V), TOKENS)
+        look(logits)
+        return values
+
+    for a, b in zip(
+        run(function, dense_of(tensors), tensors), run(function, logits_of(tensors), tensors), strict=True
+    ):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("of_loss", [True, False])
+@pytest.mark.parametrize("of_backward", [True, False])
+def test_autocast_changes_nothing(of_loss: bool, of_backward: bool) -> None:
+    """Logits that are deferred have the dtype of the hidden states, in a loss and in its backward."""
+    tensors = inputs()
+
+    def gradients(of_loss: bool, of_backward: bool) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_loss):
+            logits = logits_of(tensors, tile_bytes=1024).view(T, V)
+            teacher = logits.detach().flip(0)
+            ids = TOKENS[:, None]
+            loss = vocab_parallel_log_probs_and_entropy(logits, TOKENS)[1].sum()
+            loss = loss + vocab_parallel_log_probs_at(logits, ids).sum() + logits.sum()
+            loss = loss + full_vocabulary_divergence(logits, logits_of(tensors).view(T, V)).sum()
+            loss = loss + full_vocabulary_divergence(logits, teacher).sum()
+            loss = loss + vocab_parallel_topk(logits, 3).log_probs.sum()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=of_backward):
+            return [loss, *torch.autograd.grad(loss, list(tensors.values()))]
+
+    for a, b in zip(gradients(False, False), gradients(of_loss, of_backward), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("write", ["hidden", "weight"])
@@ -640,7 +741,7 @@ def test_an_input_overwritten_before_backward_is_an_error() -> None:
     loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS).sum()
     with torch.no_grad():
         tensors["weight"].mul_(2)
-    with pytest.raises(InvalidInputError, match="overwritten after forward"):
+    with pytest.raises(InvalidInputError, match="the weight of the output layer had been overwritten after"):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
@@ -650,6 +751,19 @@ def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> N
     (gradient,) = torch.autograd.grad(reduce(logits_of(tensors)), [tensors["hidden"]], create_graph=True)
     with pytest.raises(InvalidInputError, match="cannot be differentiated twice"):
         gradient.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_a_frozen_head_that_rules_ids_out(entropy_grad: bool) -> None:
+    tensors = inputs(torch.float64, ("hidden",))
+    tensors["bias"][100:300] = -float("inf")
+    tokens = TOKENS % 100
+
+    def function(logits: Tensor) -> Any:
+        flat = logits.view(T, V)
+        return vocab_parallel_log_probs_and_entropy(flat, tokens, entropy_grad=entropy_grad)
+
+    assert_same(function, tensors, 1e-10, tile_bytes=4096)
 
 
 def test_a_frozen_head_keeps_tiles_where_backward_reads_them() -> None:
@@ -698,6 +812,13 @@ def test_what_stores_the_values_makes_them_and_says_so(
     assert type(stored) is Tensor
     assert torch.equal(stored, dense_of(tensors))
     assert "which were made" in caplog.text
+
+
+def test_columns_of_another_rank_are_not_hidden_here() -> None:
+    """A tensor-parallel rank whose ids all come before the padding."""
+    tensors = inputs(trained=())
+    logits = deferred.hide_columns(logits_of(tensors), V + 20)
+    assert torch.equal(logits + 0, dense_of(tensors))
 
 
 def test_hidden_columns() -> None:

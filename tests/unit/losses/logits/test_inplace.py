@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
+    full_vocabulary_divergence,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
@@ -110,6 +111,25 @@ def test_a_second_backward_is_an_error(leaf: Tensor) -> None:
         loss.backward()
 
 
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "log_probs": lambda x: vocab_parallel_log_probs(x, TARGETS, inplace_backward=True),
+    "at": lambda x: vocab_parallel_log_probs_at(x, TARGETS[:, None], inplace_backward=True),
+    "divergence": lambda x: full_vocabulary_divergence(x, x.detach().flip(0), inplace_backward=True),
+}
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
+def test_a_second_backward_is_an_error_also_where_hooks_store_the_logits(
+    leaf: Tensor, loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    """On a CPU ``save_on_cpu`` stores the logits themselves, and autograd does not look at their version."""
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(leaf * 1).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("earlier", [False, True])
 def test_another_loss_of_overwritten_logits_is_an_error(leaf: Tensor, earlier: bool) -> None:
     logits = leaf * 1
@@ -125,15 +145,15 @@ def test_another_loss_of_overwritten_logits_is_an_error(leaf: Tensor, earlier: b
 
 def test_what_was_overwritten_is_named(leaf: Tensor) -> None:
     rows, keep_mask = torch.arange(ROWS).flip(0), torch.ones(ROWS, V, dtype=torch.bool)
-    for overwritten, name in ((rows, "rows or indices"), (keep_mask, "keep_mask")):
+    for overwritten, name in ((rows, "rows"), (keep_mask, "keep_mask")):
         loss = vocab_parallel_log_probs(leaf * 1, TARGETS, rows=rows, keep_mask=keep_mask).sum()
         overwritten.copy_(overwritten.clone())
-        with pytest.raises(InvalidInputError, match=f"overwrote {name} after forward"):
+        with pytest.raises(InvalidInputError, match=f"since {name} had been overwritten after forward"):
             loss.backward()
     indices = TARGETS[:, None].clone()
     loss = vocab_parallel_log_probs_at(leaf * 1, indices).sum()
     indices.copy_(TARGETS[:, None])
-    with pytest.raises(InvalidInputError, match="overwrote rows or indices after forward"):
+    with pytest.raises(InvalidInputError, match="since indices had been overwritten after forward"):
         loss.backward()
 
 

@@ -12,7 +12,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.objectives.topk_distribution import log1mexp
+from megatron_rl_patches.losses.logits.distributions import log1mexp
 
 from ..live_bytes import live_bytes
 from .dense import relative_error
@@ -139,7 +139,7 @@ class TestDistribution:
     def test_different_k_are_not_put_together(self) -> None:
         both = [vocab_parallel_topk(random_logits(), k) for k in (3, 4)]
         for distributions in (both, []):
-            with pytest.raises(InvalidInputError, match="same k"):
+            with pytest.raises(InvalidInputError, match="of different k"):
                 TopKDistribution.cat(distributions)
 
 

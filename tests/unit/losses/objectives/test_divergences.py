@@ -24,6 +24,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from megatron_rl_patches.losses.logits.divergences import divergence_named
+from megatron_rl_patches.losses.objectives.divergences import of_buckets
 
 INF = float("inf")
 N = 5
@@ -45,6 +47,14 @@ DIVERGENCES: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], T
     "jensen_shannon": (jensen_shannon, partial(dense_jensen_shannon, beta=0.5)),
     "jensen_shannon_0.1": (partial(jensen_shannon, beta=0.1), partial(dense_jensen_shannon, beta=0.1)),
     "generalized_kl": (generalized_kl, lambda p, q: kl(p, q)),
+    "skewed_forward_kl": (
+        partial(of_buckets, divergence_named("skewed_forward_kl", 0.2)),
+        lambda p, q: kl(q, 0.2 * q + 0.8 * p),
+    ),
+    "skewed_reverse_kl": (
+        partial(of_buckets, divergence_named("skewed_reverse_kl", 0.2)),
+        lambda p, q: kl(p, 0.2 * q + 0.8 * p),
+    ),
 }
 of_each = pytest.mark.parametrize("name", DIVERGENCES)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +12,22 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import DeferredLogits, deferred_logits, full_vocabulary_divergence
-from megatron_rl_patches.losses.logits.divergence import FullDivergence
+from megatron_rl_patches.losses import (
+    DeferredLogits,
+    FullDistribution,
+    OutputHead,
+    deferred_logits,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs,
+)
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from megatron_rl_patches.losses.logits.divergences import DivergenceName as FullDivergence
 from tests.unit.losses.logits.pairwise import pairwise
 from tests.unit.losses.logits.sizes import Sizes
 
 T, H, TEACHER_H, V = 9, 6, 4, 1100
 BOUND = {torch.float64: 1e-10, torch.float32: 2e-6}
-NAMES: tuple[FullDivergence, ...] = get_args(FullDivergence)
+NAMES: tuple[FullDivergence, ...] = tuple(n for n in DIVERGENCES if n != "generalized_kl")
 
 
 def dense(
@@ -34,8 +42,12 @@ def dense(
     p, q = log_p.exp(), log_q.exp()
     if name == "forward_kl":
         return (q * (log_q - log_p)).sum(1)
+    log_m = (beta * q + (1 - beta) * p).log()
+    if name == "skewed_forward_kl":
+        return (q * (log_q - log_m)).sum(1)
+    if name == "skewed_reverse_kl":
+        return (p * (log_p - log_m)).sum(1)
     if name == "jensen_shannon":
-        log_m = (beta * q + (1 - beta) * p).log()
         return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
     log_old = old.double().log_softmax(1) if name == "importance_weighted_reverse_kl" else log_p
     return (p * (log_old - log_q)).sum(1)
@@ -152,6 +164,46 @@ def test_what_the_teacher_rules_out_costs_a_finite_number_of_nats() -> None:
     assert full_vocabulary_divergence(both, teacher).max() < 10
 
 
+@pytest.mark.parametrize("teachers", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_is_that_of_the_value_where_the_student_rules_ids_out(
+    name: FullDivergence, teachers: int
+) -> None:
+    """The student's log-probability there is a constant."""
+    student = random(3, V, seed=0)
+    student[0, 5:9] = student[1, ::2] = -math.inf
+    others = [random(3, V, seed=1 + number) for number in range(teachers)]
+    others[0][2, 7] = -math.inf
+
+    def loss(x: Tensor) -> Tensor:
+        return full_vocabulary_divergence(x, others, divergence=name, old=others[0])
+
+    leaf = student.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf).sum(), leaf)
+    for column in (0, 5, 7, 8):
+        step = torch.zeros_like(student)
+        step[:, column] = 1e-5
+        slope = (loss(student + step) - loss(student - step)) / 2e-5
+        torch.testing.assert_close(gradient[:, column], slope, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_without_probabilities_has_no_gradient_that_is_a_number(name: FullDivergence) -> None:
+    student = random(2, V, seed=0)
+    student[0] = -math.inf
+    leaf, teacher = student.requires_grad_(), random(2, V, seed=1)
+    values = full_vocabulary_divergence(leaf, teacher, divergence=name, old=teacher)
+    assert values.isnan().tolist() == [True, False]
+    (gradient,) = torch.autograd.grad(values.sum(), leaf)
+    assert gradient.isnan().any(1).tolist() == [True, False]
+
+
+def test_a_student_without_rows_is_not_in_the_memory_of_its_teacher() -> None:
+    """Tensors without elements are all at the address 0."""
+    student = torch.zeros(0, V, requires_grad=True) * 1
+    assert full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=True).shape == (0,)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: FullDivergence) -> None:
     hidden, weight = random(T, H, seed=0).requires_grad_(), random(V, H, seed=1)
@@ -215,6 +267,26 @@ def test_no_tensor_of_rows_and_vocabulary() -> None:
             values = full_vocabulary_divergence(student, teachers, divergence=name, old=student)
             values.sum().backward()  # type: ignore[no-untyped-call]
         assert sizes.largest < 64 * V / 4
+
+
+def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:
+    student = random(T, V, seed=0).requires_grad_()
+    with torch.inference_mode():
+        hidden, weight, logits = (random(*shape, seed=1) for shape in ((T, H), (V, H), (T, V)))
+        rows, mask = torch.tensor([3, 1, 2]), random(3, V, seed=2) > 0
+    teacher = FullDistribution.of(hidden, OutputHead(weight))
+    for of_teacher in (logits, *teacher.logits()):
+        value = full_vocabulary_divergence(student, of_teacher)
+        expected = full_vocabulary_divergence(student, of_teacher.detach().clone())
+        assert torch.equal(*(backward(x, student)[0] for x in (value, expected)))
+    values = vocab_parallel_log_probs(student, rows, rows=rows, keep_mask=mask)
+    expected = vocab_parallel_log_probs(student, rows, rows=rows.clone(), keep_mask=mask.clone())
+    assert torch.equal(*(backward(x, student)[0] for x in (values, expected)))
+    # An output layer that is frozen, and was loaded so.
+    mine = random(T, H, seed=3).requires_grad_()
+    log_probs = vocab_parallel_log_probs(deferred_logits(mine, weight), torch.arange(T))
+    expected = vocab_parallel_log_probs(linear(mine, weight.clone()), torch.arange(T))
+    assert torch.allclose(*(backward(x, mine)[0] for x in (log_probs, expected)))
 
 
 def test_the_gradient_may_overwrite_logits_that_are_made() -> None:

@@ -11,47 +11,31 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
 The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
 They take a second pass and a second collective. So does a divergence where one distribution rules a column
 out that another does not: what that costs cannot be said of a part alone.
-
-Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
-added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
-correct digits where student and teacher are nearly the same.
-
-The gradient there is a small difference of log-probabilities, next to which the rounding of the normalizers
-is not small. This rounding moves all columns of a row alike. So the sum over the row, which the gradient
-subtracts, is that of the same rounded numbers: the second value of :meth:`_Compared.terms`. It also says how
-much the rounding has added to the divergence; see :func:`_divergence`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import all_gather, gradients_of_inputs, save_source
+from .autograd import all_gather, gradients_of_inputs, save_source, without_autocast
+from .divergences import RULED_OUT, Compared, Divergence
 from .head import HeadLogits
 from .inplace import StorageClaim
 from .rows import SelectedRows
 from .softmax import exp, stretches
 from .source import Inputs, LogitSource, Tile
 
-FullDivergence = Literal["reverse_kl", "forward_kl", "jensen_shannon", "importance_weighted_reverse_kl"]
-
 _MINUS_INF = float("-inf")
-#: A log-probability of -inf counts as so many nats.
-RULED_OUT = -1e4
-# The functions below have eight tensors of a block's size at once. A block is as large as if they had two:
-# measured, smaller blocks cost more in calls than a larger cache saves.
+# The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
+# had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BUFFERS = 2
-# Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
-_SMALL_GAP = 0.25
 
 Gather = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
 
@@ -67,15 +51,12 @@ class DivergenceOptions(NamedTuple):
     """What is computed.
 
     Attributes:
-        name: one of :data:`FullDivergence`.
-        beta: parameter of ``"jensen_shannon"``.
         log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
         num_ids: size of the vocabulary; columns from there on count for nothing.
         tp_group: ranks that hold the other columns.
     """
 
-    name: FullDivergence
-    beta: float
+    divergence: Divergence
     log_weights: tuple[float, ...]
     num_ids: int
     tp_group: dist.ProcessGroup | None
@@ -83,7 +64,7 @@ class DivergenceOptions(NamedTuple):
     @property
     def needs_normalizers(self) -> bool:
         """Whether a tile's part depends on the normalizers of the whole vocabulary."""
-        return self.name == "jensen_shannon" or len(self.log_weights) > 1
+        return self.divergence.needs_normalizers or len(self.log_weights) > 1
 
 
 def divergence_of(student: Logits, others: Sequence[Logits], options: DivergenceOptions) -> Tensor:
@@ -99,6 +80,7 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         source: LogitSource,
@@ -119,17 +101,26 @@ class _Divergence(torch.autograd.Function):
             parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0, 0.0], claim.gather)
             normalizers, value, expected, in_one_pass = parts[:-3], parts[-3], parts[-2], not parts[-1].any()
         if not in_one_pass:
-            sums = _reduce(pairs, _Sums(normalizers, options).of_block, _add, [0.0, 0.0], all_gather)
-            value, expected = _divergence(sums, options)
-        value = value.where((normalizers != _MINUS_INF).all(0), torch.nan)
+            of_block, empty = (
+                _Sums(normalizers, options).of_block,
+                [0.0] * (2 + options.divergence.covers_mass),
+            )
+            value, expected, *lost = _reduce(pairs, of_block, _add, empty, all_gather)
+            value = options.divergence.without_rounding(value, expected)
+            expected = expected + lost[0] if lost else expected
+        # Next to a distribution that rules every column out, nothing is a number.
+        are_numbers = (normalizers != _MINUS_INF).all(0)
+        value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
 
         ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
-        of_others: list[Tensor | None] = []
-        for other in others:
-            tensors, restore = other.source.saved()
-            ctx.others.append((restore, other.temperature, len(tensors)))
-            of_others += tensors
-        save_source(ctx, source, normalizers, expected, *of_others)
+        ctx.masks_ruled_out = options.divergence.covers_mass and not in_one_pass
+        tensors: dict[str, Tensor | None] = {"normalizers": normalizers, "expected": expected}
+        for number, other in enumerate(others):
+            of_other, restore = other.source.saved()
+            ctx.others.append((restore, other.temperature, len(of_other)))
+            of_whom = f"teacher {number}" if number < len(options.log_weights) else "the old policy"
+            tensors |= {f"{name} of {of_whom}": tensor for name, tensor in of_other.items()}
+        save_source(ctx, source, tensors)
         return value.to(source.dtype)
 
     @staticmethod
@@ -137,8 +128,8 @@ class _Divergence(torch.autograd.Function):
         return (None,) * 5 + gradients_of_inputs(ctx, _gradients, gradient)
 
 
-def _gradients(ctx: Any, source: LogitSource, saved: list[Any], gradient: Tensor) -> Inputs:
-    normalizers, expected, *tensors = saved
+def _gradients(ctx: Any, source: LogitSource, saved: dict[str, Any], gradient: Tensor) -> Inputs:
+    normalizers, expected, *tensors = saved.values()
     remaining, others = iter(tensors), []
     for restore, temperature, count in ctx.others:
         others.append(Logits(restore(*itertools.islice(remaining, count)), temperature))
@@ -149,8 +140,12 @@ def _gradients(ctx: Any, source: LogitSource, saved: list[Any], gradient: Tensor
         result = tile.logits.new_gradient(in_place)
         for block in pairs.blocks(tile):
             weight = weights[block.rows]
-            compared = _Compared.of(block.xs, normalizers[:, block.rows], ctx.options)
-            derivative = compared.derivative(expected[block.rows, None].to(source.dtype), ctx.options)
+            compared = Compared.of(block.xs, normalizers[:, block.rows], ctx.options.log_weights)
+            expected_n1 = expected[block.rows, None].to(source.dtype)
+            derivative = ctx.options.divergence.derivative(compared, expected_n1)
+            if ctx.masks_ruled_out:
+                is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
+                derivative = derivative.masked_fill(is_constant, 0.0)
             # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
             values = torch.where(weight == 0, 0.0, weight * derivative)
             block.read_from.write(result[:, block.columns], block.place, values)
@@ -276,190 +271,51 @@ class _ChainRule:
     """The parts of a divergence that one pass computes: ``[m + 3, n]``.
 
     These are the logarithms of the masses of student, teacher and perhaps old policy, the two sums of
-    :meth:`_Compared.terms` for the conditional distributions, and whether some of them rule a column out that
-    others do not.
+    :meth:`.Divergence.terms` for the conditional distributions, and whether some of them rule a column out
+    that others do not.
     """
 
     def __init__(self, options: DivergenceOptions) -> None:
-        self._options = options
+        self._divergence = options.divergence
 
     def of_block(self, block: _Block) -> Tensor:
         masses = _normalizers(block)
-        compared = _Compared.of(block.xs, masses, self._options)
+        compared = Compared.of(block.xs, masses)
         gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
         # Where one of them rules a column out, the gap is next to RULED_OUT.
         differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
-        sums = torch.stack([_sum(term) for term in compared.terms(self._options)])
-        return torch.cat([masses, _divergence(sums, self._options), differ.double()[None]])
+        value, expected = map(_sum, self._divergence.terms(compared))
+        value = self._divergence.without_rounding(value, expected)
+        return torch.cat([masses, torch.stack([value, expected, differ.double()])])
 
     def merge(self, parts: Tensor) -> Tensor:
         """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 3, n]``."""
         *masses, values, expected, differ = parts.unbind(1)
         totals = torch.stack([mass.logsumexp(0) for mass in masses])
-        compared = _Compared.of([mass.T for mass in masses], totals, self._options)
-        share = compared.q if self._options.name == "forward_kl" else compared.p
-        between = compared.terms(self._options)
+        compared = Compared.of([mass.T for mass in masses], totals)
+        weights, between = self._divergence.weights(compared), self._divergence.terms(compared)
         sums = [
-            (share * part.T + term).sum(1) for part, term in zip((values, expected), between, strict=True)
+            (weights * part.T + term).sum(1) for part, term in zip((values, expected), between, strict=True)
         ]
         return torch.cat([totals, torch.stack(sums), differ.amax(0)[None]])
 
 
 class _Sums:
-    """The sums over all columns of :meth:`_Compared.terms` when the normalizers ``[m, n]`` are known."""
+    """The sums over all columns of :meth:`.Divergence.terms` when the normalizers ``[m, n]`` are known.
+
+    For a divergence that covers mass, the teacher's probability of what the student rules out is the third
+    sum. The second one holds it, and the derivative of these columns, which are constant, does not.
+    """
 
     def __init__(self, normalizers: Tensor, options: DivergenceOptions) -> None:
         self._normalizers, self._options = normalizers, options
 
     def of_block(self, block: _Block) -> Tensor:
-        compared = _Compared.of(block.xs, self._normalizers[:, block.rows], self._options)
-        return torch.stack([_sum(term) for term in compared.terms(self._options)])
-
-
-class _LogProbs(NamedTuple):
-    """``log p = x - normalizer`` of ``x`` ``[b, w]`` and a float64 normalizer ``[b]``."""
-
-    x: Tensor
-    normalizer: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, normalizer: Tensor) -> _LogProbs:
-        normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
-        return cls(torch.maximum(x, (normalizer + RULED_OUT).to(x.dtype)[:, None]), normalizer)
-
-    @property
-    def values(self) -> Tensor:
-        # Rounding the normalizer first, and its remainder after, leaves an error relative to log p.
-        rounded = self.normalizer.to(self.x.dtype)
-        remainder = (self.normalizer - rounded).to(self.x.dtype)
-        return (self.x - rounded[:, None]) - remainder[:, None]
-
-    def minus(self, other: _LogProbs) -> Tensor:
-        """Return ``log p - log q``, exactly zero where both have the same bits."""
-        normalizer = self.normalizer - other.normalizer
-        # As in values: the error is relative to the difference, which may be small.
-        rounded = normalizer.to(self.x.dtype)
-        remainder = (normalizer - rounded).to(self.x.dtype)
-        return (self.x - other.x).sub_(rounded[:, None]).sub_(remainder[:, None])
-
-
-@dataclass(frozen=True, eq=False)
-class _Compared:
-    """The student and the teacher at some columns; all tensors are ``[b, w]``.
-
-    Attributes:
-        gap: ``log p - log q``.
-        old_gap: ``log p_old - log q``, if there is an old policy.
-    """
-
-    student: _LogProbs
-    teacher: _LogProbs
-    gap: Tensor
-    old_gap: Tensor | None
-
-    @classmethod
-    def of(cls, xs: Sequence[Tensor], normalizers: Tensor, options: DivergenceOptions) -> _Compared:
-        student, *others = (_LogProbs.of(x, z) for x, z in zip(xs, normalizers, strict=True))
-        teachers, old = others[: len(options.log_weights)], others[len(options.log_weights) :]
-        teacher = teachers[0]
-        if len(teachers) > 1:
-            weighted = [
-                one.values + weight for one, weight in zip(teachers, options.log_weights, strict=True)
-            ]
-            mixture = torch.stack(weighted).logsumexp(0)
-            teacher = _LogProbs(mixture, torch.zeros_like(student.normalizer))
-        old_gap = old[0].minus(teacher) if old else None
-        return cls(student, teacher, student.minus(teacher), old_gap)
-
-    @cached_property
-    def p(self) -> Tensor:
-        """The student's probabilities."""
-        return exp(self.student.values)
-
-    @cached_property
-    def q(self) -> Tensor:
-        """The teacher's probabilities, which most gradients do not need."""
-        return exp(self.teacher.values)
-
-    def terms(self, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
-        """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
-        if self.old_gap is not None:
-            value = self.p * self.old_gap
-            return value, value
-        if options.name == "reverse_kl":
-            return _relative_entropy(self.p, self.q, self.gap)
-        if options.name == "forward_kl":
-            value, negative = _relative_entropy(self.q, self.p, -self.gap)
-            return value, value - negative  # q (exp(gap) - 1), which is p - q
-        gap = self.gap_to_middle(options.beta)
-        middle = self.p + options.beta * (self.q - self.p)
-        of_teacher, _ = _relative_entropy(self.q, middle, gap - self.gap)
-        of_student, expected = _relative_entropy(self.p, middle, gap)
-        return of_student.lerp_(of_teacher, options.beta), (1.0 - options.beta) * expected
-
-    def gap_to_middle(self, beta: float) -> Tensor:
-        """Return ``log p - log m`` with ``m = beta q + (1 - beta) p``."""
-        # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
-        by_q = _is_positive(-1.0 - self.gap)
-        ratio_minus_1 = (self.gap * (2.0 * by_q - 1.0)).expm1_()
-        share = by_q * (1.0 - 2.0 * beta) + beta
-        return (self.gap * by_q).sub_(ratio_minus_1.mul_(share).log1p_())
-
-    def derivative(self, expected: Tensor, options: DivergenceOptions) -> Tensor:
-        """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
-
-        Args:
-            expected: the second sum of :meth:`terms` over all columns, ``[b, 1]``, with which the derivatives
-                of a row add up to zero.
-        """
-        if self.old_gap is not None:
-            return self.p * (self.old_gap - expected)
-        if options.name == "reverse_kl":
-            return self.p * (self.gap - expected)
-        if options.name == "forward_kl":
-            near = -self.p * (-self.gap).clamp_(max=1.0).expm1_()
-            return near.lerp_(self.p - self.q, _is_large(self.gap)).sub_(self.p * expected)
-        return self.p * ((1.0 - options.beta) * self.gap_to_middle(options.beta) - expected)
-
-
-def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``p gap - p + q``, with correct digits near zero too, and ``p gap``, where gap is log(p / q)."""
-    terms = 11 if p.dtype == torch.float64 else 6
-    small = gap.clamp(-_SMALL_GAP, _SMALL_GAP)
-    # gap + exp(-gap) - 1 = gap^2 / 2 - gap^3 / 6 + gap^4 / 24 - ...
-    series = torch.full_like(gap, (-1.0) ** (terms - 1) / math.factorial(terms + 1))
-    for k in range(terms - 2, -1, -1):
-        series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
-    near = series.mul_(small).mul_(small).mul_(p)
-    weighted = p * gap
-    return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
-
-
-def _is_large(gap: Tensor) -> Tensor:
-    return _is_positive(gap.abs().sub_(_SMALL_GAP))
-
-
-def _is_positive(x: Tensor) -> Tensor:
-    """Return 1 where ``x`` is positive, and 0 elsewhere; ``x`` is overwritten.
-
-    Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
-    """
-    return x.sign_().clamp_(min=0.0)
-
-
-def _divergence(sums: Tensor, options: DivergenceOptions) -> Tensor:
-    """Return the sums of :meth:`_Compared.terms`, of which the first has become the divergence, ``[2, n]``.
-
-    Normalizers that are off by ``d`` together add ``d ** 2 / 2`` to a Kullback-Leibler divergence.
-    """
-    value, expected = sums
-    if options.name == "reverse_kl":
-        off = expected - value  # the sum of p - q
-    elif options.name == "forward_kl":
-        off = expected
-    else:
-        return sums
-    return torch.stack([(value - 0.5 * off**2).clamp(min=0.0), expected])
+        compared = Compared.of(block.xs, self._normalizers[:, block.rows], self._options.log_weights)
+        sums = [_sum(term) for term in self._options.divergence.terms(compared)]
+        if self._options.divergence.covers_mass:
+            sums.append(_sum(compared.q * compared.student.are_ruled_out))
+        return torch.stack(sums)
 
 
 def _sum(x: Tensor) -> Tensor:

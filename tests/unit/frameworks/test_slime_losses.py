@@ -1,19 +1,18 @@
-"""Samples of a framework that slices the logits in every layout, scored in one pass."""
+"""Samples of a framework that slices the logits in every layout, scored one by one, with one gradient."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl_patches.frameworks import deferred_scoring, slime_losses
-from megatron_rl_patches.frameworks.deferred_scoring import PendingScores
+from megatron_rl_patches.frameworks import slime_losses
+from megatron_rl_patches.losses import deferred_logits
 
 from ..losses.live_bytes import live_bytes
 from .test_log_probs import model_logits
@@ -105,12 +104,6 @@ def gradient_of(scores: dict[str, list[Tensor]], logits: Tensor, entropy_grad: b
     return gradient
 
 
-def passes() -> Any:
-    return mock.patch.object(
-        deferred_scoring, "log_probs_and_entropy", wraps=deferred_scoring.log_probs_and_entropy
-    )
-
-
 def reused_buffer(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
     buffer = torch.empty(4, dtype=torch.int64)
     for start in (0, 5, 11):
@@ -122,15 +115,16 @@ LAYOUTS = {"packed": packed, "padded": padded, "zigzag": zigzag, "all-gather": a
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_all_samples_in_one_pass_are_those_one_by_one(layout: Layout, temperature: float) -> None:
+def test_samples_have_the_scores_and_the_gradient_of_the_framework(
+    layout: Layout, temperature: float
+) -> None:
     logits, framework = (
         model_logits(2 if layout is padded else 1, T // (1 + (layout is padded)), V),
         Framework(layout),
     )
     expected = framework.unpatched(logits, temperature)
-    with passes() as scored:
-        scores = framework.patched(logits, temperature)
-    assert (scored.call_count, framework.calls) == (1, 2)
+    scores = framework.patched(logits, temperature)
+    assert framework.calls == 2
     for name in ("log_probs", "entropy"):
         for value, reference in zip(scores[name], expected[name], strict=True):
             assert type(value) is Tensor and value.requires_grad
@@ -154,22 +148,14 @@ def test_an_entropy_that_is_a_metric_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("layout", [packed, overlapping])
-def test_values_that_are_used_early_are_computed_early(layout: Layout) -> None:
-    """A clipped score, a padded one: the framework computes with what it has just asked for."""
+def test_values_are_used_between_two_samples(layout: Layout) -> None:
+    """A clipped score, a padded one: the framework computes with what it has just got."""
     logits = model_logits(1, T, V)
     framework = Framework(layout, finish=lambda x: F.pad(x.clamp(min=-3).float(), (1, 0)).mul_(2))
     expected, scores = framework.unpatched(logits), framework.patched(logits)
     for value, reference in zip(scores["log_probs"], expected["log_probs"], strict=True):
         torch.testing.assert_close(value, reference)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
-
-
-def test_pending_scores_are_tensors_to_whoever_asks() -> None:
-    pending = PendingScores(lambda: torch.arange(3.0).requires_grad_())
-    assert pending.shape == (3,) and pending.requires_grad and len(pending) == 3
-    assert (1 - pending).tolist() == [1, 0, -1]
-    assert isinstance(pending.view(3, 1).to(torch.float64), PendingScores)
-    assert torch.zeros(2, dtype=torch.float64).to(pending).dtype == pending.to(pending).dtype == torch.float32
 
 
 def test_no_samples() -> None:
@@ -185,27 +171,67 @@ def test_no_grad_anywhere() -> None:
     assert not any(value.requires_grad for value in scores["log_probs"])
 
 
-def test_all_samples_in_one_pass_cost_one_gradient() -> None:
+def calculate_all(calculate: Callable[..., Any], x: Tensor) -> Tensor:
+    spans = [slice(start, start + 30) for start in range(0, 256, 32)]
+    return torch.cat([calculate(x[0, span], torch.arange(30), None)[0].squeeze(-1) for span in spans])
+
+
+def one_by_one(logits: Tensor, *args: Any) -> Tensor:
+    return calculate_all(lambda *a: slime_losses.calculate_log_probs_and_entropy(naive, a, {}), logits)
+
+
+def with_one_backward(logits: Tensor) -> Tensor:
+    function = slime_losses.get_log_probs_and_entropy
+    return function(lambda logits, args: one_by_one(logits), (logits, Namespace()), {})
+
+
+def test_all_samples_cost_one_gradient() -> None:
     logits = model_logits(1, 256, 8192)
 
-    def calculate_all(calculate: Callable[..., Any], x: Tensor) -> Tensor:
-        spans = [slice(start, start + 30) for start in range(0, 256, 32)]
-        return torch.cat([calculate(x[0, span], torch.arange(30), None)[0].squeeze(-1) for span in spans])
+    def peak(score: Callable[[Tensor], Tensor]) -> int:
+        return live_bytes(lambda: torch.autograd.grad(score(logits).sum(), logits)[0]).peak
 
-    def one_by_one() -> Tensor:
-        loss = calculate_all(
-            lambda *args: slime_losses.calculate_log_probs_and_entropy(naive, args, {}), logits
-        )
-        return torch.autograd.grad(loss.sum(), logits)[0]
+    assert peak(one_by_one) > 2 * logits.nbytes
+    assert peak(with_one_backward) < 1.2 * logits.nbytes
 
-    def in_one_pass() -> Tensor:
-        def function(logits: Tensor, args: Namespace) -> Tensor:
-            return calculate_all(
-                lambda *args: slime_losses.calculate_log_probs_and_entropy(naive, args, {}), logits
-            )
 
-        loss = slime_losses.get_log_probs_and_entropy(function, (logits, Namespace()), {})
-        return torch.autograd.grad(loss.sum(), logits)[0]
+def test_all_samples_of_deferred_logits_cost_one_gradient_of_the_weight() -> None:
+    hidden, weight = torch.randn(1, 256, 16), torch.randn(16384, 16, requires_grad=True)
 
-    assert live_bytes(one_by_one).peak > 2 * logits.nbytes
-    assert live_bytes(in_one_pass).peak < 1.2 * logits.nbytes
+    def gradient(score: Callable[[Tensor], Tensor]) -> Tensor:
+        logits = deferred_logits(hidden, weight, tile_bytes=1 << 18)
+        return torch.autograd.grad(score(logits).sum(), weight)[0]
+
+    torch.testing.assert_close(gradient(with_one_backward), gradient(one_by_one))
+    assert live_bytes(lambda: gradient(one_by_one)).peak > 2 * weight.nbytes
+    assert live_bytes(lambda: gradient(with_one_backward)).peak < 1.8 * weight.nbytes
+
+
+def test_code_that_reads_the_memory_itself_gets_the_logits() -> None:
+    """An extension that takes the address finds none, which torch says with an error."""
+    logits = model_logits(1, T, V).detach()
+
+    def function(logits: Tensor, args: Namespace) -> Tensor:
+        torch._C._to_dlpack(logits)  # type: ignore[attr-defined]
+        return one_by_one_sample(logits)
+
+    def one_by_one_sample(logits: Tensor) -> Tensor:
+        return slime_losses.calculate_log_probs_and_entropy(naive, (logits[0, 1:5], TOKENS[:4], None), {})[0]
+
+    scores = slime_losses.get_log_probs_and_entropy(function, (logits, Namespace()), {})
+    torch.testing.assert_close(
+        scores.squeeze(-1), logits[0, 1:5].log_softmax(-1).gather(1, TOKENS[:4, None])[:, 0]
+    )
+
+
+def test_an_error_after_a_score_is_raised() -> None:
+    """Another call would start collectives that other ranks have behind them."""
+    calls = []
+
+    def function(logits: Tensor, args: Namespace) -> None:
+        calls.append(slime_losses.calculate_log_probs_and_entropy(naive, (logits[0], TOKENS, None), {}))
+        raise RuntimeError("on this rank only")
+
+    with pytest.raises(RuntimeError, match="on this rank only"):
+        slime_losses.get_log_probs_and_entropy(function, (model_logits(1, T, V), Namespace()), {})
+    assert len(calls) == 1

@@ -1,0 +1,177 @@
+"""Next-token distributions of a teacher, token by token: what all kinds share, and those of k tokens."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+
+#: Stands in place of a token id where a row has fewer than k entries.
+NO_ENTRY = -100
+_FLOATS = (torch.float32, torch.float64)
+
+D = TypeVar("D", bound="Distribution")
+
+
+class Distribution(ABC):
+    """Next-token distributions at ``n`` positions: those of one teacher, or of a mixture."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What has one row per position, ``[n, ...]`` each."""
+
+    @abstractmethod
+    def with_tensors(self: D, tensors: Sequence[Tensor]) -> D:
+        """Return distributions of the same teachers at other positions."""
+
+    @property
+    @abstractmethod
+    def source(self) -> tuple[object, ...]:
+        """What two objects have in common that :meth:`cat` can join."""
+
+    @classmethod
+    @abstractmethod
+    def mixture(cls: type[D], distributions: Sequence[D], weights: Sequence[float]) -> D:
+        """Return ``sum of weight * probability`` of distributions at the same positions."""
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self: D, tokens: slice | Tensor) -> D:
+        """Return the distributions at some positions: a slice, an index vector or a mask ``[n]``."""
+        return self.with_tensors([tensor[tokens] for tensor in self.tensors])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, which grow with the number of positions."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def split(self: D, lengths: Sequence[int]) -> list[D]:
+        """Return one object per sample, given the number of positions of each sample."""
+        parts = (torch.split(tensor, list(lengths)) for tensor in self.tensors)
+        return [self.with_tensors(part) for part in zip(*parts, strict=True)]
+
+    @classmethod
+    def cat(cls: type[D], distributions: Sequence[D]) -> D:
+        """Concatenate distributions of the same teachers, at least one; the inverse of :meth:`split`."""
+        if len({distribution.source for distribution in distributions}) != 1:
+            raise InvalidInputError(
+                "the distributions are of different teachers, or of different k, or there are none; pass at "
+                "least one, all of the same"
+            )
+        parts = zip(*(distribution.tensors for distribution in distributions), strict=True)
+        return distributions[0].with_tensors([torch.cat(part) for part in parts])
+
+    def to(self: D, device: torch.device | str, *, non_blocking: bool = False) -> D:
+        """Return a copy on the device, or ``self``'s tensors if they are there already."""
+        return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
+
+
+@dataclass(frozen=True, eq=False)
+class TopKDistribution(Distribution):
+    """Next-token distributions at ``n`` positions: k chosen ids each, and a tail of all other ids together.
+
+    The probabilities of the k + 1 buckets add up to one. No tensor may require grad, and shapes, dtypes and
+    devices must fit together; if not, :class:`InvalidInputError` is raised. ::
+
+        student = vocab_parallel_topk(logits, k)
+        log_probs, tail = vocab_parallel_log_probs_at(teacher_logits, student.indices, with_tail=True)
+        teacher = TopKDistribution(student.indices, log_probs, tail)
+
+    Attributes:
+        indices: token ids in the whole vocabulary, int64 ``[n, k]``, distinct in a row. -100 marks an empty
+            entry, with a log-probability of -inf.
+        log_probs: their log-probabilities in nats, float32 or float64 ``[n, k]``.
+        tail_log_prob: log-probability of all other ids together, ``[n]``, in the same dtype; -inf if the k
+            ids are the whole vocabulary.
+    """
+
+    indices: Tensor
+    log_probs: Tensor
+    tail_log_prob: Tensor
+
+    def __post_init__(self) -> None:
+        indices, log_probs, tail = self.tensors
+        if indices.dim() != 2 or log_probs.shape != indices.shape or tail.shape != indices.shape[:1]:
+            raise InvalidInputError(
+                f"indices are {list(indices.shape)}, log_probs {list(log_probs.shape)} and tail_log_prob "
+                f"{list(tail.shape)}, expected [n, k], [n, k] and [n]"
+            )
+        if indices.dtype != torch.int64 or log_probs.dtype not in _FLOATS or tail.dtype != log_probs.dtype:
+            raise InvalidInputError(
+                f"indices are {indices.dtype}, log_probs {log_probs.dtype} and tail_log_prob {tail.dtype}, "
+                "expected torch.int64 and twice torch.float32 or twice torch.float64"
+            )
+        if not indices.device == log_probs.device == tail.device:
+            raise InvalidInputError(
+                f"indices on {indices.device}, log_probs on {log_probs.device} and tail_log_prob on "
+                f"{tail.device}: expected one device"
+            )
+        if log_probs.requires_grad or tail.requires_grad:
+            raise InvalidInputError(
+                "log_probs or tail_log_prob require grad, and would keep the logits alive: compute them "
+                "under torch.no_grad(), or detach them"
+            )
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.indices, self.log_probs, self.tail_log_prob
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> TopKDistribution:
+        return TopKDistribution(*tensors)
+
+    @property
+    def source(self) -> tuple[object, ...]:
+        return (self.k,)
+
+    @property
+    def k(self) -> int:
+        """Number of ids per position."""
+        return self.indices.shape[1]
+
+    @classmethod
+    def mixture(cls, distributions: Sequence[TopKDistribution], weights: Sequence[float]) -> TopKDistribution:
+        check_same_indices(distributions)
+
+        def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
+            pairs = zip(distributions, weights, strict=True)
+            # A teacher of weight zero may hold NaN, and zero times NaN is NaN.
+            parts = [log_probs(one).double() + math.log(weight) for one, weight in pairs if weight]
+            return torch.stack(parts).logsumexp(0).to(log_probs(distributions[0]).dtype)
+
+        log_probs, tail = mix(lambda one: one.log_probs), mix(lambda one: one.tail_log_prob)
+        return TopKDistribution(distributions[0].indices, log_probs, tail)
+
+
+def check_same_indices(distributions: Sequence[Any]) -> None:
+    """Raise :class:`InvalidInputError` if the indices of :class:`TopKDistribution` differ."""
+    first = distributions[0].indices
+    for number, distribution in enumerate(distributions[1:], 1):
+        indices = distribution.indices
+        if indices is not first and not torch.equal(indices, first):
+            raise InvalidInputError(
+                f"distributions 0 and {number} have different indices ({list(first.shape)} and "
+                f"{list(indices.shape)}): score every teacher at the same ids, those of the student's top-k, "
+                "with TopKDistribution(ids, *vocab_parallel_log_probs_at(logits, ids, with_tail=True))"
+            )
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return ``log(1 - exp(x))`` for ``x <= 0``; -inf with a gradient of zero for ``x`` above.
+
+    With ``x = log_probs.logsumexp(1)`` it is the tail's log-probability, for log-probabilities that were
+    stored without their tail. Their sum is rounded, so in float32 a tail below 1e-3 has few correct digits.
+    """
+    lost = x > -torch.finfo(x.dtype).tiny
+    inside = torch.where(lost, -1.0, x)
+    # One is accurate near zero, the other far from it (Maechler 2012, "log(1 - exp(-|a|))").
+    near, far = (-inside.clamp(min=-1.0).expm1()).log(), (-inside.clamp(max=-0.5).exp()).log1p()
+    return torch.where(lost, float("-inf"), torch.where(inside > -0.6931, near, far))

@@ -1,0 +1,331 @@
+"""Divergences of a student's distribution from a teacher's: what a column adds, and its derivative.
+
+A column is an id of the vocabulary, or one of the k + 1 buckets of a top-k, whose last one is the tail. Each
+divergence is an object that serves both. To add one, write a class here, and put it into :data:`DIVERGENCES`
+and :data:`DivergenceName`. With the probabilities ``p`` of the student, ``q`` of the teacher and ``p_old`` of
+the policy that sampled, and ``m = beta q + (1 - beta) p``:
+
+==================================  ==========================================  ================
+``reverse_kl``                      sum p (log p - log q)                       arXiv 2601.19897
+``forward_kl``                      sum q (log q - log p)                       arXiv 1503.02531
+``jensen_shannon``                  beta KL(q, m) + (1 - beta) KL(p, m)         arXiv 2306.13649
+``skewed_forward_kl``               sum q (log q - log m)                       arXiv 2402.03898
+``skewed_reverse_kl``               sum p (log p - log m)                       arXiv 2402.03898
+``generalized_kl``                  sum p (log p - log q) - p + q, no tail      arXiv 2606.30406
+``importance_weighted_reverse_kl``  sum p (log p_old - log q)                   slime#2033
+==================================  ==========================================  ================
+
+Each column adds ``p log(p / q) - p + q``. This is never negative, and zero where both have the same bits; the
+added terms cancel in the sum. It is computed from the difference of the logits, so that a divergence has
+correct digits where student and teacher are nearly the same.
+
+The gradient there is a small difference of log-probabilities, next to which the rounding of the normalizers
+is not small. This rounding moves all columns of a row alike. So the sum over the row, which the gradient
+subtracts, is that of the same rounded numbers: the second value of :meth:`Divergence.terms`. It also says how
+much the rounding has added to the divergence; see :meth:`Divergence.without_rounding`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInputError
+from .softmax import exp
+
+DivergenceName = Literal[
+    "reverse_kl",
+    "forward_kl",
+    "jensen_shannon",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+    "generalized_kl",
+    "importance_weighted_reverse_kl",
+]
+
+#: A log-probability below so many nats, such as -inf, counts as so many.
+RULED_OUT = -1e4
+# Below this gap, log(p / q) + q / p - 1 is a sum of powers; its relative error is then 1e-7.
+_SMALL_GAP = 0.25
+_MINUS_INF = float("-inf")
+
+
+class LogProbs(NamedTuple):
+    """``log p = x - normalizer`` of ``x`` ``[b, w]`` and a float64 normalizer ``[b]``."""
+
+    x: Tensor
+    normalizer: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, normalizer: Tensor) -> LogProbs:
+        """Return log-probabilities of at least :data:`RULED_OUT`."""
+        normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
+        return cls(torch.maximum(x, _floor(normalizer, x.dtype)), normalizer)
+
+    @property
+    def are_ruled_out(self) -> Tensor:
+        """Whether a log-probability is a constant, :data:`RULED_OUT`."""
+        return self.x == _floor(self.normalizer, self.x.dtype)
+
+    @property
+    def values(self) -> Tensor:
+        # Rounding the normalizer first, and its remainder after, leaves an error relative to log p.
+        rounded = self.normalizer.to(self.x.dtype)
+        remainder = (self.normalizer - rounded).to(self.x.dtype)
+        return (self.x - rounded[:, None]) - remainder[:, None]
+
+    def minus(self, other: LogProbs) -> Tensor:
+        """Return ``log p - log q``, exactly zero where both have the same bits."""
+        normalizer = self.normalizer - other.normalizer
+        # As in values: the error is relative to the difference, which may be small.
+        rounded = normalizer.to(self.x.dtype)
+        remainder = (normalizer - rounded).to(self.x.dtype)
+        return (self.x - other.x).sub_(rounded[:, None]).sub_(remainder[:, None])
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """The student and the teacher at some columns; all tensors are ``[b, w]``.
+
+    Attributes:
+        gap: ``log p - log q``.
+        old_gap: ``log p_old - log q``, if there is an old policy.
+    """
+
+    student: LogProbs
+    teacher: LogProbs
+    gap: Tensor
+    old_gap: Tensor | None
+
+    @classmethod
+    def of(cls, xs: Sequence[Tensor], normalizers: Tensor, log_weights: Sequence[float] = (0.0,)) -> Compared:
+        """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
+        student, *others = (LogProbs.of(x, z) for x, z in zip(xs, normalizers, strict=True))
+        teachers, old = others[: len(log_weights)], others[len(log_weights) :]
+        teacher = teachers[0]
+        if len(teachers) > 1:
+            weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
+            teacher = LogProbs(torch.stack(weighted).logsumexp(0), torch.zeros_like(student.normalizer))
+        return cls(student, teacher, student.minus(teacher), old[0].minus(teacher) if old else None)
+
+    @cached_property
+    def p(self) -> Tensor:
+        """The student's probabilities."""
+        return exp(self.student.values)
+
+    @cached_property
+    def q(self) -> Tensor:
+        """The teacher's probabilities, which most gradients do not need."""
+        return exp(self.teacher.values)
+
+    def middle(self, beta: float) -> Tensor:
+        """Return ``m = beta q + (1 - beta) p``."""
+        return self.p + beta * (self.q - self.p)
+
+    def gap_to_middle(self, beta: float) -> Tensor:
+        """Return ``log p - log m``."""
+        # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
+        by_q = _is_positive(-1.0 - self.gap)
+        ratio_minus_1 = (self.gap * (2.0 * by_q - 1.0)).expm1_()
+        share = by_q * (1.0 - 2.0 * beta) + beta
+        return (self.gap * by_q).sub_((ratio_minus_1 * share).log1p_())
+
+
+class Divergence:
+    """A divergence; a class for each name.
+
+    Attributes:
+        beta: weight of the teacher in the mixture ``m``, for the divergences that have one.
+        needs_old: it compares with the policy that sampled, too.
+        needs_normalizers: a part of the columns says nothing of it before the probabilities of all are known.
+        covers_mass: its derivative is not zero where the student's probability is.
+        counts_tail: the bucket of all other ids adds to it. Without it, it is for buckets only.
+    """
+
+    needs_old: ClassVar[bool] = False
+    needs_normalizers: ClassVar[bool] = False
+    covers_mass: ClassVar[bool] = False
+    counts_tail: ClassVar[bool] = True
+
+    def __init__(self, beta: float) -> None:
+        self.beta = beta
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
+        raise NotImplementedError
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
+
+        Args:
+            expected: the sum of the second value of :meth:`terms` over all columns, ``[b, 1]``, with which
+                the derivatives of a row add up to zero; 0 for the derivative by log-probabilities.
+        """
+        raise NotImplementedError
+
+    def weights(self, compared: Compared) -> Tensor:
+        """Return with which probability a part of the columns counts, by the chain rule."""
+        return compared.p
+
+    def without_rounding(self, value: Tensor, expected: Tensor) -> Tensor:
+        """Return the sum of the first terms without what the rounding of normalizers has added."""
+        return value
+
+
+class ReverseKL(Divergence):
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        return _relative_entropy(compared.p, compared.q, compared.gap)
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        return compared.p * (compared.gap - expected)
+
+    def without_rounding(self, value: Tensor, expected: Tensor) -> Tensor:
+        return _without_square(value, expected - value)  # the sum of p - q
+
+
+class GeneralizedKL(ReverseKL):
+    counts_tail = False
+
+
+class ForwardKL(Divergence):
+    covers_mass = True
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        value, negative = _relative_entropy(compared.q, compared.p, -compared.gap)
+        return value, value - negative  # q (exp(gap) - 1), which is p - q
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        p, gap = compared.p, compared.gap
+        near = -p * (-gap).clamp_(max=1.0).expm1_()
+        return near.lerp_(p - compared.q, _is_large(gap)).sub_(p * expected)
+
+    def weights(self, compared: Compared) -> Tensor:
+        return compared.q
+
+    def without_rounding(self, value: Tensor, expected: Tensor) -> Tensor:
+        return _without_square(value, expected)
+
+
+class JensenShannon(Divergence):
+    needs_normalizers = True
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        gap, middle = compared.gap_to_middle(self.beta), compared.middle(self.beta)
+        of_teacher, _ = _relative_entropy(compared.q, middle, gap - compared.gap)
+        of_student, expected = _relative_entropy(compared.p, middle, gap)
+        return of_student.lerp_(of_teacher, self.beta), (1.0 - self.beta) * expected
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        return compared.p * ((1.0 - self.beta) * compared.gap_to_middle(self.beta) - expected)
+
+
+class SkewedForwardKL(Divergence):
+    needs_normalizers = True
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        gap = compared.gap_to_middle(self.beta)
+        value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap - compared.gap)
+        return value, compared.p * self._slope(compared, gap)
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        slope = self._slope(compared, compared.gap_to_middle(self.beta))
+        return compared.p * (slope - expected)
+
+    def _slope(self, compared: Compared, gap: Tensor) -> Tensor:
+        return (self.beta - 1.0) * (gap - compared.gap).expm1()  # (1 - beta) (1 - q / m)
+
+
+class SkewedReverseKL(Divergence):
+    needs_normalizers = True
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        gap = compared.gap_to_middle(self.beta)
+        value, _ = _relative_entropy(compared.p, compared.middle(self.beta), gap)
+        return value, compared.p * self._slope(gap)
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        return compared.p * (self._slope(compared.gap_to_middle(self.beta)) - expected)
+
+    def _slope(self, gap: Tensor) -> Tensor:
+        return gap - (1.0 - self.beta) * gap.expm1()  # log (p / m) - (1 - beta) (p / m - 1)
+
+
+class ImportanceWeightedReverseKL(Divergence):
+    needs_old = True
+
+    def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        assert compared.old_gap is not None
+        value = compared.p * compared.old_gap
+        return value, value
+
+    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+        assert compared.old_gap is not None
+        return compared.p * (compared.old_gap - expected)
+
+
+DIVERGENCES: dict[str, type[Divergence]] = {
+    "reverse_kl": ReverseKL,
+    "forward_kl": ForwardKL,
+    "jensen_shannon": JensenShannon,
+    "skewed_forward_kl": SkewedForwardKL,
+    "skewed_reverse_kl": SkewedReverseKL,
+    "generalized_kl": GeneralizedKL,
+    "importance_weighted_reverse_kl": ImportanceWeightedReverseKL,
+}
+
+
+def divergence_named(name: str, beta: float = 0.5) -> Divergence:
+    """Return a divergence.
+
+    Raises:
+        InvalidInputError: there is none of this name, or ``beta`` is not between 0 and 1.
+    """
+    if name not in DIVERGENCES:
+        raise InvalidInputError(f"divergence must be one of {tuple(DIVERGENCES)}, not {name!r}")
+    if not 0 < beta < 1:
+        raise InvalidInputError(
+            f"beta is {beta}, expected a number between 0 and 1; at the ends the divergence is zero: use "
+            "forward_kl for 0, reverse_kl for 1"
+        )
+    return DIVERGENCES[name](beta)
+
+
+def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``p gap - p + q``, with correct digits near zero too, and ``p gap``, where gap is log(p / q)."""
+    terms = 11 if p.dtype == torch.float64 else 6
+    small = gap.clamp(-_SMALL_GAP, _SMALL_GAP)
+    # gap + exp(-gap) - 1 = gap^2 / 2 - gap^3 / 6 + gap^4 / 24 - ...
+    series = torch.full_like(gap, (-1.0) ** (terms - 1) / math.factorial(terms + 1))
+    for k in range(terms - 2, -1, -1):
+        series = series.mul_(small).add_((-1.0) ** k / math.factorial(k + 2))
+    near = series.mul_(small).mul_(small).mul_(p)
+    weighted = p * gap
+    return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
+
+
+def _without_square(value: Tensor, off: Tensor) -> Tensor:
+    """Subtract what normalizers that are off by ``off`` together add to a Kullback-Leibler divergence."""
+    return (value - 0.5 * off**2).clamp(min=0.0)
+
+
+def _is_large(gap: Tensor) -> Tensor:
+    return _is_positive(gap.abs().sub_(_SMALL_GAP))
+
+
+def _is_positive(x: Tensor) -> Tensor:
+    """Return 1 where ``x`` is positive, and 0 elsewhere; ``x`` is overwritten.
+
+    Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
+    """
+    return x.sign_().clamp_(min=0.0)
+
+
+def _floor(normalizer: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the least ``x`` that is not ruled out, ``[b, 1]``."""
+    return (normalizer + RULED_OUT).to(dtype)[:, None]

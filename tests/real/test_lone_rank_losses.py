@@ -1,0 +1,176 @@
+"""One rank of a tensor-parallel group differs from the others: losses and gradients stay, and nobody waits.
+
+Which collectives run follows from what every rank knows. It does not follow from whether this rank has read
+the logits, holds a storage that can be overwritten, or has had an error of its own.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import linear
+
+from megatron_rl_patches.frameworks import slime_losses
+from megatron_rl_patches.frameworks.log_probs import log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    checkpointed,
+    deferred_logits,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
+from megatron_rl_patches.losses.output_layer import loss_of_labels
+from megatron_rl_patches.testing import spawn_ranks
+
+T, H, V = 12, 6, 40
+TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
+Use = Callable[[Tensor], Any]
+
+#: What one rank alone does with the logits ``[1, T, V / tp]``.
+LOOKS: dict[str, Use] = {
+    "nothing": lambda x: None,
+    "reads": lambda x: x.detach().abs().max(),
+    "reads some columns": lambda x: x[..., :3].sum(),
+    "stores": lambda x: x.detach().tolist(),
+    "writes what stands there": lambda x: x.nan_to_num_(),
+    "waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient),
+}
+
+
+def _tensor_parallel_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
+    look(logits)
+    rows = logits[0]
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(rows, TOKENS, tp_group=group)
+    at = vocab_parallel_log_probs_at(rows, TOKENS[:, None], tp_group=group)
+    kl = full_vocabulary_divergence(rows, rows.detach().flip(0), tp_group=group)
+    return (log_probs + entropies + kl).sum() + at.sum()
+
+
+def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
+    def megatrons(labels: Tensor, logits: Tensor) -> Tensor:
+        raise AssertionError("its collectives are others")
+
+    look(logits)
+    layer = Namespace(tp_group=group)
+    return loss_of_labels(megatrons, layer, TOKENS[None], logits.transpose(0, 1)).sum()
+
+
+def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
+    """As up to slime v0.2.4, and in miles: sample after sample. The rank looks between two samples."""
+
+    def framework(logits: Tensor, args: Namespace) -> Tensor:
+        parts = []
+        for start in (0, 5):
+            chunk = logits[0].div(0.7)[start : start + 5]
+            arguments = chunk, TOKENS[start : start + 5], group
+            log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(
+                _naive, arguments, {"with_entropy": True}
+            )
+            parts += [log_probs.squeeze(-1), entropy]
+            look(logits)
+        return torch.cat(parts).sum()
+
+    return slime_losses.get_log_probs_and_entropy(framework, (logits, Namespace()), {})  # type: ignore[no-any-return]
+
+
+def _naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:
+    raise AssertionError("its collectives are others")
+
+
+def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
+    """The rank looks after forward, before backward computes the loss again."""
+    log_probs = checkpointed(vocab_parallel_log_probs_and_entropy)(logits[0], TOKENS, tp_group=group)[0]
+    look(logits)
+    return log_probs.sum()
+
+
+LOSSES = {
+    "losses": _tensor_parallel_loss,
+    "loss of labels": _loss_of_labels,
+    "slime's loss": _slimes_loss,
+    "recomputed": _recomputed,
+}
+#: A hook must be registered before the loss, and a write before what backward reads again.
+LEFT_OUT = {("recomputed", "writes what stands there"), ("recomputed", "waits for the gradient")}
+LEFT_OUT |= {("slime's loss", "waits for the gradient")}
+
+
+def _gradients(
+    loss: Callable[..., Tensor], look: Use, make: Callable[..., Tensor], group: Any
+) -> list[Tensor]:
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, T, H, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = (
+        torch.randn(V, H, generator=generator, dtype=torch.float64).chunk(size)[rank].clone().requires_grad_()
+    )
+    logits = make(hidden, weight, group)
+    value = loss(logits, group, look)
+    return [value.detach(), *torch.autograd.grad(value, [hidden, weight])]
+
+
+def _deferred(hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
+    return deferred_logits(hidden, weight, tp_group=group)
+
+
+def _materialized(hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
+    return linear(hidden, weight) * 1
+
+
+def _run_all() -> dict[tuple[str, str, str], list[Tensor]]:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    results = {}
+    for (name, loss), (what, look) in ((a, b) for a in LOSSES.items() for b in LOOKS.items()):
+        if (name, what) in LEFT_OUT:
+            continue
+        mine = look if dist.get_rank() == 1 else LOOKS["nothing"]
+        results[name, what, "deferred"] = _gradients(loss, mine, _deferred, group)
+        if name == "slime's loss":
+            results[name, what, "materialized"] = _gradients(loss, mine, _materialized, group)
+    return results
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_rank_has_looked(size: int) -> None:
+    expected = {name: _gradients(loss, LOOKS["nothing"], _deferred, None) for name, loss in LOSSES.items()}
+    ranks = spawn_ranks(_run_all, size, timeout=120)
+    for case in ranks[0]:
+        name, _, make = case
+        value, of_hidden, of_weight = expected[name]
+        for rank, results in enumerate(ranks):
+            mine = results[case]
+            torch.testing.assert_close(mine[0], value)
+            torch.testing.assert_close(mine[2], of_weight.chunk(size)[rank])
+            if make == "deferred":  # which sums the gradient over the ranks
+                torch.testing.assert_close(mine[1], of_hidden)
+
+
+def _only_one_can_be_overwritten() -> list[Tensor]:
+    """As verl's losses, which overwrite the logits where they can."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    whole = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
+    leaf = whole.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous().requires_grad_()
+    logits = leaf if dist.get_rank() == 1 else leaf * 1
+    options: dict[str, Any] = {"with_entropy": True, "inplace_backward": True}
+    log_probs, entropies = log_probs_and_entropy(logits, TOKENS, group, **options)
+    assert entropies is not None
+    (log_probs + entropies).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    return [log_probs.detach(), leaf.grad]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_rank_cannot_overwrite_its_logits(size: int) -> None:
+    leaf = torch.randn(T, V, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(leaf, TOKENS)
+    (log_probs + entropies).sum().backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    for rank, (found, gradient) in enumerate(spawn_ranks(_only_one_can_be_overwritten, size, timeout=60)):
+        torch.testing.assert_close(found, log_probs)
+        torch.testing.assert_close(gradient, leaf.grad.chunk(size, dim=1)[rank])
