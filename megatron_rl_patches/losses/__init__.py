@@ -8,7 +8,7 @@ from .logits.deferred import DeferredLogits, deferred_logits
 from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
-from .megatron import make_loss_func
+from .loss_functions import make_loss_func
 from .objectives.advantages import group_advantages
 from .objectives.distillation import distillation_loss, make_distillation_loss_func
 from .objectives.distillation_batch import DistillationBatch, DistillationOptions

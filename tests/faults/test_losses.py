@@ -38,7 +38,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.megatron import LossFunc
+from megatron_rl_patches.losses.loss_functions import LossFunc
 from megatron_rl_patches.losses.objectives.distillation import Divergence
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax

@@ -1,1 +1,5 @@
-"""From logits, split over the vocabulary or not, to a few numbers per token."""
+"""What is computed from logits; the operations on deferred logits are complete once they are imported."""
+
+from . import deferred_operations
+
+__all__ = ["deferred_operations"]

@@ -6,16 +6,13 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from .source import Inputs, LogitSource
+from .rows import Inputs, LogitSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,12 +127,3 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
-
-
-def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group."""
-    if group is None or (size := dist.get_world_size(group)) == 1:
-        return values[None]
-    gathered = values.new_empty((size * len(values), *values.shape[1:]))
-    dist.all_gather_into_tensor(gathered, values, group=group)
-    return gathered.view(size, *values.shape)

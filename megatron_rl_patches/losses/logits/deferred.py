@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
 from .autograd import gradients_of_inputs, save_source
+from .collectives import gather_sequence, sum_gradient
 from .deferred_contents import Contents, Origin
-from .deferred_operations import FOLLOWED
 from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
 from .options import check_group, check_integer
-from .rows import SelectedRows, as_slice, on_device
-from .sequence_parallel import gather_sequence, sum_gradient
-from .source import DenseLogits, Inputs, LogitSource
+from .rows import Inputs, LogitSource, SelectedRows, as_slice, on_device
 
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -134,7 +132,7 @@ def rows_of_existing(logits: Tensor) -> DeferredLogits:
     if isinstance(logits, DeferredLogits):
         return logits
     logits_tv = logits.flatten(0, -2)
-    source = DenseLogits(SelectedRows(logits_tv, slice(0, len(logits_tv))), inplace_backward=False)
+    source = SelectedRows(logits_tv, slice(0, len(logits_tv)))
     return _deferred(Origin(source, logits.shape, logits.dtype, lambda: logits_tv))
 
 
@@ -193,8 +191,10 @@ class DeferredLogits(Tensor):
 
     Attributes:
         divisor: what the logits have been divided by.
+        followed: for operations whose result is deferred, functions that compute it, or return ``None``.
     """
 
+    followed: ClassVar[dict[Any, Callable[..., Any]]] = {}
     _contents: Contents
     _positions: Tensor  # int64, in the shape of this tensor without its last dimension
     _has_gradient: bool
@@ -328,7 +328,7 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if follow := FOLLOWED.get(func):
+        if follow := cls.followed.get(func):
             operands = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
             # Logits that have been written to are followed, too. So their divisor stays known, as it does on
             # other ranks, which may have written nothing.

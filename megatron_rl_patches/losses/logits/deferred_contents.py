@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .source import DenseLogits, LogitSource
+from .rows import LogitSource, SelectedRows
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Origin:
     @property
     def exists(self) -> bool:
         """Whether the logits are in memory, whoever reads them."""
-        return isinstance(self.all_rows, DenseLogits)
+        return isinstance(self.all_rows, SelectedRows)
 
     def can_read(self, rows: Tensor) -> bool:
         """Return whether a loss can read the rows with these numbers: of logits that exist, each once."""

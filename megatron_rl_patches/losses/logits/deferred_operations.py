@@ -1,25 +1,24 @@
 """The operations on deferred logits whose result is deferred, too.
 
 Each function gets the operation and its arguments, and returns ``None`` for arguments that it cannot follow.
+To import this module fills in :attr:`.DeferredLogits.followed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .deferred import DeferredLogits
 from .deferred_contents import Contents
 from .options import in_float32
-from .row_selection import selects_rows, viewed_rows
 from .rows import on_device
 
-if TYPE_CHECKING:
-    from .deferred import DeferredLogits
-
 aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _derived(
@@ -72,7 +71,7 @@ def _has_gradient_of_rows(parents: Sequence[DeferredLogits]) -> bool | None:
 
 
 def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    positions = viewed_rows(func, logits._positions, logits.shape[-1], *args, **kwargs)
+    positions = _viewed_rows(func, logits._positions, logits.shape[-1], *args, **kwargs)
     if positions is None:
         return None
     has_gradient = func is not aten.detach.default and bool(_has_gradient_of_rows([logits]))
@@ -92,7 +91,7 @@ def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Defer
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
-    if not selects_rows(indices, logits.dim()):
+    if not _selects_rows(indices, logits.dim()):
         return None
     indices = [_own(index) for index in indices]
     rows = _rows_beside(logits, *indices)
@@ -193,7 +192,41 @@ def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
     return func(stand_in, *args, **{**kwargs, "device": kwargs.get("device") or logits.device})
 
 
-FOLLOWED: dict[Any, Callable[..., Any]] = {
+def _viewed_rows(
+    func: Callable[..., Any], rows: Tensor, width: int, *args: Any, **kwargs: Any
+) -> list[Tensor] | Tensor | None:
+    """Return the rows, or a list of them, that a view of logits ``[..., width]`` has.
+
+    The operation is applied to a matrix with the row's number in every column, which takes no memory.
+
+    Args:
+        rows: int64 numbers of rows, in the shape of the logits without their last dimension.
+
+    Returns:
+        ``None`` for a view that has parts of rows, or puts columns among rows.
+    """
+    try:
+        result = func(rows.unsqueeze(-1).expand(*rows.shape, width), *args, **kwargs)
+    except RuntimeError:
+        return None
+    parts = list(result) if isinstance(result, (list, tuple)) else [result]
+    # The dimension of the columns has stride 0. It must still be the last one and complete.
+    if any(part.dim() == 0 or part.shape[-1] != width for part in parts):
+        return None
+    if any(part.numel() > 0 and part.stride(-1) != 0 for part in parts):
+        return None
+    of_parts = [part[..., 0] for part in parts]
+    return of_parts if isinstance(result, (list, tuple)) else of_parts[0]
+
+
+def _selects_rows(indices: Sequence[Tensor | None], dimensions: int) -> bool:
+    """Return whether indexing leaves the last of so many dimensions complete."""
+    # A mask indexes as many dimensions as it has, and any other index one.
+    taken = [index.dim() if index is not None and index.dtype in _MASKS else 1 for index in indices]
+    return sum(taken) < dimensions
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(
         (
             aten.alias.default,
@@ -236,3 +269,5 @@ FOLLOWED: dict[Any, Callable[..., Any]] = {
     aten.index.Tensor: _index,
     aten.index_select.default: _index_select,
 }
+
+DeferredLogits.followed.update(_FOLLOWED)

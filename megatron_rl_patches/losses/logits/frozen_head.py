@@ -19,8 +19,8 @@ from torch import Tensor
 from . import softmax
 from .head import HeadLogits, add_product
 from .options import VocabParallelOptions
+from .rows import Inputs, LogitSource, Tile
 from .softmax import SoftmaxGradient, TargetGradient
-from .source import Inputs, LogitSource, Tile
 
 
 class LogProbDerivative:

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import all_gather, gradients_of_inputs, save_source, without_autocast
+from .autograd import gradients_of_inputs, save_source, without_autocast
+from .collectives import all_gather
 from .divergences import RULED_OUT, Compared, Divergence
 from .head import HeadLogits
-from .inplace import StorageClaim
-from .rows import SelectedRows
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, SelectedRows, Tile
 from .softmax import exp, stretches
-from .source import Inputs, LogitSource, Tile
 
 _MINUS_INF = float("-inf")
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they

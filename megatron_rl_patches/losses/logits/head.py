@@ -10,7 +10,7 @@ and the sum over tiles, which the gradient of the hidden states is, has few term
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from .autograd import gradients_of_inputs, save_source, without_autocast
-from .inplace import StorageClaim
-from .rows import SelectedRows
-from .source import Inputs, Tile, TileGradient
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, SelectedRows, Tile, TileGradient
 
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
@@ -64,7 +63,7 @@ class TileOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadLogits:
+class HeadLogits(LogitSource):
     """Rows of ``hidden @ weight.T + bias``, which exist one tile at a time.
 
     Attributes:
@@ -72,9 +71,6 @@ class HeadLogits:
         weight: ``[V / tp, h]``, this rank's part of the output layer. Where nothing has a gradient it may be
             on another device than the hidden states, which gets one tile's part of it at a time.
         bias: ``[V / tp]``, where the weight is.
-        index: the ``n`` selected rows; a row may occur more than once.
-        block_bytes: see :class:`.SelectedRows`.
-        inplace_backward: the caller's option. It has no effect, since there are no logits to overwrite.
         keeps_tiles: whether tiles may be kept for a backward.
         kept_tiles: the tiles that have been kept, by their first row and column.
     """
@@ -89,25 +85,19 @@ class HeadLogits:
     keeps_tiles: bool = False
     kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    @property
-    def n(self) -> int:
-        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+    names = {  # noqa: RUF012
+        "hidden": "the hidden states",
+        "weight": "the weight of the output layer",
+        "bias": "its bias",
+    }
 
     @property
     def width(self) -> int:
         return len(self.weight)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
-
-    @property
     def device(self) -> torch.device:
         return self.hidden.device
-
-    @property
-    def inputs(self) -> Inputs:
-        return self.hidden, self.weight, self.bias
 
     @property
     def is_elsewhere(self) -> bool:
@@ -126,27 +116,6 @@ class HeadLogits:
 
     def claim(self) -> StorageClaim:
         return StorageClaim(self.inplace_backward)
-
-    def saved(self) -> tuple[dict[str, Tensor | None], Callable[..., HeadLogits]]:
-        fixed = self.index if isinstance(self.index, slice) else None
-        options, block_bytes, in_place, kept = (
-            self.options,
-            self.block_bytes,
-            self.inplace_backward,
-            self.kept_tiles,
-        )
-
-        def restore(hidden: Tensor, weight: Tensor, bias: Tensor | None, row_numbers: Any) -> HeadLogits:
-            index = row_numbers if fixed is None else fixed
-            return HeadLogits(hidden, weight, bias, index, options, block_bytes, in_place, kept_tiles=kept)
-
-        tensors = {
-            "the hidden states": self.hidden,
-            "the weight of the output layer": self.weight,
-            "its bias": self.bias,
-            "rows": None if isinstance(self.index, slice) else self.index,
-        }
-        return tensors, restore
 
     def tiles(self) -> Iterator[Tile]:
         hidden_nh = self._selected_hidden()
@@ -213,13 +182,7 @@ class HeadLogits:
     def select(
         self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
     ) -> HeadLogits:
-        return replace(
-            self, index=index, block_bytes=block_bytes, inplace_backward=inplace_backward, kept_tiles={}
-        )
-
-    def detached(self) -> HeadLogits:
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+        return replace(super().select(index, block_bytes, inplace_backward), kept_tiles={})
 
     def _selected_hidden(self) -> Tensor:
         hidden = self.hidden.detach()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import checked_source, valid_targets
+from .arguments import checked_source, valid_targets
 from .log_probs_autograd import JointBackward, LogProbsAndEntropy
 from .options import VocabParallelOptions
 

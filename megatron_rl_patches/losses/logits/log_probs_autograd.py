@@ -14,11 +14,10 @@ from .autograd import gradients_of_inputs, save_source, without_autocast
 from .deferred import DeferredLogits
 from .frozen_head import LogProbDerivative, apply_derivative
 from .head import HeadLogits
-from .inplace import StorageClaim
 from .options import VocabParallelOptions
-from .rows import as_slice, on_device
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, Tile, as_slice, on_device
 from .softmax import SoftmaxGradient, TargetGradient, exp_floor
-from .source import Inputs, LogitSource, Tile
 
 
 class _Softmax(NamedTuple):

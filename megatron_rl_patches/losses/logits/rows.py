@@ -1,38 +1,196 @@
-"""The rows of the logits that a loss reads, and where the gradient of a block of them goes."""
+"""The rows of logits that a loss reads: of a tensor, or of the output layer that would have made one.
+
+The losses read logits as *tiles*, some rows and some columns at a time, and compute the gradient of each
+tile. A tensor is one tile. Of an output layer each tile is a matrix product of its own, see :mod:`.head`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
+
 _MIB = 1 << 20
+
+Inputs = tuple[Tensor | None, ...]
+S = TypeVar("S", bound="LogitSource")
+
+
+class Tile(NamedTuple):
+    """Logits of some of the ``n`` selected rows, in some of this rank's columns."""
+
+    logits: SelectedRows
+    rows: slice  # of the n selected rows
+    columns: slice  # of this rank's V / tp
+
+
+#: Computes the gradient ``[rows, columns]`` of a tile. If the bool is true, it overwrites the tile's logits.
+TileGradient = Callable[[Tile, bool], Tensor]
+
+
+class LogitSource(ABC):
+    """``n`` selected rows of logits ``[T, V / tp]``; subclasses are dataclasses.
+
+    Attributes:
+        index: a slice with step 1, or ``n`` row numbers (int64).
+        block_bytes: size of the scratch buffers for one block of rows together; ``None``: the default.
+        inplace_backward: whether backward may overwrite logits that exist.
+        names: the tensors that have gradients: fields of the dataclass, and what errors call them.
+    """
+
+    index: slice | Tensor
+    block_bytes: int | None
+    inplace_backward: bool
+    names: ClassVar[dict[str, str]]
+
+    @property
+    def inputs(self) -> Inputs:
+        """The tensors that have gradients."""
+        return tuple(getattr(self, name) for name in self.names)
+
+    @cached_property
+    def n(self) -> int:
+        """Number of selected rows."""
+        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Number of this rank's columns, ``V / tp``."""
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype that statistics and gradients are computed in: float64 for float64, else float32."""
+        first = self.inputs[0]
+        return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the logits are, or would be."""
+
+    @abstractmethod
+    def tiles(self) -> Iterator[Tile]:
+        """Yield tiles that cover all rows and columns, those of the same rows in the order of their columns.
+
+        The logits of a tile are valid until the next one.
+        """
+
+    @abstractmethod
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        """Return logits of some of the selected rows and some columns, without a graph."""
+
+    @abstractmethod
+    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+        """Return the gradients of the inputs; ``None`` for one that needs none."""
+
+    @abstractmethod
+    def claim(self) -> StorageClaim:
+        """Claim the storage that a backward in place overwrites, if there is one."""
+
+    def select(
+        self: S, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> S:
+        """Return these rows of the ``T``, in place of those that are selected now."""
+        changes: dict[str, Any] = {"block_bytes": block_bytes, "inplace_backward": inplace_backward}
+        return replace(self, index=index, **changes)  # type: ignore[type-var]
+
+    def detached(self: S) -> S:
+        """Return the same rows without gradients for anything."""
+        return self._with_inputs([None if tensor is None else tensor.detach() for tensor in self.inputs])
+
+    def saved(self: S) -> tuple[dict[str, Tensor | None], Callable[..., S]]:
+        """Return the tensors that backward reads by name, and a function that restores the source from them.
+
+        The function holds none of these, so that autograd alone decides how long they live.
+        """
+        row_numbers = self.index if isinstance(self.index, Tensor) else None
+        bare = self._with_inputs([None] * len(self.names))
+        bare = bare if row_numbers is None else bare._with_index(None)
+
+        def restore(*tensors: Tensor) -> S:
+            *inputs, row_numbers = tensors
+            source = bare._with_inputs(inputs)
+            return source if row_numbers is None else source._with_index(row_numbers)
+
+        return {**dict(zip(self.names.values(), self.inputs, strict=True)), "rows": row_numbers}, restore
+
+    def _with_inputs(self: S, inputs: Sequence[Tensor | None]) -> S:
+        return replace(self, **dict(zip(self.names, inputs, strict=True)))  # type: ignore[type-var]
+
+    def _with_index(self: S, index: Any) -> S:
+        return replace(self, index=index)  # type: ignore[type-var]
+
+
+def reduced(
+    n: int, parts: Iterable[tuple[slice, slice, Tensor]], merge: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return statistics ``[m, n]`` of whole rows from those of parts of their columns.
+
+    Args:
+        n: number of rows.
+        parts: rows, columns and statistics ``[m, rows]`` of each part; the first part of a row starts at
+            column 0. There is at least one part, also of no rows.
+        merge: makes statistics ``[m, rows]`` of those of two parts, ``[2, m, rows]``.
+    """
+    total: Tensor | None = None
+    for rows, columns, values in parts:
+        if total is None:
+            total = values.new_empty((len(values), n))
+        if columns.start:
+            values = merge(torch.stack([total[:, rows], values]))
+        total[:, rows] = values
+    assert total is not None
+    return total
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedRows:
-    """``n`` of the ``T`` rows of ``logits`` ``[T, V / tp]``, read and written one block of rows at a time.
+class SelectedRows(LogitSource):
+    """Distinct rows of logits that exist, read and written one block of rows at a time.
 
     Attributes:
-        index: a slice with step 1, or ``n`` distinct row numbers (int64).
-        block_bytes: size of the scratch buffers for one block together; ``None``: the default.
+        logits: ``[T, V / tp]``.
         num_logits: how many logits are read in all, where these are one tile of several.
     """
 
     logits: Tensor
     index: slice | Tensor
     block_bytes: int | None = None
+    inplace_backward: bool = False
     num_logits: int | None = None
+    names = {"logits": "the logits"}  # noqa: RUF012
 
     @property
-    def n(self) -> int:
-        return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
+    def width(self) -> int:
+        return self.logits.shape[1]
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that statistics and gradients are computed in: float64 for float64, else float32."""
-        return torch.float64 if self.logits.dtype == torch.float64 else torch.float32
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def tiles(self) -> Iterator[Tile]:
+        yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
+
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        return self.read(rows, None)[:, columns].detach()
+
+    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+        check_not_overwritten(self.logits)
+        (tile,) = self.tiles()
+        gradient = compute(tile, self.inplace_backward)
+        if self.inplace_backward:
+            mark_overwritten(self.logits)
+        return (gradient,)
+
+    def claim(self) -> StorageClaim:
+        return claim_storage(self.logits, self.inplace_backward)
 
     @property
     def row_indices(self) -> Tensor:
@@ -52,14 +210,14 @@ class SelectedRows:
         ``block_bytes``.
         """
         size = self.block_bytes or scale * _default_block_bytes(self.logits)
-        row_bytes = max(width or self.logits.shape[1], 1) * self.dtype.itemsize * max(buffers, 1)
+        row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
         return [slice(start, min(start + step, self.n)) for start in range(0, self.n, step)]
 
     def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
         """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
         rows = blocks[0].stop - blocks[0].start if blocks else 0
-        return self.logits.new_empty((buffers, rows, self.logits.shape[1]), dtype=self.dtype)
+        return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
     def read(self, block: slice, buffer: Tensor | None) -> Tensor:
         """Return the logits of a block: a view of them, or ``buffer`` filled with them.

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checks import checked_source, valid_indices
+from .arguments import checked_source, valid_indices
 from .distributions import NO_ENTRY, TopKDistribution
 from .options import VocabParallelOptions, check_integer
 from .topk_autograd import LogProbsAt, topk

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import topk_blocks
-from .autograd import all_gather, gradients_of_inputs, save_source, without_autocast
-from .inplace import StorageClaim
+from .autograd import gradients_of_inputs, save_source, without_autocast
+from .collectives import all_gather
 from .options import VocabParallelOptions
-from .rows import SelectedRows
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, SelectedRows, Tile
 from .softmax import merge
-from .source import Inputs, LogitSource, Tile
 from .topk_blocks import Gradients, Ids
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from ..checkpointing import checkpointed
-from ..megatron import LossFunc, checked_divisor
+from ..loss_functions import LossFunc, checked_divisor
 from ..sequences.layout import SequenceLayout
 from ..sequences.responses import rows_of
 from .comparison import Tokens, comparison, per_token

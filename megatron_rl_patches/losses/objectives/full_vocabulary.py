@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.checks import checked_source
+from ..logits.arguments import checked_source
 from ..logits.divergences import DivergenceName, divergence_named
 from ..logits.full_divergence import DivergenceOptions, Logits, divergence_of
 from ..logits.head import HeadLogits
 from ..logits.options import VocabParallelOptions, check_integer
-from ..logits.source import DenseLogits
+from ..logits.rows import SelectedRows
 from .teachers import weighted
 
 
@@ -98,7 +98,7 @@ def full_vocabulary_divergence(
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
                 "another width need num_ids, and under tensor parallelism OutputHead.resharded, too"
             )
-        if inplace_backward and isinstance(of_other, DenseLogits) and _share_memory(logits, student):
+        if inplace_backward and isinstance(of_other, SelectedRows) and _share_memory(logits, student):
             raise InvalidInputError(
                 f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
                 "it is read: pass a copy, or inplace_backward=False"

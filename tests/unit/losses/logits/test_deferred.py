@@ -34,7 +34,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits import deferred
-from megatron_rl_patches.losses.logits.checks import checked_source
+from megatron_rl_patches.losses.logits.arguments import checked_source
 from megatron_rl_patches.losses.logits.head import HeadLogits, TileOptions
 from megatron_rl_patches.losses.logits.options import VocabParallelOptions
 

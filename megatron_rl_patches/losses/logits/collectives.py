@@ -1,6 +1,8 @@
-"""Hidden states of an output layer that is split over ranks: what they need in forward and in backward.
+"""Collectives over the ranks that share a vocabulary.
 
-The same as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
+:func:`sum_gradient` and :func:`gather_sequence` do what hidden states of an output layer need that is split
+over ranks, as Megatron's ``copy_to_tensor_model_parallel_region`` and
+``gather_from_sequence_parallel_region`` do.
 """
 
 from __future__ import annotations
@@ -10,6 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group."""
+    if group is None or (size := dist.get_world_size(group)) == 1:
+        return values[None]
+    gathered = values.new_empty((size * len(values), *values.shape[1:]))
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(size, *values.shape)
 
 
 def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..._text import first
 from ...errors import InvalidInputError
-from .autograd import all_gather
+from .collectives import all_gather
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"

@@ -10,7 +10,7 @@ from pytest_mock import MockerFixture
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func, policy_loss
-from megatron_rl_patches.losses import megatron as loss_module
+from megatron_rl_patches.losses import loss_functions as loss_module
 
 VOCABULARY = 11
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]

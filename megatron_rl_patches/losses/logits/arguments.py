@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
-from .inplace import check_not_overwritten
 from .options import VocabParallelOptions
-from .rows import SelectedRows, as_slice
-from .source import DenseLogits, LogitSource
+from .overwriting import check_not_overwritten
+from .rows import LogitSource, SelectedRows, as_slice
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -48,7 +47,7 @@ def checked_source(
         logits = dense(logits, to_write=options.inplace_backward)
         logits = logits if divisor == 1 else logits * divisor
         check_not_overwritten(logits)
-        source = DenseLogits(SelectedRows(logits, index, options.block_bytes), options.inplace_backward)
+        source = SelectedRows(logits, index, options.block_bytes, options.inplace_backward)
     if keep_mask is not None:
         _check_device("keep_mask", keep_mask, logits.device)
         if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
