@@ -29,7 +29,7 @@ from .collectives import all_gather
 from .divergences import RULED_OUT, Compared, Divergence
 from .head import HeadLogits
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile
+from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
 from .softmax import exp, stretches
 
 _MINUS_INF = float("-inf")
@@ -91,21 +91,16 @@ class _Divergence(torch.autograd.Function):
         *inputs: Tensor | None,
     ) -> Tensor:
         pairs = _Pairs(Logits(source, temperature), tuple(others), options)
-        none = [_MINUS_INF] * (1 + len(others))
         in_one_pass = False
         if options.needs_normalizers:
             first_pass = pairs.without_kept_tiles()
-            normalizers = _reduce(first_pass, _normalizers, _add_exp, none, claim.gather)
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, claim.gather)
         else:
             chain = _ChainRule(options)
-            parts = _reduce(pairs, chain.of_block, chain.merge, [*none, 0.0, 0.0, 0.0], claim.gather)
+            parts = _reduced(pairs, chain.of_block, chain.merge, claim.gather)
             normalizers, value, expected, in_one_pass = parts[:-3], parts[-3], parts[-2], not parts[-1].any()
         if not in_one_pass:
-            of_block, empty = (
-                _Sums(normalizers, options).of_block,
-                [0.0] * (2 + options.divergence.covers_mass),
-            )
-            value, expected, *lost = _reduce(pairs, of_block, _add, empty, all_gather)
+            value, expected, *lost = _reduced(pairs, _Sums(normalizers, options).of_block, _add, all_gather)
             value = options.divergence.without_rounding(value, expected)
             expected = expected + lost[0] if lost else expected
         # Next to a distribution that rules every column out, nothing is a number.
@@ -192,7 +187,9 @@ class _Pairs(NamedTuple):
     def blocks(self, tile: Tile) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
         dtype = self.student.source.dtype
-        for rows, columns in self._parts(tile):
+        row_ranges, column_ranges = self._parts(tile)
+        widest = column_ranges[0].stop
+        for rows, columns in itertools.product(row_ranges, column_ranges):
             index = tile.logits.index
             part = replace(
                 tile.logits,
@@ -201,13 +198,14 @@ class _Pairs(NamedTuple):
             )
             whole = _shifted(rows, tile.rows.start), _shifted(columns, tile.columns.start)
             others = [(other.source.part(*whole), other.temperature) for other in self.others]
-            for place in part.blocks(_BUFFERS):
+            # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
+            for place in part.blocks(_BUFFERS, widest) or [slice(0, 0)]:
                 read = [(part.read(place, None), self.student.temperature)]
                 read += [(x[place], temperature) for x, temperature in others]
                 xs = [self._prepared(x, whole[1], temperature, dtype) for x, temperature in read]
                 yield _Block(xs, _shifted(place, whole[0].start), columns, part, place)
 
-    def _parts(self, tile: Tile) -> list[tuple[slice, slice]]:
+    def _parts(self, tile: Tile) -> tuple[list[slice], list[slice]]:
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
         rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
         heads = [other.source for other in self.others if isinstance(other.source, HeadLogits)]
@@ -215,7 +213,7 @@ class _Pairs(NamedTuple):
         if limiting := [head for head in heads if head.is_elsewhere or not is_cut]:
             widest = max(limiting, key=lambda head: head.weight.shape[1])
             rows, columns = widest.sharing(len(heads)).cut(tile.logits.n, columns[0].stop)
-        return list(itertools.product(rows, columns))
+        return rows, columns
 
     def _prepared(self, x: Tensor, columns: slice, temperature: float, dtype: torch.dtype) -> Tensor:
         rank = 0 if self.options.tp_group is None else dist.get_rank(self.options.tp_group)
@@ -231,26 +229,19 @@ class _Pairs(NamedTuple):
         return x
 
 
-def _reduce(
+def _reduced(
     pairs: _Pairs,
     of_block: Callable[[_Block], Tensor],
-    merge: Callable[[Tensor], Tensor],
-    empty: list[float],
+    merge: Callable[[Sequence[Tensor]], Tensor],
     gather: Gather,
 ) -> Tensor:
-    """Return values over all columns, float64 ``[m, n]``, from those of blocks, ``[m, b]``.
+    """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
-    Args:
-        merge: makes values ``[m, n]`` of those of parts, ``[parts, m, n]``.
-        empty: the ``m`` values of no columns at all.
-        gather: gathers ``[m, n]`` of the ranks to ``[tp, m, n]``.
-    """
-    source = pairs.student.source
-    total = torch.tensor(empty, dtype=torch.float64, device=source.device)[:, None].repeat(1, source.n)
-    for tile in source.tiles():
-        for block in pairs.blocks(tile):
-            total[:, block.rows] = merge(torch.stack([total[:, block.rows], of_block(block)]))
-    return merge(gather(total, pairs.options.tp_group))
+    def of_tiles() -> Iterator[tuple[slice, Tensor]]:
+        for tile in pairs.student.source.tiles():
+            yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
+
+    return merge(gather(reduced(of_tiles(), merge), pairs.options.tp_group).unbind())
 
 
 # --- parts of the divergence
@@ -288,9 +279,9 @@ class _ChainRule:
         value = self._divergence.without_rounding(value, expected)
         return torch.cat([masses, torch.stack([value, expected, differ.double()])])
 
-    def merge(self, parts: Tensor) -> Tensor:
-        """Return the parts of all columns from those of tiles or ranks, ``[parts, m + 3, n]``."""
-        *masses, values, expected, differ = parts.unbind(1)
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the parts of all columns from those of tiles or ranks."""
+        *masses, values, expected, differ = torch.stack(list(parts)).unbind(1)
         totals = torch.stack([mass.logsumexp(0) for mass in masses])
         compared = Compared.of([mass.T for mass in masses], totals)
         weights, between = self._divergence.weights(compared), self._divergence.terms(compared)
@@ -322,12 +313,12 @@ def _sum(x: Tensor) -> Tensor:
     return stretches(x).sum(2).sum(1, dtype=torch.float64)
 
 
-def _add_exp(parts: Tensor) -> Tensor:
-    return parts.logsumexp(0)
+def _add_exp(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).logsumexp(0)
 
 
-def _add(parts: Tensor) -> Tensor:
-    return parts.sum(0)
+def _add(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
 
 
 def _shifted(part: slice, start: int) -> slice:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from .frozen_head import LogProbDerivative, apply_derivative
 from .head import HeadLogits
 from .options import VocabParallelOptions
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, Tile, as_slice, on_device
+from .rows import Inputs, LogitSource, Tile, as_slice, on_device, reduced
 from .softmax import SoftmaxGradient, TargetGradient, exp_floor
 
 
@@ -70,13 +71,11 @@ def _scores(
         local_target: ``[n]``, a column of this rank or -1.
         valid: bool ``[n]``, whether there is a target.
     """
-    local, target_logit = _local_statistics(source, local_target, keep_mask, options, derivative)
-    sizes = [*map(len, local), 1]
-    gathered = claim.gather(torch.cat([*local, target_logit[None]]).to(source.dtype), options.tp_group)
-    *parts, target_logits = torch.split(gathered.double(), sizes, dim=1)
-    merged = [softmax.merge(part, options.temperature) for part in parts]
-    target_logit = target_logits.amax((0, 1))
-
+    merge = partial(_merged, temperature=options.temperature, has_mask=keep_mask is not None)
+    parts = _statistics_of_tiles(source, local_target, keep_mask, options, derivative)
+    local = reduced(parts, merge).to(source.dtype)
+    *statistics, target_logit = merge(claim.gather(local, options.tp_group).unbind())
+    merged = _softmaxes(statistics, keep_mask is not None)
     max_logit, sum_exp_minus_1, *_ = merged[0]
     exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
     log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
@@ -254,38 +253,38 @@ def _joint_gradients(ctx: Any, source: LogitSource, saved: dict[str, Any], gradi
     )
 
 
-def _local_statistics(
+def _statistics_of_tiles(
     source: LogitSource,
     local_target: Tensor,
     keep_mask: Tensor | None,
     options: VocabParallelOptions,
     derivative: LogProbDerivative | None,
-) -> tuple[list[Tensor], Tensor]:
-    """Return :func:`.softmax.statistics` of all tiles together, and the targets' logits, float64 ``[n]``.
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows and :func:`.softmax.statistics` with the targets' logits of each tile.
 
-    The logit of a target that another rank has is -inf.
+    The logit of a target that is not in the tile is -inf.
     """
-    by_first_row: dict[int, list[list[Tensor]]] = {}  # tiles with the same rows belong together
-    target_logit = torch.full((source.n,), float("-inf"), dtype=torch.float64, device=source.device)
     for tile in source.tiles():
         column = _column_in_tile(local_target, tile)
         mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
         statistics = softmax.statistics(tile.logits, column, mask, options)
-        by_first_row.setdefault(tile.rows.start, []).append(statistics)
         selected = tile.logits
         logit = selected.logits[selected.row_indices, column.clamp(min=0)].double()
-        target_logit[tile.rows] = torch.where(column < 0, target_logit[tile.rows], logit)
+        yield tile.rows, torch.cat([*statistics, torch.where(column < 0, float("-inf"), logit)[None]])
         if derivative is not None:
             derivative.add(tile, statistics[-1][0], column)
-    of_rows = [
-        [_merged(parts, options.temperature) for parts in zip(*of_tiles, strict=True)]
-        for of_tiles in by_first_row.values()
-    ]
-    return [torch.cat(parts, dim=1) for parts in zip(*of_rows, strict=True)], target_logit
 
 
-def _merged(parts: tuple[Tensor, ...], temperature: float) -> Tensor:
-    return parts[0] if len(parts) == 1 else softmax.merge(torch.stack(parts), temperature)
+def _softmaxes(statistics: Sequence[Tensor], has_mask: bool) -> list[Sequence[Tensor]]:
+    """Return the statistics of each softmax: of the kept columns first, if there is a mask."""
+    return [statistics[:2], statistics[2:]] if has_mask and len(statistics) > 2 else [statistics]
+
+
+def _merged(parts: Sequence[Tensor], temperature: float, has_mask: bool) -> Tensor:
+    """Return the statistics ``[m, n]`` of all columns from those of tiles or ranks."""
+    *statistics, target_logits = torch.stack(list(parts)).double().unbind(1)
+    softmaxes = [torch.stack(one, 1) for one in map(list, _softmaxes(statistics, has_mask))]
+    return torch.cat([*(softmax.merge(one, temperature) for one in softmaxes), target_logits.amax(0)[None]])
 
 
 def _column_in_tile(local_target: Tensor, tile: Tile) -> Tensor:
@@ -348,7 +347,7 @@ def _gradients(
     return source.gradients(of_tile, needed)
 
 
-def _softmax(merged: Tensor, dtype: torch.dtype) -> _Softmax:
+def _softmax(merged: Sequence[Tensor], dtype: torch.dtype) -> _Softmax:
     """Return what backward needs of the statistics ``[2 or 3, n]``."""
     max_logit, sum_exp_minus_1, *sum_z_exp = merged
     sum_exp = 1.0 + sum_exp_minus_1

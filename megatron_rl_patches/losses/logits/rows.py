@@ -129,26 +129,19 @@ class LogitSource(ABC):
         return replace(self, index=index)  # type: ignore[type-var]
 
 
-def reduced(
-    n: int, parts: Iterable[tuple[slice, slice, Tensor]], merge: Callable[[Tensor], Tensor]
-) -> Tensor:
+def reduced(parts: Iterable[tuple[slice, Tensor]], merge: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """Return statistics ``[m, n]`` of whole rows from those of parts of their columns.
 
     Args:
-        n: number of rows.
-        parts: rows, columns and statistics ``[m, rows]`` of each part; the first part of a row starts at
-            column 0. There is at least one part, also of no rows.
-        merge: makes statistics ``[m, rows]`` of those of two parts, ``[2, m, rows]``.
+        parts: rows and their statistics ``[m, rows]``, for each part; parts with the same rows come in the
+            order of their columns.
+        merge: makes statistics ``[m, rows]`` of those of two parts; ranks are merged alike.
     """
-    total: Tensor | None = None
-    for rows, columns, values in parts:
-        if total is None:
-            total = values.new_empty((len(values), n))
-        if columns.start:
-            values = merge(torch.stack([total[:, rows], values]))
-        total[:, rows] = values
-    assert total is not None
-    return total
+    totals: dict[int, Tensor] = {}
+    for rows, values in parts:
+        earlier = totals.get(rows.start)
+        totals[rows.start] = values if earlier is None else merge([earlier, values])
+    return torch.cat(list(totals.values()), dim=1) if len(totals) > 1 else next(iter(totals.values()))
 
 
 @dataclass(frozen=True, eq=False)

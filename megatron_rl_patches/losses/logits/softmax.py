@@ -92,27 +92,11 @@ def statistics(
         passes.append((keep_mask, False))
     if options.with_entropy or keep_mask is None:
         passes.append((None, options.with_entropy))
-    results = [_PassResult.empty(rows, 1 + with_entropy) for _, with_entropy in passes]
+    results = [
+        rows.logits.new_empty((2 + with_entropy, rows.n), dtype=torch.float64) for _, with_entropy in passes
+    ]
     source = replace(rows, logits=stretches(rows.logits.detach()))
     temperature = rows.scalar(options.temperature)
-    _read_blocks(rows, source, passes, results, temperature, options)
-    merged = []
-    for (mask, _), result in zip(passes, results, strict=True):
-        _add_largest_stretch(result, source, mask, temperature)
-        merged.append(torch.cat([result.max_logit.double()[None], result.sums]))
-    if keep_mask is not None:
-        merged[0] = _with_target(merged[0], rows, local_target, keep_mask, options.temperature)
-    return merged
-
-
-def _read_blocks(
-    rows: SelectedRows,
-    source: SelectedRows,
-    passes: list[tuple[Tensor | None, bool]],
-    results: list[_PassResult],
-    temperature: Tensor | None,
-    options: VocabParallelOptions,
-) -> None:
     call = BlockFunction(block_statistics, rows, options.fused)
     buffers = 1 + options.with_entropy
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
@@ -122,7 +106,11 @@ def _read_blocks(
         for (mask, with_entropy), result in zip(passes, results, strict=True):
             x = source.read(block, None if work is None else work[0])
             keep = None if mask is None else stretches(mask[block])
-            result.set(block, *call(x, keep, temperature, with_entropy, work))
+            for total, values in zip(result, call(x, keep, temperature, with_entropy, work), strict=True):
+                total[block] = values
+    if keep_mask is not None:
+        results[0] = _with_target(results[0], rows, local_target, keep_mask, options.temperature)
+    return results
 
 
 def _compiled_blocks(rows: SelectedRows) -> list[slice]:
@@ -134,29 +122,6 @@ def _compiled_blocks(rows: SelectedRows) -> list[slice]:
     return rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
 
 
-class _PassResult(NamedTuple):
-    """The statistics that one pass over all rows collects."""
-
-    max_logit: Tensor  # [n]
-    largest: Tensor  # int64 [n], the stretch of the largest logit
-    sums: Tensor  # float64 [1 or 2, n]: of exp(z) outside of that stretch, and of z * exp(z)
-
-    @classmethod
-    def empty(cls, rows: SelectedRows, sums: int) -> _PassResult:
-        new = rows.logits.new_empty
-        return cls(
-            new(rows.n, dtype=rows.dtype),
-            new(rows.n, dtype=torch.int64),
-            new((sums, rows.n), dtype=torch.float64),
-        )
-
-    def set(self, block: slice, max_logit: Tensor, largest: Tensor, *sums: Tensor) -> None:
-        self.max_logit[block] = max_logit
-        self.largest[block] = largest
-        for total, values in zip(self.sums, sums, strict=True):
-            total[block] = values
-
-
 def block_statistics(
     x: Tensor,
     keep_mask: Tensor | None,
@@ -164,11 +129,10 @@ def block_statistics(
     with_entropy: bool,
     buffers: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return ``(max_logit, largest, sum_exp)`` of logits ``[rows, stretches, columns]``, ``[rows]`` each.
+    """Return ``(max_logit, sum_exp_minus_1)`` of logits ``[rows, stretches, columns]``, ``[rows]`` each.
 
-    With an entropy ``sum_z_exp`` follows. ``largest`` is the stretch of the largest logit, and ``sum_exp``
-    leaves that stretch out. ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be
-    the first of them.
+    With an entropy ``sum_z_exp`` follows; see :func:`statistics`. ``buffers`` ``[1 or 2, rows, stretches,
+    columns]`` are overwritten; ``x`` may be the first of them.
     """
     if buffers is None and x.dtype != torch.float64:
         x = x.float()
@@ -177,38 +141,21 @@ def block_statistics(
         x = torch.where(keep_mask, x, torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device), out=out)
     max_logit, largest = x.amax(2).max(1)
     reference = finite(max_logit)[:, None, None]
+    # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
+    of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
+    of_largest = exp(scaled_(of_largest, temperature))
+    of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), 0.0)
     z = scaled_(torch.sub(x, reference, out=None if buffers is None else buffers[0]), temperature)
     if with_entropy:
         z = z.clamp_(min=exp_floor(z.dtype))
         exp_z = exp(z, out=None if buffers is None else buffers[1])
     else:
         exp_z = exp(z, out=None if buffers is None else z)
-    sum_exp = _sum_of_columns(exp_z).scatter_(1, largest[:, None], 0.0).sum(1, dtype=torch.float64)
+    sums = _sum_of_columns(exp_z).scatter_(1, largest[:, None], _sum_of_columns(of_largest)[:, None])
+    sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
     if not with_entropy:
-        return max_logit, largest, sum_exp
-    return max_logit, largest, sum_exp, _sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
-
-
-def _add_largest_stretch(
-    result: _PassResult, source: SelectedRows, keep_mask: Tensor | None, temperature: Tensor | None
-) -> None:
-    """Add to the sums of ``exp(z)`` what :func:`block_statistics` left out."""
-    for block in source.blocks(3, width=source.logits.shape[2]):
-        largest = result.largest[block]
-        x = source.logits[source.row_indices[block], largest]
-        if keep_mask is not None:
-            positions = torch.arange(block.start, block.stop, device=x.device)
-            x = x.masked_fill(~stretches(keep_mask)[positions, largest], _MINUS_INF)
-        result.sums[0, block] += sum_exp_but_largest(x.to(source.dtype), result.max_logit[block], temperature)
-
-
-def sum_exp_but_largest(x: Tensor, max_logit: Tensor, temperature: Tensor | None) -> Tensor:
-    """Return the sum of ``exp(z)`` over one stretch ``[rows, columns]``, without its largest logit.
-
-    The largest logit's term, 1, would swallow the digits of the others where they are small.
-    """
-    exp_z = exp(scaled_(x - finite(max_logit)[:, None], temperature))
-    return _sum_of_columns(exp_z.scatter_(1, exp_z.argmax(1, keepdim=True), 0.0))
+        return max_logit, sum_exp_minus_1
+    return max_logit, sum_exp_minus_1, _sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
 
 
 def finite(max_logit: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from .autograd import gradients_of_inputs, save_source, without_autocast
 from .collectives import all_gather
 from .options import VocabParallelOptions
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile
+from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
 from .softmax import merge
 from .topk_blocks import Gradients, Ids
 
@@ -22,56 +23,56 @@ from .topk_blocks import Gradients, Ids
 @without_autocast
 def topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
-    logits, columns, tail = _largest_of_rank(source, min(k, source.width), options.temperature)
-    # Columns travel as the bits of floats, since one collective takes one dtype.
-    integers = torch.int64 if source.dtype == torch.float64 else torch.int32
-    sent = torch.cat([logits, columns.to(integers).view(source.dtype), tail.T], dim=1)
-    gathered = all_gather(sent, options.tp_group)
-    logits, columns, tail = torch.split(gathered, [*columns.shape[1:], *columns.shape[1:], 2], dim=-1)
-
-    indices = logits.new_empty((source.n, k), dtype=torch.int64)
-    log_probs = logits.new_empty((source.n, k))
-    log_tail = logits.new_empty(source.n)
-    starts = torch.arange(len(logits), device=logits.device)[:, None, None] * source.width
-    for block in _blocks(log_probs, columns.shape[2] * len(columns), options):
-        ids = columns[:, block].contiguous().view(integers) + starts
-        # Ranks stand side by side in their order, so that of equal logits the lowest id stays first.
-        candidates, order = _ranks_side_by_side(logits[:, block]).sort(dim=1, descending=True, stable=True)
-        indices[block] = _ranks_side_by_side(ids).gather(1, order[:, :k])
-        highest = candidates[:, :1].double()
-        z = (candidates.double() - highest) / options.temperature
-        tails = _log_masses(tail[:, block].unbind(2), highest, options.temperature)
-        log_total, log_tail[block] = _total_and_tail(z[:, :k], torch.cat([z[:, k:], tails], 1))
-        log_probs[block] = z[:, :k] - log_total
+    local = reduced(_largest_of_tiles(source, k, options), partial(_merged_largest, k=k, options=options))
+    gathered = all_gather(local, options.tp_group).unbind()
+    indices = local.new_empty((source.n, k), dtype=torch.int64)
+    log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
+    for block in _blocks(log_probs, len(local) * len(gathered), options):
+        parts = [of_rank[:, block].double() for of_rank in gathered]
+        for rank, part in enumerate(parts):
+            part[_candidates(part) : -2] += rank * source.width
+        merged = _merged_largest(parts, k, options)
+        logits, ids, tail = merged[:k], merged[k : 2 * k], merged[-2:]
+        z = ((logits - logits[:1]) / options.temperature).T
+        log_tail_n1 = _log_masses(tail[:, None].unbind(), logits[:1].T, options.temperature)
+        log_total, log_tail[block] = _total_and_tail(z, log_tail_n1)
+        indices[block], log_probs[block] = ids.T, z - log_total
     return indices, log_probs, log_tail
 
 
-def _largest_of_rank(source: LogitSource, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return :func:`.topk_blocks.largest` of all tiles together.
+def _largest_of_tiles(
+    source: LogitSource, k: int, options: VocabParallelOptions
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows, and the logits, columns and tail of :func:`.topk_blocks.largest`, of each tile.
 
-    A candidate that a later tile displaces moves to the tail.
+    They are one tensor ``[2 * candidates + 2, rows]``. Its dtype holds columns exactly up to 16 million.
     """
-    by_first_row: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for tile in source.tiles():
-        width = tile.columns.stop - tile.columns.start
-        logits, columns, tail = topk_blocks.largest(tile.logits, min(k, width), temperature)
-        columns += tile.columns.start
-        if earlier := by_first_row.get(tile.rows.start):
-            # Tiles come in the order of their columns, so of equal logits the lowest column stays first.
-            logits, order = torch.cat([earlier[0], logits], 1).sort(dim=1, descending=True, stable=True)
-            columns = torch.cat([earlier[1], columns], 1).gather(1, order)
-            displaced = logits[:, k:].T.double()
-            # Each displaced logit is a tail of one term.
-            singles = torch.stack([displaced, torch.zeros_like(displaced)], 1)
-            tail = _merged_tail([earlier[2], tail, *singles], temperature)
-        by_first_row[tile.rows.start] = logits[:, :k], columns[:, :k], tail
-    of_logits, of_columns, of_tail = zip(*by_first_row.values(), strict=True)
-    return torch.cat(of_logits), torch.cat(of_columns), torch.cat(of_tail, dim=1)
+        most = min(k, tile.columns.stop - tile.columns.start)
+        logits, columns, tail = topk_blocks.largest(tile.logits, most, options.temperature)
+        columns = (columns + tile.columns.start).to(logits.dtype)
+        yield tile.rows, torch.cat([logits.T, columns.T, tail])
 
 
-def _ranks_side_by_side(values: Tensor) -> Tensor:
-    """Return ``[tp, rows, k]`` as ``[rows, tp * k]``."""
-    return values.movedim(0, 1).flatten(1)
+def _candidates(part: Tensor) -> int:
+    return len(part) // 2 - 1
+
+
+def _merged_largest(parts: Sequence[Tensor], k: int, options: VocabParallelOptions) -> Tensor:
+    """Merge what :func:`_largest_of_tiles` yields; a candidate that another one displaces moves to the tail.
+
+    Parts come in the order of their columns, so of equal logits the lowest column stays first.
+    """
+    counts = list(map(_candidates, parts))
+    pairs = list(zip(parts, counts, strict=True))
+    logits = torch.cat([part[:count] for part, count in pairs]).T
+    columns = torch.cat([part[count:-2] for part, count in pairs]).T
+    logits, order = logits.sort(dim=1, descending=True, stable=True)
+    displaced = logits[:, k:].T
+    # Each displaced logit is a tail of one term.
+    singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
+    tail = _merged_tail([*(part[-2:] for part in parts), *singles], options.temperature)
+    return torch.cat([logits[:, :k].T, columns.gather(1, order)[:, :k].T, tail])
 
 
 class LogProbsAt(torch.autograd.Function):
@@ -89,8 +90,10 @@ class LogProbsAt(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """``indices`` are ``[n, K]``, negative for none."""
         ctx.set_materialize_grads(False)
+        parts = _statistics_of_tiles(source, indices, options)
+        local = reduced(parts, partial(_merged_statistics, temperature=options.temperature))
         # Until the loop, log_probs holds the logits at the ids.
-        log_probs, local_tail = _statistics_of_rank(source, indices, options)
+        log_probs, local_tail = local[:-2].T.contiguous(), local[-2:].clone()
         tail = _sum_over_ranks(log_probs, local_tail, options, claim)
         max_logit = tail.new_empty(source.n)
         log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
@@ -124,28 +127,22 @@ class LogProbsAt(torch.autograd.Function):
         return (None,) * 4 + gradients
 
 
-def _statistics_of_rank(
+def _statistics_of_tiles(
     source: LogitSource, indices: Tensor, options: VocabParallelOptions
-) -> tuple[Tensor, Tensor]:
-    """Return :func:`.topk_blocks.statistics` of all tiles together."""
-    logits: Tensor | None = None
-    tails: dict[int, list[Tensor]] = {}  # of the tiles with the same rows, by the first of these
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows and :func:`.topk_blocks.statistics` of each tile, ``[K + 2, rows]``."""
     for tile in source.tiles():
-        at_ids, tail = topk_blocks.statistics(
-            tile.logits, _ids_in_tile(indices, tile, options, source), options.temperature
-        )
-        tails.setdefault(tile.rows.start, []).append(tail)
-        if len(at_ids) == source.n and logits is None:
-            logits = at_ids
-            continue
-        if logits is None:
-            logits = at_ids.new_zeros(indices.shape)
-        logits[tile.rows] += at_ids
-    assert logits is not None
-    return logits, torch.cat([_merged_tail(parts, options.temperature) for parts in tails.values()], dim=1)
+        ids = _ids_in_tile(indices, tile, options, source)
+        logits, tail = topk_blocks.statistics(tile.logits, ids, options.temperature)
+        yield tile.rows, torch.cat([logits.T, tail])
 
 
-def _merged_tail(parts: list[Tensor], temperature: float) -> Tensor:
+def _merged_statistics(parts: Sequence[Tensor], temperature: float) -> Tensor:
+    tail = _merged_tail([part[-2:] for part in parts], temperature)
+    return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
+
+
+def _merged_tail(parts: Sequence[Tensor], temperature: float) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     tail = merge(torch.stack([part.double() for part in parts]), temperature).to(parts[0].dtype)

@@ -24,7 +24,6 @@ from .softmax import (
     scaled_,
     stretches,
     sum_exp,
-    sum_exp_but_largest,
 )
 
 _MINUS_INF = float("-inf")
@@ -153,17 +152,11 @@ def statistics(rows: SelectedRows, ids: Ids, temperature: float) -> tuple[Tensor
         columns = ids.columns(block, work.shape[1])
         logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
         columns.put(work, _MINUS_INF)
-        tail[:, block] = _tail_statistics(work, spare, divisor)
+        max_logit, sum_exp_minus_1 = block_statistics(
+            stretches(work), None, divisor, False, stretches(spare)[None]
+        )
+        tail[0, block], tail[1, block] = max_logit, sum_exp_minus_1
     return logits, tail
-
-
-def _tail_statistics(x: Tensor, spare: Tensor, temperature: Tensor | None) -> Tensor:
-    """Return the statistics ``[2, rows]`` of a block; ``spare`` is overwritten."""
-    x = stretches(x)
-    max_logit, largest, sum_exp = block_statistics(x, None, temperature, False, stretches(spare)[None])
-    rows = torch.arange(len(x), device=x.device)
-    sum_exp += sum_exp_but_largest(x[rows, largest], max_logit, temperature)
-    return torch.stack([max_logit.double(), sum_exp])
 
 
 class Gradients(NamedTuple):
