@@ -28,6 +28,7 @@ def _derived(
     *,
     divisor: float | None = None,
     dtype: torch.dtype | None = None,
+    keeps_strides: bool = False,
 ) -> DeferredLogits | None:
     """Return logits with memory of their own, made of others.
 
@@ -35,25 +36,32 @@ def _derived(
         parents: what they are made of.
         rows: which rows of the origin's logits, in the shape of the result.
         compute: makes their values of those of the parents.
+        keeps_strides: their dimensions have the order in memory that those of the first parent have.
     """
     if (has_gradient := _has_gradient_of_rows(parents)) is None:
         return None
     old = parents[0]._contents
     values = [parent._as_of_now() for parent in parents]
+    order = list(range(rows.dim()))  # of dimensions in memory
+    if keeps_strides:
+        strides = torch.empty_like(parents[0]._positions).stride()
+        order.sort(key=lambda dim: -strides[dim])
+    in_memory = rows.permute(order)
     is_all = rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
     contents = Contents(
         old.origin,
-        None if is_all else rows.flatten(),
+        None if is_all else in_memory.flatten(),
         dtype or old.dtype,
         old.divisor if divisor is None else divisor,
-        lambda: compute(*(value() for value in values)),
+        lambda: compute(*(value() for value in values)).permute(*order, rows.dim()),
     )
     for parent in parents:
         parent._contents.lazy.copies.add(contents.lazy)
     contents.has_graph, contents.are_rows = has_gradient, all(parent.are_rows for parent in parents)
     if any(parent._contents.lazy.is_shared for parent in parents):
         contents.lazy.get()  # before other code overwrites what it is made of
-    positions = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    positions = torch.arange(rows.numel(), device=rows.device).view(in_memory.shape)
+    positions = positions.permute([order.index(dim) for dim in range(rows.dim())])
     return type(parents[0])(contents, positions, has_gradient)
 
 
@@ -86,8 +94,12 @@ def _view(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return type(logits)(logits._contents, positions, has_gradient)
 
 
-def _copy(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> DeferredLogits | None:
-    return _derived([logits], logits.row_numbers, torch.clone)
+def _copy(func: Any, logits: DeferredLogits, *, memory_format: Any = None) -> DeferredLogits | None:
+    return _derived([logits], logits.row_numbers, torch.clone, keeps_strides=_keeps_strides(memory_format))
+
+
+def _keeps_strides(memory_format: torch.memory_format | None) -> bool:
+    return memory_format in (None, torch.preserve_format)
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
@@ -128,7 +140,9 @@ def _divide(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits |
     if (number := _number(divisor, logits)) is None:
         return None
     whole, divisor = logits.divisor * number, _own(divisor)
-    return _derived([logits], logits.row_numbers, lambda values: func(values, divisor), divisor=whole)
+    return _derived(
+        [logits], logits.row_numbers, lambda values: func(values, divisor), divisor=whole, keeps_strides=True
+    )
 
 
 def _divide_in_place(func: Any, logits: DeferredLogits, divisor: Any) -> DeferredLogits | None:
@@ -183,7 +197,13 @@ def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: 
     elsewhere = kwargs.get("device") not in (None, logits.device) or kwargs.get("pin_memory")
     if elsewhere or dtype not in (logits.dtype, torch.float32) or logits.dtype == torch.float64 != dtype:
         return None
-    return _derived([logits], logits.row_numbers, lambda values: values.to(dtype, copy=True), dtype=dtype)
+    return _derived(
+        [logits],
+        logits.row_numbers,
+        lambda values: values.to(dtype, copy=True),
+        dtype=dtype,
+        keeps_strides=_keeps_strides(kwargs.get("memory_format")),
+    )
 
 
 def _like(func: Any, logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:

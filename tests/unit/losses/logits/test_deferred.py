@@ -422,6 +422,21 @@ def test_a_quotient_that_is_rounded_is_made(name: str, dtype: torch.dtype) -> No
     assert torch.equal(values, expected_values)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (1, 2, 0, 3), (2, 0, 1, 3)])
+@pytest.mark.parametrize(
+    "operation", [torch.clone, lambda x: x / 2, lambda x: x.to(torch.float32, copy=True)]
+)
+def test_results_lie_in_memory_as_those_of_ordinary_logits(
+    order: tuple[int, ...], operation: Callable[[Tensor], Tensor]
+) -> None:
+    """Whether ``reshape`` copies or aliases follows from the strides, and a later write from that."""
+    hidden, weight = torch.randn(2, 3, 4, H), torch.randn(V, H)
+    expected = operation(linear(hidden, weight).permute(order))
+    result = operation(deferred_logits(hidden, weight).permute(order))
+    assert isinstance(result, DeferredLogits) and result.stride() == expected.stride()
+    torch.testing.assert_close(result + 0, expected)
+
+
 def test_a_division_by_one_rounds_nothing() -> None:
     logits = logits_of(inputs(torch.bfloat16)) / 1.0
     assert isinstance(logits, DeferredLogits) and logits.is_deferred
