@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .. import __version__
-from .._scoped import replaced
+from ..common.scopes import replaced
 from .judge import SiteStatus
 
 _log = logging.getLogger("megatron_rl_patches")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._scoped import Scope, replaced
+from ..common.scopes import Scope, replaced
 from ..losses import DeferredLogits, checkpointed
 from ..losses.logits.deferred import dense, rows_of_existing
 from ..losses.logits.log_probs_autograd import JointBackward

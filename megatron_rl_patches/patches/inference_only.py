@@ -110,7 +110,7 @@ def _scheduler(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..inference.build.frozen import refuse_to_train
+    from ..inference.models.refusal import refuse_to_train
 
     refuse_to_train(bind(wrapped, args, kwargs).arguments["model"], "train")
     return wrapped(*args, **kwargs)

@@ -190,8 +190,8 @@ def _train(
     options: ReentrantTrainOptions,
     timers: Any = None,
 ) -> Any:
-    from ..reentry.checks import watched
     from ..reentry.guard import TrainGuard, installs_sync_functions
+    from ..reentry.training_warnings import watched
 
     bound = _arguments(wrapped, args, kwargs)
     guard = TrainGuard(
@@ -212,7 +212,7 @@ def _train(
 
 
 def _forward_step(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.checks import note_tokens
+    from ..reentry.training_warnings import note_tokens
 
     result = wrapped(*args, **kwargs)
     note_tokens(result)
@@ -235,9 +235,9 @@ def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     """Return what ``train()`` has warned of in this process."""
-    from ..reentry import checks
+    from ..reentry import training_warnings
 
-    return checks.found()
+    return training_warnings.reported()
 
 
 # --- sites

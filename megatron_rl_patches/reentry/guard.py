@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar, overload
 
-from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
-from .._scoped import restore, snapshot
+from ..common.chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
+from ..common.scopes import restore, snapshot
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
 from .recovery import recover, synchronize_interrupted

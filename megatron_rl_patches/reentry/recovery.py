@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .._chunks import Chunk, Model, bucket_groups
+from ..common.chunks import Chunk, Model, bucket_groups
 from ..errors import MegatronRLPatchesError
 from .forward_pre_hooks import synchronize
 

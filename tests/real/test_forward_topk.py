@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches._chunks import unwrap
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks

@@ -28,7 +28,7 @@ def _messages(layout: Layout) -> dict[str, str]:
     from megatron.core import parallel_state
 
     from megatron_rl_patches.errors import MegatronRLPatchesError
-    from megatron_rl_patches.inference.build.model import build_inference_model
+    from megatron_rl_patches.inference.models.model import build_inference_model
 
     errors: dict[str, str] = {}
 
@@ -124,7 +124,7 @@ def _on_config(provider: Any, config: Any, pre_process: bool, post_process: bool
 
 def _virtual_stages() -> dict[str, str]:
     from megatron_rl_patches.errors import InvalidInputError
-    from megatron_rl_patches.inference.build.model import build_inference_model
+    from megatron_rl_patches.inference.models.model import build_inference_model
 
     interleaved, errors = LAYOUTS["PP 2, VPP 2"], {}
     provider, config = model_provider(interleaved), transformer_config(interleaved, "fp32")
@@ -155,7 +155,7 @@ class _Bridge:
 def _special_cases() -> dict[str, Any]:
     import torch
 
-    from megatron_rl_patches.inference.build.model import build_inference_model
+    from megatron_rl_patches.inference.models.model import build_inference_model
 
     layout = Layout()
     initialize(layout)

@@ -13,22 +13,22 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl_patches"
 
 # Part -> parts that it may import; parts are folders of the package, or modules of it.
-HELPERS = {"_chunks", "_scoped", "_text", "errors"}
+HELPERS = {"common", "errors"}
 ARROWS: dict[str, set[str]] = {
-    **{part: set() for part in ("_lazy", "_scoped", "_text", "_chunks", "errors")},
+    **{part: set() for part in ("common", "errors")},
     "settings": {"engine", "errors"},  # the engine's registry, which knows the options of the patches
     "reentry": HELPERS,
-    "inference": {*HELPERS, "_lazy", "losses"},
+    "inference": {*HELPERS, "losses"},
     "losses": HELPERS,
     "frameworks": {*HELPERS, "inference", "losses", "reentry"},
     # MockDDP behaves as the patched class does while the patch is applied.
     "testing": {*HELPERS, "__init__", "reentry"},
     "demo": {*HELPERS, "__init__", "doctor", "engine", "inference", "losses", "settings", "testing"},
-    "engine": {"_scoped", "errors", "settings", "__init__"},
+    "engine": {"common", "errors", "settings", "__init__"},
     "patches": {*HELPERS, "engine", "frameworks", "inference", "losses", "reentry"},
     "activation": {"engine", "settings", "errors"},
     "hooks": {"activation", "engine", "settings"},
-    "__init__": {"_lazy", "engine", "settings", "errors"},
+    "__init__": {"common", "engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
     "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
     "__main__": {"cli"},

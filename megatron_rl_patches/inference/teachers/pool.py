@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._chunks import as_chunks
+from ...common.chunks import as_chunks
 from ...errors import InferenceOnlyError, InvalidInputError
 from ...losses import OutputHead
 from ..checkpoints.mismatch import Mismatch

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..._chunks import unwrap
+from ...common.chunks import unwrap
 from ...errors import InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.

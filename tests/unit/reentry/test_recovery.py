@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches._chunks import bucket_groups, config_of
+from megatron_rl_patches.common.chunks import bucket_groups, config_of
 from megatron_rl_patches.reentry import recovery, reentrant_train
 from megatron_rl_patches.testing import MockBucketGroup, MockDDP, MockModule
 from megatron_rl_patches.testing.mock_modules import MockProcessGroup

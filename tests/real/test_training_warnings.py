@@ -84,20 +84,20 @@ class _Lines(logging.Handler):
 def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[Any, list[str]]:
     """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
     from megatron_rl_patches import doctor
-    from megatron_rl_patches.reentry import checks
+    from megatron_rl_patches.reentry import training_warnings
 
-    checks.forget()
+    training_warnings.forget()
     handler = _Lines()
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
     with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
         result = train(model, *args, **options)
         train(model, *args, **options)
-        assert doctor.notes_of(doctor.choice_of(), []) == checks.found()
+        assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
     lines = [line.removeprefix(prefix) for line in handler.lines if line.startswith(prefix)]
-    assert set(lines) <= set(checks.found())
+    assert set(lines) <= set(training_warnings.reported())
     return result, lines
 
 
@@ -160,12 +160,12 @@ def test_the_weight_of_a_token() -> None:
 
 def _speakers() -> dict[str, Any]:
     with cpu_backend():
-        from megatron_rl_patches.reentry import checks
+        from megatron_rl_patches.reentry import training_warnings
         from tests.real import tiny_gpt
 
         options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=2, pp=2))
         _, lines = _warned(tiny_gpt.build(options)[0])
-        return {"found": len(checks.found()), "lines": len(lines)}
+        return {"found": len(training_warnings.reported()), "lines": len(lines)}
 
 
 @pytest.mark.slow
