@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
+from .._scoped import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
 from ..engine import registry
 from ..engine.judge import judge_all
@@ -126,7 +127,9 @@ def doctor(json: Json = False) -> None:
       judged; the variable is set, but the startup file does not fire; a variable has a bad value; or wrapt
       is absent or out of range
     """
-    diagnosis = examine()
+    # A program finds what is in its own folder, where most people call this command, too.
+    with replaced(sys, path=[*sys.path, ""]):
+        diagnosis = examine()
     if json:
         show_json({**asdict(diagnosis), "out_of_reach": OUT_OF_REACH})
     else:
@@ -196,9 +199,9 @@ def run(
     - 127: the command is not found
     """
     known = registry.patches()
-    if unknown := parse_selection(patches or "", known).unknown:
-        raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = os.environ.get(VARIABLE, "")
+    if unknown := parse_selection(patches or chosen, known).unknown:
+        raise MegatronRLPatchesError(registry.unknown_names(unknown))
     variables = {VARIABLE: patches or (chosen if parse_selection(chosen, known) else "1")}
     if strict:
         variables[STRICT_VARIABLE] = "1"

@@ -76,7 +76,8 @@ def without_logging_errors() -> Iterator[None]:
 
 
 def _log_line(level: int, line: str) -> None:
-    if _rank() != 0:
+    is_muted = _log.disabled or _log.level > level  # by the user, as nothing else sets a level of this logger
+    if is_muted or _rank() != 0:
         return
     with suppress(Exception):  # a handler that raises; no stderr, or a closed one
         if _log.hasHandlers() and _log.isEnabledFor(level):

@@ -16,7 +16,7 @@ from .announce import Announcer, without_logging_errors
 from .imports import ImportHooks
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .records import Claim, OptionsInForce, Record, waiting
-from .sources import Environment
+from .sources import PROGRAM, Environment
 from .spec import Adapter, Patch, Site
 from .wrapper import PatchedAttribute
 
@@ -35,6 +35,8 @@ class Installer:
         self._options = OptionsInForce()
         self._imports = ImportHooks(loaded=self._loaded, import_ended=self._import_ended)
         self._has_failed = False
+        #: Sites that the program has not defined yet.
+        self._awaited_of_program: list[Record] = []
         self.announcer = Announcer()
 
     def add(
@@ -51,7 +53,14 @@ class Installer:
             the claim of this call, for :meth:`keep` or :meth:`release`.
         """
         claim = Claim()
-        sites = [(patch, site) for patch in patches for site in patch.sites_for(settings)]
+        sites: list[tuple[Patch, Site]] = []
+        for patch in patches:
+            try:
+                sites += [(patch, site) for site in patch.sites_for(settings)]
+            except PatchError as error:
+                if required:
+                    raise
+                _log.warning("megatron_rl_patches: %s", error)
         # Hooks are registered first. A module whose import ends before its record exists is found in
         # sys.modules below. One whose import ends later fires its hook, which waits for the lock.
         for module in sorted({site.module for _, site in sites}):
@@ -83,6 +92,8 @@ class Installer:
         record = self._records.get(key)
         if record is None or record.is_reverted:
             record = self._records[key] = Record(site)
+            if site.module == PROGRAM:
+                self._awaited_of_program.append(record)
         return record
 
     def keep(self, claim: Claim) -> None:
@@ -179,6 +190,7 @@ class Installer:
         """
         with self._lock:
             faults = self._apply_ready(self._missed())
+            self._awaited_of_program = [r for r in self._awaited_of_program if r.status.state == "waiting"]
         self.announcer.warn(faults)
 
     def _missed(self) -> list[Record]:
@@ -253,6 +265,8 @@ class Installer:
             if not announcer.done:
                 with self._log_internal_errors():
                     announcer.once(self.status())
+            elif self._awaited_of_program:
+                self._import_ended()
             if site.pass_options:
                 return adapter(wrapped, instance, args, kwargs, options=options[site.patch])
             return adapter(wrapped, instance, args, kwargs)

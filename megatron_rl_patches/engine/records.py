@@ -5,11 +5,14 @@ A :class:`Claim` stands for a call that may still be undone on its own, ``None``
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .imports import is_imported
 from .judge import SiteStatus, status_of
+from .sources import PROGRAM, Environment
 from .spec import Site
+from .target_source import is_defined
 from .wrapper import PatchedAttribute
 
 
@@ -46,7 +49,13 @@ class Record:
             self.claims[None] = self.claims.pop(claim) or self.claims.get(None, False)
 
     def is_imported(self) -> bool:
-        """Return whether the module has been imported completely."""
+        """Return whether the module has been imported completely.
+
+        The program never has. It is ready when it has defined the target, until it ends and forgets its file.
+        """
+        if self.site.module == PROGRAM:
+            defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
+            return defined and Environment().has_package(PROGRAM)
         return self.import_hook_runs or is_imported(self.site.module)
 
     @property
@@ -64,7 +73,8 @@ class Record:
 
 
 def waiting(site: Site, fingerprint: str = "") -> SiteStatus:
-    return status_of(site, "waiting", f"waits for the import of {site.module}", fingerprint)
+    event = "definition in the program's file" if site.module == PROGRAM else f"import of {site.module}"
+    return status_of(site, "waiting", f"waits for the {event}", fingerprint)
 
 
 class OptionsInForce:

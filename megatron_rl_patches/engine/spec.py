@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import PatchError
+
 if TYPE_CHECKING:
     from ..settings import Settings
     from .target_source import TargetSource
@@ -97,8 +99,16 @@ class Patch:
         return attach
 
     def sites_for(self, settings: Settings) -> tuple[Site, ...]:
-        """Return all sites: those of the table, and those that follow from the options."""
-        configured = self.configured(settings.options_of(self)) if self.configured else ()
+        """Return all sites: those of the table, and those that follow from the options.
+
+        Raises:
+            PatchError: ``configured`` raises.
+        """
+        try:
+            configured = self.configured(settings.options_of(self)) if self.configured else ()
+        except Exception as error:
+            reason = f"its function `configured` raised {type(error).__name__}: {error}"
+            raise PatchError(f"patch {self.name!r} is left out: {reason}") from error
         known = {site.target for site in self.sites}
         sites = (*self.sites, *(site for site in configured if site.target not in known))
         return tuple(replace(site, patch=self.name) for site in sites)

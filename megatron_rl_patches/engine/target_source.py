@@ -103,6 +103,14 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
     return target
 
 
+def functions_in(text: str) -> list[str]:
+    """Return the qualified names of the functions and methods that a module defines."""
+    body = list(_statements(_parse(text).body))
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    methods = [f"{c.name}.{node.name}" for c in classes for node in c.body if isinstance(node, FunctionNode)]
+    return [node.name for node in body if isinstance(node, FunctionNode)] + methods
+
+
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     """Return the module or class that defines the target, and the target's name in it.
 
@@ -116,6 +124,15 @@ def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     if name not in vars(owner):
         raise AttributeError(f"{owner!r} does not define {name!r}")
     return owner, name
+
+
+def is_defined(module: ModuleType, qualname: str) -> bool:
+    """Return whether the module defines the target."""
+    try:
+        resolve(module, qualname)
+    except AttributeError:
+        return False
+    return True
 
 
 def layers(function: Any) -> Iterator[Any]:

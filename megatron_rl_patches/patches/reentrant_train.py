@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.sources import PROGRAM, is_the_program
 from ..engine.spec import Patch, Site
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _HANDLES = "remove_forward_pre_hook_handles"
-_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class ReentrantTrainOptions:
     Attributes:
         train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
             that this package has never seen. Each takes the list of model chunks as a parameter named
-            ``model``.
+            ``model``. That of a single file is ``"file:function"`` or, in the program itself,
+            ``"__main__:function"``.
         warn: look for settings that silently spoil reinforcement learning, and warn once of each.
 
     Raises:
@@ -66,8 +68,8 @@ class ReentrantTrainOptions:
         for path in self.train_functions:
             if not _FUNCTION_PATH.fullmatch(path):
                 raise PatchError(
-                    f"train function {path!r}: expected 'package.module:function', for example "
-                    "'my_rl.megatron.model:train'"
+                    f"train function {path!r}: expected 'module:function', for example "
+                    "'my_rl.megatron.model:train', or '__main__:train' for the program itself"
                 )
 
 
@@ -227,10 +229,21 @@ def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
-    paths = (path.split(":") for path in options.train_functions)
-    return tuple(
-        Site(module, qualname, _train, parameters=("model",), pass_options=True) for module, qualname in paths
-    )
+    paths = [path.split(":") for path in options.train_functions]
+    # A file that runs as the program is not imported under its own name, unless another module does so.
+    paths += [[PROGRAM, function] for module, function in paths if is_the_program(module)]
+    functions = [
+        Site(module, name, _train, parameters=("model",), pass_options=True) for module, name in paths
+    ]
+    # The engine looks at the program whenever a patched function is called. This one is called by every loop
+    # after it has defined its functions, and before it trains.
+    if any(site.module == PROGRAM for site in functions):
+        functions.append(Site(_DDP, "DistributedDataParallel.__init__", _unchanged))
+    return tuple(functions)
+
+
+def _unchanged(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrapped(*args, **kwargs)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:

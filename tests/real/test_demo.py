@@ -224,7 +224,7 @@ def test_without_lean_head_the_rewards_are_the_same(
 def test_a_failing_rank_surfaces(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "nonsense")  # so that the patches stay away
+    monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.training:another")
     code, figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1)
     assert code == 1
     assert figures is None

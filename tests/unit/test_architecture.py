@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "hooks": {"activation", "engine", "settings"},
     "__init__": {"common", "engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
-    "cli": {"engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
+    "cli": {"_scoped", "engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
     "__main__": {"cli"},
 }
 # The same within the engine; what only type checkers import counts too.
@@ -45,7 +45,7 @@ ENGINE: dict[str, set[str]] = {
     "announce": {"judge"},
     "imports": set(),
     "wrapper": {"target_source", "spec"},
-    "records": {"imports", "judge", "spec", "wrapper"},
+    "records": {"imports", "judge", "sources", "spec", "target_source", "wrapper"},
     "installer": {"announce", "imports", "judge", "records", "sources", "spec", "wrapper"},
     "api": {"installer", "judge", "records", "registry", "sources"},
 }

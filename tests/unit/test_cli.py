@@ -128,7 +128,7 @@ class TestDoctor:
         invoke("doctor")
         monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
         message = f"test-patch: {TARGET}: drifted: it no longer takes model"
-        remedy = "export MEGATRON_RL_PATCHES=all,-test-patch"
+        remedy = "export MEGATRON_RL_PATCHES=1,-test-patch"
         shown = invoke("doctor", code=1).stdout
         assert f"- {message}\n  {remedy}\n" in shown
         assert shown.count("it no longer takes model") == 1
@@ -208,10 +208,16 @@ All: framework 1, framework 2.
         (status,) = invoke_json("check", framework(tmp_path, "DOT = '\\.'\ndef train(model): ..."))
         assert status["state"] == "fits"
 
-    def test_configured_functions_are_judged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("is_bare_folder", [False, True])
+    def test_configured_functions_are_judged(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_bare_folder: bool
+    ) -> None:
         monkeypatch.undo()  # the real registry: reentrant-train turns the variable into sites
         monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", "mrp_framework.model:train")
-        statuses = invoke_json("check", framework(tmp_path))
+        source = framework(tmp_path)
+        if is_bare_folder:
+            (source / "mrp_framework" / "__init__.py").unlink()
+        statuses = invoke_json("check", source)
         assert [f["state"] for f in statuses if f["target"] == TARGET] == ["fits"]
 
 
@@ -263,8 +269,12 @@ class TestRun:
         assert ("no startup file" in invoke("run", "program").stderr) is not found
         assert executed
 
-    def test_unknown_patch(self, capsys: pytest.CaptureFixture[str]) -> None:
-        message = refuse(capsys, "run", "--patches", "nonsense", "--", "program")
+    @pytest.mark.parametrize("options", [["--patches", "nonsense"], []])
+    def test_unknown_patch(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+    ) -> None:
+        monkeypatch.setenv("MEGATRON_RL_PATCHES", "nonsense")
+        message = refuse(capsys, "run", *options, "--", "program")
         assert "unknown patch 'nonsense'; known: test-patch" in message
 
     @pytest.mark.parametrize(("command", "code"), [("mrp-nowhere", 127), ("''", 127), ("/", 126)])
