@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from .. import __version__
-from .._scoped import replaced
+from ..common.scopes import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
 from ..engine import registry
 from ..engine.judge import judge_all

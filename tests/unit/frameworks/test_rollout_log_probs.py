@@ -1,4 +1,4 @@
-"""Which tokens of a rollout are compared. Real megatron-core is in ``tests/real/test_training_warnings.py``."""
+"""Which tokens of a rollout are compared; ``tests/real/test_training_warnings.py`` has real megatron-core."""
 
 from __future__ import annotations
 
