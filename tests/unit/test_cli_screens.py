@@ -87,7 +87,7 @@ def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> 
 
 
 def test_status() -> None:
-    choice = Choice(("lean-loss",), Settings(), ())
+    choice = Choice(("lean-loss",), Settings(), (), {})
     assert screen(show_status, "lean-loss", choice, SITES[:4]) == [
         "MEGATRON_RL_PATCHES=lean-loss: selected: lean-loss",
         "selected by name only: distillation",
