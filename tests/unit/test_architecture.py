@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "hooks": {"activation", "engine", "settings"},
     "__init__": {"common", "engine", "settings", "errors"},
     "doctor": {"engine", "settings", "errors", "__init__"},
-    "cli": {"_scoped", "engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
+    "cli": {"common", "engine", "settings", "errors", "doctor", "demo", "inference", "testing", "__init__"},
     "__main__": {"cli"},
 }
 # The same within the engine; what only type checkers import counts too.
