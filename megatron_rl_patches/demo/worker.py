@@ -25,7 +25,7 @@ from tqdm import tqdm
 from .. import __version__, status
 from ..engine.announce import summary
 from ..settings import VARIABLE
-from ..testing._processes import end_with
+from ..testing.rank_pool import end_with
 from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
 
 if TYPE_CHECKING:
