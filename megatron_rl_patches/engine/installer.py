@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PatchError
 from .announce import Announcer, without_logging_errors
-from .imports import ImportHooks
+from . import imports
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .records import Claim, OptionsInForce, Record, waiting
 from .sources import Environment
@@ -33,7 +33,6 @@ class Installer:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
         self._options = OptionsInForce()
-        self._imports = ImportHooks(loaded=self._loaded, import_ended=self._import_ended)
         self._has_failed = False
         self.announcer = Announcer()
 
@@ -55,7 +54,7 @@ class Installer:
         # Hooks are registered first. A module whose import ends before its record exists is found in
         # sys.modules below. One whose import ends later fires its hook, which waits for the lock.
         for module in sorted({site.module for _, site in sites}):
-            self._imports.watch(module)
+            imports.watch(module, self)
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
@@ -136,20 +135,20 @@ class Installer:
 
     # --- called by hooks
 
-    def _loaded(self, module_name: str) -> None:
+    def loaded(self, module_name: str) -> None:
         """A watched module has just been imported; an exception makes that import fail."""
         faults: list[SiteStatus] = []
         with self._lock:
             records = [record for record in self._records.values() if record.site.module == module_name]
             required = any(record.is_required for record in records)
-            with self._log_internal_errors(required), _in_import_hook(records):
-                faults = self._apply_ready(record for record in records if record.is_open)
+            with self._log_internal_errors(required):
+                faults = self._apply_ready(r for r in records if r.is_open and r.is_imported())
                 refused = [s for s in faults if self._records[s.patch, s.target].is_required]
                 if refused:
                     raise incompatible(refused)
         self.announcer.warn(faults)
 
-    def _import_ended(self) -> None:
+    def import_ended(self) -> None:
         with self._log_internal_errors():
             self._apply_missed()
 
@@ -273,19 +272,6 @@ class Installer:
             }
             statuses = [s for s in self.status() if s.state != "waiting" or s.target not in optional]
             self.announcer.at_exit(statuses)
-
-
-@contextmanager
-def _in_import_hook(records: Iterable[Record]) -> Iterator[None]:
-    """Count the module of these records as imported. Python does so only after its import hooks have run."""
-    records = [*records]
-    for record in records:
-        record.import_hook_runs = True
-    try:
-        yield
-    finally:
-        for record in records:
-            record.import_hook_runs = False
 
 
 def incompatible(faults: Iterable[SiteStatus]) -> PatchError:

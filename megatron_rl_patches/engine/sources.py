@@ -20,7 +20,7 @@ from typing import Protocol
 from ..errors import MegatronRLPatchesError
 
 # Packages whose finders are import hooks.
-_HOOKS = frozenset({"wrapt", "megatron_rl_patches", "_megatron_rl_patches_startup"})
+_HOOKS = frozenset({"wrapt", "_megatron_rl_patches_startup"})
 
 
 class Source(Protocol):

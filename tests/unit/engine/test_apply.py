@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -139,16 +140,13 @@ def test_overwriting_is_seen_and_mended_by_another_apply(patched: Any) -> None:
     assert patched.train is original
 
 
-def test_reload_is_seen_and_mended_by_another_apply(tagged: Tagged) -> None:
+def test_a_reload_is_patched(tagged: Tagged) -> None:
     name = tagged("train", "Trainer.step")
     apply()
     module = importlib.reload(load(f"{name}.model"))
-    assert states() == {"train": "lost", "Trainer.step": "lost"}
-    assert module.train("m") == PLAIN
-    apply()
-    assert states() == {"train": "applied", "Trainer.step": "applied"}
     assert module.train("m") == PATCHED
     assert module.Trainer().step(1) == ("patched", ("step", 1))
+    assert states() == {"train": "applied", "Trainer.step": "applied"}
 
 
 HALF = """
@@ -259,7 +257,6 @@ def test_a_module_removed_and_imported_again_is_patched_again(tagged: Tagged) ->
     load(f"{name}.model")
     del sys.modules[f"{name}.model"]
     assert states() == {"train": "lost"}
-    apply()
     assert load(f"{name}.model").train("m") == PATCHED
 
 
@@ -273,6 +270,25 @@ def test_an_import_that_no_hook_saw_is_patched_when_status_is_called(tagged: Tag
     location.loader.exec_module(module)
     assert states() == {"train": "applied"}
     assert module.train("m") == PATCHED
+
+
+def test_a_load_that_is_not_an_import_does_not_use_up_the_hook(tagged: Tagged) -> None:
+    name = tagged("train")
+    apply()
+    spec = importlib.util.find_spec(f"{name}.model")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert load(f"{name}.model").train("m") == PATCHED
+
+
+def test_an_import_that_fails_does_not_use_up_the_hook(tagged: Tagged, tmp_path: Path) -> None:
+    name = tagged("train", files={"model": "raise ImportError('not yet')"})
+    apply()
+    with pytest.raises(ImportError, match="not yet"):
+        load(f"{name}.model")
+    (tmp_path / name / "model.py").write_text("def train(model): return ('trained', model, 1)  # now")
+    importlib.invalidate_caches()
+    assert load(f"{name}.model").train("m") == PATCHED
 
 
 def test_a_second_apply_adds_sites_and_makes_them_a_must(engine: Engine, tagged: Tagged) -> None:
