@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import operator
+import pkgutil
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +30,11 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = getattr(self.__wrapped__, "__self__", None)
-        # Python copies bound methods alike: the copy is bound to a copy of the instance.
-        return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
+        if owner is None or isinstance(owner, type):
+            return self
+        # Python copies bound methods alike: the same function, bound to a copy of the instance.
+        copied = copy.deepcopy(owner, memo)
+        return self._self_parent.__get__(copied, type(copied))
 
 
 class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -40,7 +42,7 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     ``switch(False)`` makes it inert wherever copies of it may live; ``path`` is the patch, module and
     qualified name of the target. It pickles by name, as the function that it wraps does, so a process
-    without the patch gets the plain function. ``torch.compile`` looks through it: a compiled caller inlines
+    without the patch, or without this package, gets the plain function. ``torch.compile`` looks through it: a compiled caller inlines
     the original, so no site may be a function that a framework compiles.
     """
 
@@ -66,17 +68,14 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_on = on
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _by_name, self._self_path[1:]
+        _, module, qualname = self._self_path
+        return pkgutil.resolve_name, (f"{module}:{qualname}",)
 
     def __copy__(self) -> Any:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
-
-
-def _by_name(module: str, qualname: str) -> Any:
-    return operator.attrgetter(qualname)(importlib.import_module(module))
 
 
 @dataclass
@@ -95,7 +94,7 @@ class PatchedAttribute:
         owner, name = resolve(module, site.qualname)
         current = vars(owner)[name]
         if isinstance(owner, type) and not isinstance(current, (staticmethod, classmethod)):
-            adapter = _for_instances(owner, adapter)
+            adapter = _for_instances(owner, current, adapter)
         wrapper = _find_disabled(current, site) or SwitchableWrapper(current, adapter, site)
         attribute = cls(site, owner, name, wrapper.__wrapped__, wrapper)
         if not attribute.is_in_place():
@@ -157,15 +156,16 @@ class PatchedAttribute:
                     setattr(module, name, new)
 
 
-def _for_instances(owner: type, adapter: Adapter) -> Adapter:
+def _for_instances(owner: type, function: Any, adapter: Adapter) -> Adapter:
     """Return an adapter for a method, which runs the original for an object that is no instance of the owner.
 
-    wrapt gives such a call to its adapters as one without an instance, and before 1.17 as any other.
+    wrapt gives such a call to its adapters as one without an instance, and before 1.17 as any other. What it
+    gives as the function, where that was read from the class, is a partial whose signature is wrong before 2.5.
     """
 
     def of_method(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(instance, owner):
-            return adapter(wrapped, instance, args, kwargs)
+            return adapter(function.__get__(instance, type(instance)), instance, args, kwargs)
         return wrapped(*args, **kwargs)
 
     return of_method

@@ -189,9 +189,10 @@ def _train(
     *,
     options: ReentrantTrainOptions,
     timers: Any = None,
+    installs: bool = True,
 ) -> Any:
     from ..reentry.checks import watched
-    from ..reentry.guard import TrainGuard, installs_sync_functions
+    from ..reentry.guard import TrainGuard
 
     bound = _arguments(wrapped, args, kwargs)
     guard = TrainGuard(
@@ -199,7 +200,7 @@ def _train(
         optimizer=bound.get("optimizer"),
         timers=timers,
         config=bound.get("config"),
-        installs=installs_sync_functions(wrapped),
+        installs=installs,
     )
     if not options.warn:
         with guard:
@@ -352,7 +353,8 @@ def bridge_train(
     options: ReentrantTrainOptions,
 ) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    return _train(wrapped, instance, args, kwargs, options=options, timers=timers)
+    # setup() has installed the sync functions, once.
+    return _train(wrapped, instance, args, kwargs, options=options, timers=timers, installs=False)
 
 
 @patch.wrap(

@@ -374,7 +374,12 @@ os._exit(0)
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parent}",
     }
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     refusal = "this process was forked while another thread activated the patches"
     if outcome == "ends":
