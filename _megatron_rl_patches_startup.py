@@ -21,6 +21,16 @@ def main() -> None:
         _complain(error)
 
 
+class Listener:
+    """What is called at the end of imports."""
+
+    def loaded(self, name: str) -> None:
+        """A watched module has just been imported, or reloaded; an exception makes that fail."""
+
+    def import_ended(self) -> None:
+        """The import of a module that was half imported when it was watched has ended."""
+
+
 class Finder:
     """Finds what the others find: activates the patches before the first framework, and calls import hooks.
 
@@ -33,13 +43,13 @@ class Finder:
         from _thread import RLock
 
         self._lock = RLock()
-        self._roots = None
+        self._roots: frozenset[str] | None = None
         self._activate = activate
         self._activating = False
-        self._listeners = {}
-        self._half_imported = set()
-        self._executed = set()
-        self._locked_for_fork = {}
+        self._listeners: dict[str, list[Listener]] = {}
+        self._half_imported: set[str] = set()
+        self._executed: set[str] = set()
+        self._locked_for_fork: dict[int, bool] = {}
 
     def arm(self, roots) -> None:
         """Activate the patches when one of these root packages is imported; does nothing the second time."""
@@ -83,6 +93,12 @@ class Finder:
         if name in sys.modules and not self.is_imported(name):
             self._half_imported.add(name)
 
+    def forget(self, name, listener) -> None:
+        """Call the listener no longer."""
+        listeners = self._listeners.get(name, [])
+        if listener in listeners:
+            listeners.remove(listener)
+
     def is_imported(self, name) -> bool:
         """Return whether the module has been executed; a module whose hooks run at this moment has."""
         import sys
@@ -94,7 +110,7 @@ class Finder:
         """Call the listeners of a module; what they raise makes the import fail."""
         import sys
 
-        if name in self._listeners and name in sys.modules:  # not one that is loaded under no name
+        if self._listeners.get(name) and name in sys.modules:  # not one that is loaded under no name
             if sys.modules[name] is module:
                 self._executed.add(name)
             try:
@@ -116,7 +132,7 @@ class Finder:
         import sys
 
         self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
-        is_awaited = fullname in self._listeners or self._half_imported
+        is_awaited = self._listeners.get(fullname) or self._half_imported
         if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
             return None
         spec = self._ask_others(fullname, path, target)

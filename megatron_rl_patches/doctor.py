@@ -261,9 +261,8 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def framework_names(patches: Iterable[Patch], settings: Settings) -> list[str]:
-    """Return every package that a patch changes, or in which it looks for copies of the changed functions."""
-    sites = [site for patch in patches for site in patch.sites_for(settings)]
-    return sorted({name for site in sites for name in (site.framework, *site.reexported_by)})
+    """Return every package that a patch changes."""
+    return sorted({site.framework for patch in patches for site in patch.sites_for(settings)})
 
 
 def examine_framework(name: str) -> Framework:

@@ -362,7 +362,6 @@ def bridge_train(
     "_update_model_config_funcs",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
-    reexported_by=("nemo_rl",),
 )
 def bridge_update_model_config_funcs(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

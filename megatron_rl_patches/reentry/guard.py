@@ -105,8 +105,8 @@ class TrainGuard:
                 config.no_sync_func = installed
                 _log.warning(
                     "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
-                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does, or "
-                    "guard the loop with reentrant_train(..., installs=False)."
+                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
+                    "or guard the loop with reentrant_train(..., installs=False)."
                 )
 
 
