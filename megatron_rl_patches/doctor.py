@@ -253,10 +253,9 @@ def _in_this_process() -> list[str]:
 
 
 def framework_names(patches: Iterable[Patch], statuses: Iterable[SiteStatus]) -> list[str]:
-    """Return every package that a patch changes, or in which it looks for copies of the changed functions."""
-    copiers = {name for patch in patches for site in patch.sites for name in site.reexported_by}
+    """Return every package that a patch changes."""
     # A patch whose own code fails stands in the place of a framework.
-    return sorted(({s.framework for s in statuses} | copiers) - {patch.name for patch in patches})
+    return sorted({s.framework for s in statuses} - {patch.name for patch in patches})
 
 
 def examine_framework(name: str) -> Framework:

@@ -36,8 +36,6 @@ class Record:
         self.attribute: PatchedAttribute | None = None
         #: Patch and framework: all sites of a group take effect, or none.
         self.group = (site.patch, site.framework)
-        #: The module has been executed, and its import hook runs. Python still marks it as half imported.
-        self.import_hook_runs = False
 
     @property
     def is_required(self) -> bool:
@@ -56,7 +54,7 @@ class Record:
         if self.site.module == PROGRAM:
             defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
             return defined and Environment().has_package(PROGRAM)
-        return self.import_hook_runs or is_imported(self.site.module)
+        return is_imported(self.site.module)
 
     @property
     def is_reverted(self) -> bool:

@@ -23,7 +23,7 @@ from ..errors import MegatronRLPatchesError
 #: The module that Python executes as the program. It is never imported under this name.
 PROGRAM = "__main__"
 # Packages whose finders are import hooks.
-_HOOKS = frozenset({"wrapt", "megatron_rl_patches", "_megatron_rl_patches_startup"})
+_HOOKS = frozenset({"wrapt", "_megatron_rl_patches_startup"})
 
 
 class Source(Protocol):

@@ -26,7 +26,7 @@ class Site:
     """One function or method of a framework that a patch wraps.
 
     Attributes:
-        module: the module that *defines* the target; never a root package (wrapt cannot hook those).
+        module: the module that *defines* the target; a root package will do, too.
         qualname: ``function`` or ``Class.method`` in that module.
         adapter: called in place of the target, with the target as its first argument.
         parameters: parameters of the target that the adapter binds by name.
@@ -36,7 +36,6 @@ class Site:
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
-        reexported_by: root packages of *other* frameworks that copy the name (``from module import name``).
         pass_options: the adapter is also given ``options=``, an instance of the dataclass that the patch
             declares, as the patch was last applied with it.
         patch: name of the patch; :class:`Patch` fills it in.
@@ -50,7 +49,6 @@ class Site:
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
-    reexported_by: tuple[str, ...] = ()
     pass_options: bool = False
     patch: str = ""
 

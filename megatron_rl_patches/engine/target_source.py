@@ -77,9 +77,8 @@ class TargetSource:
         """
         owner, name = resolve(module, qualname)
         original = list(layers(vars(owner)[name]))[-1]
-        code = getattr(original, "__code__", None)
-        file = getattr(module, "__file__", None)
-        foreign = code is not None and file is not None and code.co_filename != file
+        namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
+        foreign = namespace is not None and namespace.get("__name__") != module.__name__
         home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
         return replace(self, original=original, replaced_by=home if foreign else None)
 
@@ -137,7 +136,9 @@ def is_defined(module: ModuleType, qualname: str) -> bool:
 
 def layers(function: Any) -> Iterator[Any]:
     """Yield the object itself, and what it wraps, down to the original."""
-    while function is not None:
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:  # a cycle ends where it began
+        seen.add(id(function))
         yield function
         function = getattr(function, "__wrapped__", None)
 

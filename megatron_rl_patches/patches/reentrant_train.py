@@ -191,8 +191,9 @@ def _train(
     *,
     options: ReentrantTrainOptions,
     timers: Any = None,
+    installs: bool = True,
 ) -> Any:
-    from ..reentry.guard import TrainGuard, installs_sync_functions
+    from ..reentry.guard import TrainGuard
     from ..reentry.training_warnings import watched
 
     bound = _arguments(wrapped, args, kwargs)
@@ -201,7 +202,7 @@ def _train(
         optimizer=bound.get("optimizer"),
         timers=timers,
         config=bound.get("config"),
-        installs=installs_sync_functions(wrapped),
+        installs=installs,
     )
     if not options.warn:
         with guard:
@@ -365,7 +366,8 @@ def bridge_train(
     options: ReentrantTrainOptions,
 ) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    return _train(wrapped, instance, args, kwargs, options=options, timers=timers)
+    # setup() has installed the sync functions, once.
+    return _train(wrapped, instance, args, kwargs, options=options, timers=timers, installs=False)
 
 
 @patch.wrap(
@@ -373,7 +375,6 @@ def bridge_train(
     "_update_model_config_funcs",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
-    reexported_by=("nemo_rl",),
 )
 def bridge_update_model_config_funcs(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

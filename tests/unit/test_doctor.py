@@ -212,9 +212,9 @@ class TestFramework:
 
 
 def test_the_frameworks_are_those_of_the_patches() -> None:
-    patch = patch_with(("megatron.core.part", "f"), ("framework.model", "g"), reexported_by=("copier",))
+    patch = patch_with(("megatron.core.part", "f"), ("framework.model", "g"))
     statuses = judge_all(Environment(), [patch], Settings())
-    assert doctor.framework_names([patch], statuses) == ["copier", "framework", "megatron.core"]
+    assert doctor.framework_names([patch], statuses) == ["framework", "megatron.core"]
 
 
 @pytest.fixture(scope="module")
