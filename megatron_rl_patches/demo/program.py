@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from . import digits
-from .objectives import policy_loss
 from .policy import answer, build, make_generator, mean_over_ranks, tensor_parallel_size
 from .teachers import Teachers
-from .training import shuffled, train
+from .training import policy_loss, shuffled, train
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
