@@ -138,13 +138,12 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
-    unset = f"unset {shlex.quote(name)}"
-    endings = [variable.removeprefix(VARIABLE) for variable in variables()]
-    nearest = _nearest(name.removeprefix(VARIABLE), endings)
-    if nearest is None:
-        return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
-    meant = VARIABLE + nearest
-    return Problem(f"{name}: no such variable; there is {meant}", f"{unset}; {_export(meant, value)}")
+    remedy = f"unset {shlex.quote(name)}"
+    meant = _nearest(name.removeprefix(VARIABLE), [known.removeprefix(VARIABLE) for known in variables()])
+    if meant is None:
+        return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", remedy)
+    variable = VARIABLE + meant
+    return Problem(f"{name}: no such variable; there is {variable}", f"{remedy}; {_export(variable, value)}")
 
 
 def problems_of(
@@ -178,16 +177,13 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     known = startup_trigger._roots() | {"megatron_rl_patches"}
     needed = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed"))
     unnamed = [root for root in needed if root not in known]
-    named = choice.variables.get(ROOTS_VARIABLE, "")
-    absent = [root for root in items(named) if not Environment().finds(root)]
-    remedy = _export(
-        ROOTS_VARIABLE, ",".join([*filter(None, [_replaced(named, dict.fromkeys(absent))]), *unnamed])
-    )
+    named = items(choice.variables.get(ROOTS_VARIABLE, ""))
+    absent = [root for root in named if not Environment().finds(root)]
+    remedy = _export(ROOTS_VARIABLE, ",".join([*(root for root in named if root not in absent), *unnamed]))
     for root in absent:
         yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
     for root in unnamed:
-        message = f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
-        yield Problem(message, remedy)
+        yield Problem(f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}", remedy)
 
 
 def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
@@ -203,10 +199,17 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
 def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
     module, _, function = item.partition(":")
     message = f"{status}; {variable} names it"
-    if status.state == "absent":
+    environment = Environment()
+    package, _, name = module.rpartition(".")
+    if text := environment.read(module):
+        nearest = _nearest(function, functions_in(text))
+        meant = nearest and f"{module}:{nearest}"
+    else:
+        nearest = _nearest(name, environment.modules_in(package))
+        meant = nearest and f"{package}.{nearest}:{function}"
+    if meant is None and status.state == "absent":
         return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')
-    nearest = _nearest(function, functions_in(Environment().read(module) or ""))
-    value = _replaced(choice.variables[variable], {item: nearest and f"{module}:{nearest}"})
+    value = _replaced(choice.variables[variable], {item: meant})
     return Problem(message, _export(variable, value) if value else f"unset {variable}")
 
 
@@ -267,8 +270,10 @@ def examine_framework(name: str) -> Framework:
 
 def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
     """Find the startup file, and try it in a child process."""
-    in_site, elsewhere = find_startup_file()
-    file = str(in_site) if in_site else None
+    folders_read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
+    files = [Path(folder, STARTUP_FILE) for folder in sorted(folders_read.union(sys.path))]
+    files = sorted(filter(Path.is_file, files), key=lambda file: str(file.parent) not in folders_read)
+    file = str(files[0]) if files else None
     try:
         command = [sys.executable, "-c", _PROBE]
         child = subprocess.run(
@@ -278,24 +283,17 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
         return Startup(file, False, f"a child process could not be tried: {error}")
     if child.stdout.split()[-1:] == ["True"]:
         return Startup(file, True, "a new process of this Python has the import trigger")
-    if file:
-        complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
-        return Startup(file, False, complaint[0])
-    if elsewhere:
-        reason = f"{elsewhere.parent} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
-        return Startup(str(elsewhere), False, f"{reason}: Python reads no .pth file there")
-    reason = f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
-    return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
-
-
-def find_startup_file() -> tuple[Path | None, Path | None]:
-    """Return the startup file in a folder where Python reads it, and one in a folder where it does not."""
-    read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
-    candidates = [Path(folder, STARTUP_FILE) for folder in sorted(read.union(sys.path))]
-    files = [file for file in candidates if file.is_file()]
-    in_site = (file for file in files if str(file.parent) in read)
-    elsewhere = (file for file in files if str(file.parent) not in read)
-    return next(in_site, None), next(elsewhere, None)
+    if file is None:
+        reason = (
+            f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
+        )
+        return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
+    folder = str(Path(file).parent)
+    if folder not in folders_read:
+        reason = f"{folder} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
+        return Startup(file, False, f"{reason}: Python reads no .pth file there")
+    complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
+    return Startup(file, False, complaint[0])
 
 
 def _version_of(distribution: str, file: str | None = None) -> str | None:

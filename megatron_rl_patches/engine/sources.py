@@ -55,6 +55,12 @@ class Environment:
         """Return whether ``import`` would find the module; a bare folder is one, too."""
         return _find_spec(module) is not None
 
+    def modules_in(self, package: str) -> list[str]:
+        """Return the names of the modules and packages in a package or bare folder."""
+        spec = _find_spec(package)
+        folders = spec.submodule_search_locations if spec else None
+        return [module.name for module in pkgutil.iter_modules(folders or [])]
+
     def read(self, module: str) -> str | None:
         spec = _find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None

@@ -358,6 +358,11 @@ class TestConfiguredFunctions:
                 "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:Trainer.fit",
             ),
             (
+                "mrp_framework.lop:train",
+                "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
+                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:train",
+            ),
+            (
                 "mrp_framework.loop:zzz",
                 "loop does not define zzz",
                 "unset MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS",
