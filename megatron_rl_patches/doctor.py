@@ -129,21 +129,20 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     value, known = ours.get(VARIABLE, ""), registry.patches()
     selection = parse_selection(value, known)
     if selection.unknown:
-        nearest = {item: _nearest(item.removeprefix("-"), known) for item in selection.unknown}
-        meant = {item: name and item.startswith("-") * "-" + name for item, name in nearest.items()}
+        corrected = _corrected(value, selection.unknown, [*known, *(f"-{name}" for name in known)])
         message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, _replaced(value, meant) or "all")))
+        problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
     names = tuple(patch.name for patch in selection.patches())
     return Choice(names, settings, tuple(problems), ours)
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
-    remedy = f"unset {shlex.quote(name)}"
-    meant = _nearest(name.removeprefix(VARIABLE), [known.removeprefix(VARIABLE) for known in variables()])
-    if meant is None:
-        return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", remedy)
-    variable = VARIABLE + meant
-    return Problem(f"{name}: no such variable; there is {variable}", f"{remedy}; {_export(variable, value)}")
+    unset = f"unset {shlex.quote(name)}"
+    endings = [known.removeprefix(VARIABLE) for known in variables()]
+    if meant := difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1):
+        known = VARIABLE + meant[0]
+        return Problem(f"{name}: no such variable; there is {known}", f"{unset}; {_export(known, value)}")
+    return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
 
 
 def problems_of(
@@ -175,15 +174,16 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
     # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
-    needed = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed"))
-    unnamed = [root for root in needed if root not in known]
-    named = items(choice.variables.get(ROOTS_VARIABLE, ""))
-    absent = [root for root in named if not Environment().finds(root)]
-    remedy = _export(ROOTS_VARIABLE, ",".join([*(root for root in named if root not in absent), *unnamed]))
+    needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
+    named = choice.variables.get(ROOTS_VARIABLE, "")
+    absent = [root for root in items(named) if not Environment().finds(root)]
+    corrected = items(_corrected(named, absent, needed))
+    remedy = _export(ROOTS_VARIABLE, ",".join([*corrected, *sorted(needed - known - {*corrected})]))
     for root in absent:
         yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
-    for root in unnamed:
-        yield Problem(f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}", remedy)
+    for root in sorted(needed - known):
+        message = f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
+        yield Problem(message, remedy)
 
 
 def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
@@ -198,28 +198,22 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
 
 def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
     module, _, function = item.partition(":")
-    message = f"{status}; {variable} names it"
+    package, _, _ = module.rpartition(".")
     environment = Environment()
-    package, _, name = module.rpartition(".")
     if text := environment.read(module):
-        nearest = _nearest(function, functions_in(text))
-        meant = nearest and f"{module}:{nearest}"
+        known = [f"{module}:{name}" for name in functions_in(text)]
     else:
-        nearest = _nearest(name, environment.modules_in(package))
-        meant = nearest and f"{package}.{nearest}:{function}"
-    if meant is None and status.state == "absent":
+        known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
+    message = f"{status}; {variable} names it"
+    if status.state == "absent" and not known:
         return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')
-    value = _replaced(choice.variables[variable], {item: meant})
-    return Problem(message, _export(variable, value) if value else f"unset {variable}")
+    return Problem(message, _export(variable, _corrected(choice.variables[variable], [item], known)))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
-
-
-def _replaced(value: str, replacements: Mapping[str, str | None]) -> str:
-    """Return a list of items with some of them replaced, or left out where the replacement is ``None``."""
-    return ",".join(filter(None, (replacements.get(item, item) for item in items(value))))
+def _corrected(value: str, wrong: Iterable[str], known: Iterable[str]) -> str:
+    """Return a list of items with the nearest known one in the place of each wrong one, or without it."""
+    nearest = {item: difflib.get_close_matches(item, [*known], 1) for item in wrong}
+    return ",".join(part for item in items(value) for part in nearest.get(item, [item]))
 
 
 def _export(variable: str, value: str) -> str:

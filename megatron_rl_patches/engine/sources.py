@@ -80,7 +80,7 @@ def is_the_program(module: str) -> bool:
 
 def _find_spec(module: str) -> ModuleSpec | None:
     if module == PROGRAM:
-        program = sys.modules[PROGRAM]
+        program = sys.modules.get(PROGRAM)
         file = getattr(program, "__file__", None)
         return getattr(program, "__spec__", None) or (file and spec_from_file_location(PROGRAM, file))
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.

@@ -81,8 +81,12 @@ class _Rank(NamedTuple):
     pipe: connection.Connection
     stack_file: Path
 
-    def is_done(self, outcome: Outcome) -> bool:
-        """Take what the rank has sent, and return whether it is done, or has died."""
+    def is_done(self, outcome: Outcome, since: float) -> bool:
+        """Take what the rank has sent, and return whether it is done, or has died since a moment.
+
+        A rank that has died counts as dead since that moment. Most often the others that fail in the meantime
+        do so because they wait for it.
+        """
         has_ended = not self.process.is_alive()  # asked first, as what it has sent is in the pipe by then
         try:
             while self.pipe.poll():
@@ -97,7 +101,7 @@ class _Rank(NamedTuple):
             has_ended = True
         if has_ended:
             outcome.died[self.number] = self.death()
-            outcome.failed_at.setdefault(self.number, time.monotonic())
+            outcome.failed_at.setdefault(self.number, since)
         return has_ended
 
     def stacks(self) -> str:
@@ -175,12 +179,11 @@ class RankPool:
                 rank.pipe.send((task, once))
         running = list(self._ranks)
         outcome = Outcome()
-        while running and (remaining := deadline - time.monotonic()) > 0:
+        while running and (now := time.monotonic()) < deadline:
             # The pipe of a rank that has died stays open as long as a process lives that it has started.
-            connection.wait(
-                [end for rank in running for end in (rank.pipe, rank.process.sentinel)], remaining
-            )
-            running = [rank for rank in running if not rank.is_done(outcome)]
+            ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
+            connection.wait(ends, deadline - now)
+            running = [rank for rank in running if not rank.is_done(outcome, since=now)]
             if outcome.failed_at:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         outcome.stacks.update({rank.number: rank.stacks() for rank in running})
