@@ -165,8 +165,10 @@ def problems_of(
     misnamed = [s for s in selected if s.state in ("absent", "missing") and s.target in configured]
     problems += [_misnamed_function(s, *configured[s.target], choice) for s in misnamed]
     others = [fault for fault in faults if fault not in misnamed]
-    without = ",".join([choice.variables.get(VARIABLE, ""), *sorted({f"-{fault.patch}" for fault in others})])
-    return problems + [Problem(str(fault), _export(VARIABLE, without)) for fault in others]
+    unfit = sorted({fault.patch for fault in others})
+    without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
+    remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")
+    return problems + [Problem(str(fault), remedy) for fault in others]
 
 
 def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterator[Problem]:
