@@ -129,22 +129,20 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     value, known = ours.get(VARIABLE, ""), registry.patches()
     selection = parse_selection(value, known)
     if selection.unknown:
-        nearest = {item: _nearest(item.removeprefix("-"), known) for item in selection.unknown}
-        meant = {item: name and item.startswith("-") * "-" + name for item, name in nearest.items()}
+        corrected = _corrected(value, selection.unknown, [*known, *(f"-{name}" for name in known)])
         message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, _replaced(value, meant) or "all")))
+        problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
     names = tuple(patch.name for patch in selection.patches())
     return Choice(names, settings, tuple(problems), ours)
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
     unset = f"unset {shlex.quote(name)}"
-    endings = [variable.removeprefix(VARIABLE) for variable in variables()]
-    nearest = _nearest(name.removeprefix(VARIABLE), endings)
-    if nearest is None:
-        return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
-    meant = VARIABLE + nearest
-    return Problem(f"{name}: no such variable; there is {meant}", f"{unset}; {_export(meant, value)}")
+    endings = [known.removeprefix(VARIABLE) for known in variables()]
+    if meant := difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1):
+        known = VARIABLE + meant[0]
+        return Problem(f"{name}: no such variable; there is {known}", f"{unset}; {_export(known, value)}")
+    return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
 
 
 def problems_of(
@@ -167,8 +165,10 @@ def problems_of(
     misnamed = [s for s in selected if s.state in ("absent", "missing") and s.target in configured]
     problems += [_misnamed_function(s, *configured[s.target], choice) for s in misnamed]
     others = [fault for fault in faults if fault not in misnamed]
-    without = ",".join([choice.variables.get(VARIABLE, ""), *sorted({f"-{fault.patch}" for fault in others})])
-    return problems + [Problem(str(fault), _export(VARIABLE, without)) for fault in others]
+    unfit = sorted({fault.patch for fault in others})
+    without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
+    remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")
+    return problems + [Problem(str(fault), remedy) for fault in others]
 
 
 def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterator[Problem]:
@@ -176,16 +176,14 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
     # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
-    needed = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed"))
-    unnamed = [root for root in needed if root not in known]
+    needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
     named = choice.variables.get(ROOTS_VARIABLE, "")
     absent = [root for root in items(named) if not Environment().finds(root)]
-    remedy = _export(
-        ROOTS_VARIABLE, ",".join([*filter(None, [_replaced(named, dict.fromkeys(absent))]), *unnamed])
-    )
+    corrected = items(_corrected(named, absent, needed))
+    remedy = _export(ROOTS_VARIABLE, ",".join([*corrected, *sorted(needed - known - {*corrected})]))
     for root in absent:
         yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
-    for root in unnamed:
+    for root in sorted(needed - known):
         message = f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
         yield Problem(message, remedy)
 
@@ -202,21 +200,22 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
 
 def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
     module, _, function = item.partition(":")
+    package, _, _ = module.rpartition(".")
+    environment = Environment()
+    if text := environment.read(module):
+        known = [f"{module}:{name}" for name in functions_in(text)]
+    else:
+        known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
     message = f"{status}; {variable} names it"
-    if status.state == "absent":
+    if status.state == "absent" and not known:
         return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')
-    nearest = _nearest(function, functions_in(Environment().read(module) or ""))
-    value = _replaced(choice.variables[variable], {item: nearest and f"{module}:{nearest}"})
-    return Problem(message, _export(variable, value) if value else f"unset {variable}")
+    return Problem(message, _export(variable, _corrected(choice.variables[variable], [item], known)))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, list(known), 1)), None)
-
-
-def _replaced(value: str, replacements: Mapping[str, str | None]) -> str:
-    """Return a list of items with some of them replaced, or left out where the replacement is ``None``."""
-    return ",".join(filter(None, (replacements.get(item, item) for item in items(value))))
+def _corrected(value: str, wrong: Iterable[str], known: Iterable[str]) -> str:
+    """Return a list of items with the nearest known one in the place of each wrong one, or without it."""
+    nearest = {item: difflib.get_close_matches(item, [*known], 1) for item in wrong}
+    return ",".join(part for item in items(value) for part in nearest.get(item, [item]))
 
 
 def _export(variable: str, value: str) -> str:
@@ -266,8 +265,10 @@ def examine_framework(name: str) -> Framework:
 
 def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
     """Find the startup file, and try it in a child process."""
-    in_site, elsewhere = find_startup_file()
-    file = str(in_site) if in_site else None
+    folders_read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
+    files = [Path(folder, STARTUP_FILE) for folder in sorted(folders_read.union(sys.path))]
+    files = sorted(filter(Path.is_file, files), key=lambda file: str(file.parent) not in folders_read)
+    file = str(files[0]) if files else None
     try:
         command = [sys.executable, "-c", _PROBE]
         child = subprocess.run(
@@ -277,24 +278,17 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
         return Startup(file, False, f"a child process could not be tried: {error}")
     if child.stdout.split()[-1:] == ["True"]:
         return Startup(file, True, "a new process of this Python has the import trigger")
-    if file:
-        complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
-        return Startup(file, False, complaint[0])
-    if elsewhere:
-        reason = f"{elsewhere.parent} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
-        return Startup(str(elsewhere), False, f"{reason}: Python reads no .pth file there")
-    reason = f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
-    return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
-
-
-def find_startup_file() -> tuple[Path | None, Path | None]:
-    """Return the startup file in a folder where Python reads it, and one in a folder where it does not."""
-    read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
-    candidates = [Path(folder, STARTUP_FILE) for folder in sorted(read.union(sys.path))]
-    files = [file for file in candidates if file.is_file()]
-    in_site = (file for file in files if str(file.parent) in read)
-    elsewhere = (file for file in files if str(file.parent) not in read)
-    return next(in_site, None), next(elsewhere, None)
+    if file is None:
+        reason = (
+            f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
+        )
+        return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
+    folder = str(Path(file).parent)
+    if folder not in folders_read:
+        reason = f"{folder} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
+        return Startup(file, False, f"{reason}: Python reads no .pth file there")
+    complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
+    return Startup(file, False, complaint[0])
 
 
 def _version_of(distribution: str, file: str | None = None) -> str | None:

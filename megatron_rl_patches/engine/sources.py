@@ -55,6 +55,12 @@ class Environment:
         """Return whether ``import`` would find the module; a bare folder is one, too."""
         return _find_spec(module) is not None
 
+    def modules_in(self, package: str) -> list[str]:
+        """Return the names of the modules and packages in a package or bare folder."""
+        spec = _find_spec(package)
+        folders = spec.submodule_search_locations if spec else None
+        return [module.name for module in pkgutil.iter_modules(folders or [])]
+
     def read(self, module: str) -> str | None:
         spec = _find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
@@ -74,7 +80,7 @@ def is_the_program(module: str) -> bool:
 
 def _find_spec(module: str) -> ModuleSpec | None:
     if module == PROGRAM:
-        program = sys.modules[PROGRAM]
+        program = sys.modules.get(PROGRAM)
         file = getattr(program, "__file__", None)
         return getattr(program, "__spec__", None) or (file and spec_from_file_location(PROGRAM, file))
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,8 +20,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-import psutil
 
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 # They may also wait for the failed rank for ever.
@@ -82,8 +81,12 @@ class _Rank(NamedTuple):
     pipe: connection.Connection
     stack_file: Path
 
-    def is_done(self, outcome: Outcome) -> bool:
-        """Take what the rank has sent, and return whether it is done, or has died."""
+    def is_done(self, outcome: Outcome, since: float) -> bool:
+        """Take what the rank has sent, and return whether it is done, or has died since a moment.
+
+        A rank that has died counts as dead since that moment. Most often the others that fail in the meantime
+        do so because they wait for it.
+        """
         has_ended = not self.process.is_alive()  # asked first, as what it has sent is in the pipe by then
         try:
             while self.pipe.poll():
@@ -98,7 +101,7 @@ class _Rank(NamedTuple):
             has_ended = True
         if has_ended:
             outcome.died[self.number] = self.death()
-            outcome.failed_at.setdefault(self.number, time.monotonic())
+            outcome.failed_at.setdefault(self.number, since)
         return has_ended
 
     def stacks(self) -> str:
@@ -161,7 +164,6 @@ class RankPool:
         self._context: Any = context or ForkContext()
         self._env = env or {}
         self._ranks: list[_Rank] = []
-        self._starts = 0
 
     def run(self, task: Any, timeout: float, once: bool = False) -> Outcome:
         """Run the task, which can be pickled, on all ranks, and cut off those that are not done in time.
@@ -177,12 +179,11 @@ class RankPool:
                 rank.pipe.send((task, once))
         running = list(self._ranks)
         outcome = Outcome()
-        while running and (remaining := deadline - time.monotonic()) > 0:
+        while running and (now := time.monotonic()) < deadline:
             # The pipe of a rank that has died stays open as long as a process lives that it has started.
-            connection.wait(
-                [end for rank in running for end in (rank.pipe, rank.process.sentinel)], remaining
-            )
-            running = [rank for rank in running if not rank.is_done(outcome)]
+            ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
+            connection.wait(ends, deadline - now)
+            running = [rank for rank in running if not rank.is_done(outcome, since=now)]
             if outcome.failed_at:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         outcome.stacks.update({rank.number: rank.stacks() for rank in running})
@@ -198,9 +199,7 @@ class RankPool:
 
     def _start(self) -> None:
         variables = {**group_variables(self.size, _free_port()), **self._env}
-        self._starts += 1
-        folder = self._folder / f"start{self._starts}"
-        folder.mkdir()
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
         sys.stdout.flush()
         sys.stderr.flush()
         for number in range(self.size):
@@ -225,8 +224,7 @@ def _serve(
 ) -> None:
     """Run tasks in the process of a rank until the parent closes the pipe."""
     os.setpgid(0, 0)
-    if (parent := parent_process()) is not None:
-        _end_after(lambda: connection.wait([parent.sentinel]), folder)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     os.environ.clear()
     os.environ.update(variables)
     with open(stack_file, "a") as stacks:
@@ -248,27 +246,15 @@ def _serve(
         os._exit(0)
 
 
-def end_with(pid: int, folder: Path) -> None:
-    """End this rank, and the processes that it starts, when another process ends; remove the folder then."""
+def _end_with_parent(folder: Path) -> None:
+    """End this process group when the process that started it has ended, and remove the folder.
 
-    def wait() -> None:
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.2)
-
-    _end_after(wait, folder)
-
-
-def _end_after(wait: Callable[[], object], folder: Path) -> None:
-    """Call ``wait`` in a thread; when it returns, remove the folder and kill this process group."""
-
-    def end() -> None:
-        wait()
+    A parent that is killed can do neither.
+    """
+    if (parent := parent_process()) is not None:
+        connection.wait([parent.sentinel])
         shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=end, daemon=True).start()
 
 
 def _free_port() -> int:

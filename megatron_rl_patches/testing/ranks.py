@@ -81,12 +81,13 @@ def spawn_ranks(
         finally:
             pool.stop()
     if not outcome.went_well:
-        raise _failure(outcome, timeout)
+        raise failure(outcome, timeout)
     values = {sent.rank: sent.value for sent in outcome.sent}
     return [pickle.loads(values[rank]) for rank in range(world_size)]
 
 
-def _failure(outcome: Outcome, timeout: float) -> RanksFailed:
+def failure(outcome: Outcome, timeout: float) -> RanksFailed:
+    """Return the error for ranks that have failed, or have not been done in time."""
     failed = outcome.failed
     if failed:
         message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")

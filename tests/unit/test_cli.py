@@ -73,7 +73,7 @@ class TestDoctor:
         invoke("doctor")
         monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
         message = f"test-patch: {TARGET}: drifted: it no longer takes model"
-        remedy = "export MEGATRON_RL_PATCHES=1,-test-patch"
+        remedy = "export MEGATRON_RL_PATCHES=0"
         shown = invoke("doctor", code=1).stdout
         assert f"- {message}\n  {remedy}\n" in shown
         assert shown.count("it no longer takes model") == 1

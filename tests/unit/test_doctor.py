@@ -107,7 +107,7 @@ INSTALL_WRAPT = f"{shlex.quote(sys.executable)} -m pip install 'wrapt>=1.16,<3'"
             FIRES,
             "2.5.2",
             "patch: slime.train: drifted: why",
-            "export MEGATRON_RL_PATCHES=1,-patch",
+            "export MEGATRON_RL_PATCHES=0",
         ),
         (("another",), [FAULT], FIRES, "2.5.2", "", ""),
         (
@@ -150,7 +150,7 @@ def test_problems_of(
 )
 def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: list[str]) -> None:
     faults = [replace(FAULT, patch=patch) for patch in ("lean-loss", "lean-head")]
-    choice = Choice(("lean-head", "lean-loss"), Settings(), (), {"MEGATRON_RL_PATCHES": value})
+    choice = choice_of({"MEGATRON_RL_PATCHES": value})
     problems = problems_of(choice, faults, FIRES, "2.5.2")
     (remedy,) = {problem.remedy for problem in problems}
     variable, _, value = remedy.removeprefix("export ").partition("=")
@@ -315,7 +315,7 @@ def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: py
     assert problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=json,framework"
     misspelt, problem = problems(MEGATRON_RL_PATCHES_ROOTS="framwork,json")
     assert misspelt.message == "MEGATRON_RL_PATCHES_ROOTS names framwork, which is not in this environment"
-    assert misspelt.remedy == problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=json,framework"
+    assert misspelt.remedy == problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=framework,json"
     assert problems(MEGATRON_RL_PATCHES_ROOTS="framework") == ()
 
 
@@ -358,9 +358,9 @@ class TestConfiguredFunctions:
                 "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:Trainer.fit",
             ),
             (
-                "mrp_framework.loop:zzz",
-                "loop does not define zzz",
-                "unset MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS",
+                "mrp_framework.lop:train",
+                "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
+                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:train",
             ),
             (
                 "mrp_nowhere.loop:train,mrp_framework.loop:train",
