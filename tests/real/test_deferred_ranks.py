@@ -96,6 +96,7 @@ def test_equals_one_rank(sequence_parallel: bool, frozen: bool) -> None:
 def _refused() -> str:
     """Both ranks refuse, or the one that calls would wait for the other."""
     group = dist.new_group([0, 1])
+    dist.barrier()  # a rank that ends at once would close connections that the other one is still making
     with pytest.raises(InvalidInputError) as refused:
         deferred_logits(torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True)
     return str(refused.value)

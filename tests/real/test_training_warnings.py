@@ -13,7 +13,7 @@ import pytest
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
-PATHS = ("tests.real.test_checks:train",)
+PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
 
 
