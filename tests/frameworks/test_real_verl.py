@@ -138,6 +138,7 @@ def test_its_engine_never_makes_the_logits(verl: list[str], packages: Packages, 
     for seen in spawn_ranks(_engine, ranks, paths, ranks, timeout=300, env=EAGER):
         assert seen["file"].startswith(verl[0])
         for name in ("unpatched", "lean-loss"):
-            torch.testing.assert_close(seen["lean-head"], seen[name], rtol=1e-5, atol=1e-5)
+            # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
+            torch.testing.assert_close(seen["lean-head"], seen[name], rtol=5e-5, atol=1e-5)
             assert seen[f"{name}, largest"] >= seen["logits"]
         assert seen["lean-head, largest"] < seen["logits"] / 2
