@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PatchError
 from . import copies, imports
 from .announce import Announcer, without_logging_errors
+from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .records import Claim, OptionsInForce, Record, waiting
 from .sources import Environment
@@ -276,17 +277,14 @@ class Installer(imports.Listener):
         """
         adapter, announcer, options = site.adapter, self.announcer, self._options.by_patch
 
-        def call(
-            wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
+        def announced(call: Call) -> Any:
             if not announcer.done:
                 with self._log_internal_errors():
                     announcer.once(self.status())
-            if site.pass_options:
-                return adapter(wrapped, instance, args, kwargs, options=options[site.patch])
-            return adapter(wrapped, instance, args, kwargs)
+            call.options = options.get(site.patch)
+            return adapter(call)
 
-        return call
+        return announced
 
     # --- of the process
 

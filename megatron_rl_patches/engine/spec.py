@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from .call import Call, adapter_at
+
 if TYPE_CHECKING:
     from ..settings import Settings
     from .target_source import TargetSource
 
-#: wrapt's convention: ``adapter(wrapped, instance, args, kwargs)``.
-Adapter = Callable[..., Any]
+#: Called in place of a function.
+Adapter = Callable[[Call], Any]
 #: Returns the reason why a site is to be left alone, or ``None``.
 SkipIf = Callable[["TargetSource"], "str | None"]
 
@@ -26,7 +28,7 @@ class Site:
     Attributes:
         module: the module that *defines* the target; a root package will do, too.
         qualname: ``function`` or ``Class.method`` in that module.
-        adapter: called in place of the target, with the target as its first argument.
+        adapter: called in place of the target, with a :class:`.Call`.
         parameters: parameters of the target that the adapter binds by name.
         requires_names: names that the target's body must contain for the adapter to make sense.
         skip_if: returns a reason if the target's code shows that there is nothing to fix; it must not import
@@ -34,8 +36,6 @@ class Site:
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
-        pass_options: the adapter is also given ``options=``, an instance of the dataclass that the patch
-            declares, as the patch was last applied with it.
         patch: name of the patch; :class:`Patch` fills it in.
     """
 
@@ -47,7 +47,6 @@ class Site:
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
-    pass_options: bool = False
     patch: str = ""
 
     @property
@@ -85,14 +84,19 @@ class Patch:
     sites: list[Site] = field(default_factory=list)
     explicit: bool = False
 
-    def wrap(self, module: str, qualname: str, **options: Any) -> Callable[[Adapter], Adapter]:
-        """Attach the decorated adapter to ``module.qualname``; ``options`` are fields of :class:`Site`."""
+    def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Any:
+        """Attach an adapter to ``qualname`` of these modules; ``options`` are fields of :class:`Site`.
+
+        It is the function that ``to`` names as ``"package.module:function"``, imported at the first call, or
+        the decorated one.
+        """
 
         def attach(adapter: Adapter) -> Adapter:
-            self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
+            for module in (modules,) if isinstance(modules, str) else modules:
+                self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
             return adapter
 
-        return attach
+        return attach(adapter_at(to)) if to else attach
 
     def sites_for(self, settings: Settings) -> tuple[Site, ...]:
         """Return all sites: those of the table, and those that follow from the options."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import wrapt
 
+from .call import Call
 from .spec import Adapter, Site
 from .target_source import layers, resolve
 
@@ -64,7 +65,7 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
                     return function(*args, **kwargs)
                 # Where it was read from the class, it is a partial, whose signature is wrong before 2.5.
                 function = self.__wrapped__.__get__(instance, type(instance))
-            return adapter(function, instance, args, kwargs)
+            return adapter(Call(function, instance, args, kwargs))
 
         super().__init__(wrapped, call, lambda: self._self_on)
         self._self_on = False

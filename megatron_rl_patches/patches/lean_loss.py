@@ -27,12 +27,10 @@ that a framework compiles: ``torch.compile`` would look through the wrapper.
 from __future__ import annotations
 
 import ast
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..engine.spec import Patch
 from ..frameworks import SLIME_LIKE
-from ..frameworks.arguments import calls
 
 if TYPE_CHECKING:
     from ..engine.target_source import TargetSource
@@ -98,95 +96,75 @@ patch = Patch(
     upstream=("THUDM/slime#1788", "THUDM/slime#1822", "THUDM/slime#2123", "THUDM/slime#2152"),
 )
 
-for _module in (*_SLIME, f"{_MILES}.loss"):
-    patch.wrap(
-        _module,
-        "loss_function",
-        parameters=("args",),
-        requires_names=("recompute_loss_function",),
-        skip_if=_checkpoints_without_reentrance,
-    )(calls("slime_losses.loss_function"))
-
-for _module in (*_SLIME, f"{_MILES}.loss_hub.logit_processors"):
-    patch.wrap(
-        _module,
-        "get_log_probs_and_entropy",
-        parameters=("logits", "args"),
-        requires_names=(_CALCULATE,),
-        skip_if=_computes_itself,
-    )(calls("slime_losses.get_log_probs_and_entropy"))
-
-for _module in (*_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"):
-    patch.wrap(
-        _module,
-        _CALCULATE,
-        parameters=("logits", "tokens", "tp_group", "with_entropy"),
-        introduced_with=_CALCULATE,
-    )(calls("slime_losses.calculate_log_probs_and_entropy"))
-
-for _module, _qualname in (
-    *((module, "_allgather_cp_redistribute") for module in _SLIME),
+patch.wrap(
+    (*_SLIME, f"{_MILES}.loss"),
+    "loss_function",
+    "megatron_rl_patches.frameworks.slime_losses:loss_function",
+    parameters=("args",),
+    requires_names=("recompute_loss_function",),
+    skip_if=_checkpoints_without_reentrance,
+)
+patch.wrap(
+    (*_SLIME, f"{_MILES}.loss_hub.logit_processors"),
+    "get_log_probs_and_entropy",
+    "megatron_rl_patches.frameworks.slime_losses:get_log_probs_and_entropy",
+    parameters=("logits", "args"),
+    requires_names=(_CALCULATE,),
+    skip_if=_computes_itself,
+)
+patch.wrap(
+    (*_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"),
+    _CALCULATE,
+    "megatron_rl_patches.frameworks.slime_losses:calculate_log_probs_and_entropy",
+    parameters=("logits", "tokens", "tp_group", "with_entropy"),
+    introduced_with=_CALCULATE,
+)
+for _modules, _qualname in (
+    (_SLIME, "_allgather_cp_redistribute"),
     (f"{_MILES}.cp_utils", "allgather_cp_redistribute"),
 ):
     patch.wrap(
-        _module,
+        _modules,
         _qualname,
+        "megatron_rl_patches.frameworks.slime_losses:allgather_cp_redistribute",
         parameters=("res",),
         requires_names=("all_reduce",),
         skip_if=_placeholder_follows_values,
         introduced_with="allgather_cp",
-    )(calls("slime_losses.allgather_cp_redistribute"))
-
-for _module in _SLIME_UTILS:
-    patch.wrap(
-        _module,
-        "compute_log_probs",
-        parameters=("logits", "tokens", "process_group"),
-        requires_names=("fused_vocab_parallel_cross_entropy",),
-        introduced_with="fused_vocab_parallel_cross_entropy",
-    )(calls("slime_losses.compute_log_probs"))
-
+    )
+patch.wrap(
+    _SLIME_UTILS,
+    "compute_log_probs",
+    "megatron_rl_patches.frameworks.slime_losses:compute_log_probs",
+    parameters=("logits", "tokens", "process_group"),
+    requires_names=("fused_vocab_parallel_cross_entropy",),
+    introduced_with="fused_vocab_parallel_cross_entropy",
+)
 patch.wrap(
     _VERL,
     _VERL_LOG_PROBS,
+    "megatron_rl_patches.frameworks.verl_losses:vocab_parallel_log_probs_from_logits",
     parameters=("logits", "labels"),
     requires_names=("vocab_parallel_cross_entropy",),
-)(calls("verl_losses.vocab_parallel_log_probs_from_logits"))
-
+)
+for _name, _introduced in (
+    ("vocab_parallel_entropy", ""),
+    ("vocab_parallel_entropy_with_chunking", "vocab_parallel_entropy_with_chunking"),
+):
+    patch.wrap(
+        _VERL,
+        _name,
+        f"megatron_rl_patches.frameworks.verl_losses:{_name}",
+        parameters=("vocab_parallel_logits",),
+        requires_names=("_VocabParallelEntropy",),
+        introduced_with=_introduced,
+    )
 patch.wrap(
-    _VERL,
-    "vocab_parallel_entropy",
-    parameters=("vocab_parallel_logits",),
-    requires_names=("_VocabParallelEntropy",),
-)(calls("verl_losses.vocab_parallel_entropy"))
-
-patch.wrap(
-    _VERL,
-    "vocab_parallel_entropy_with_chunking",
-    parameters=("vocab_parallel_logits",),
-    requires_names=("_VocabParallelEntropy",),
-    introduced_with="vocab_parallel_entropy_with_chunking",
-)(calls("verl_losses.vocab_parallel_entropy_with_chunking"))
-
-
-@patch.wrap(
     "verl.workers.engine.megatron.transformer_impl",
     "MegatronEngineWithLMHead._lm_head_logits_processor",
+    "megatron_rl_patches.frameworks.verl_losses:lm_head_logits_processor",
     parameters=("logits", "calculate_entropy", "distillation_only"),
     requires_names=(_VERL_LOG_PROBS,),
     skip_if=_does_not_clone,
     introduced_with="_lm_head_logits_processor",
 )
-def verl_logits_processor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _is_ours(inspect.unwrap(wrapped).__globals__.get(_VERL_LOG_PROBS)):
-        return wrapped(*args, **kwargs)
-    from ..frameworks import verl_losses
-
-    return verl_losses.lm_head_logits_processor(wrapped, instance, args, kwargs)
-
-
-def _is_ours(function: Any) -> bool:
-    """Return whether the function is this patch's wrapper, without another wrapper around it."""
-    from ..engine.wrapper import SwitchableWrapper  # here, since `list` and `doctor` work without wrapt
-
-    return type(function) is SwitchableWrapper and function.is_on and function.path[0] == patch.name

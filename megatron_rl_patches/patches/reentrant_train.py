@@ -31,16 +31,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.call import adapter_at
 from ..engine.spec import Patch, Site
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
-from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
     from ..engine.judge import SiteStatus
     from ..engine.target_source import TargetSource
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
+_TRAIN = "megatron_rl_patches.frameworks.reentry:train"
+_SAVE = "megatron_rl_patches.frameworks.reentry:save"
+_MODELS = tuple(f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS)
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -174,64 +177,12 @@ def _named(node: ast.AST, name: str) -> bool:
     )
 
 
-# --- adapters
-
-
-def _arguments(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return bind(wrapped, args, kwargs, defaults=True).arguments
-
-
-def _train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-    timers: Any = None,
-    installs: bool = True,
-) -> Any:
-    from ..reentry.checks import watched
-    from ..reentry.guard import TrainGuard
-
-    bound = _arguments(wrapped, args, kwargs)
-    guard = TrainGuard(
-        bound["model"],
-        optimizer=bound.get("optimizer"),
-        timers=timers,
-        config=bound.get("config"),
-        installs=installs,
-    )
-    if not options.warn:
-        with guard:
-            return wrapped(*args, **kwargs)
-    from ..frameworks import rollout_log_probs
-
-    rollout_log_probs.check(bound.get("data_iterator"))
-    with watched(bound["model"], bound.get("optimizer")), guard:
-        return wrapped(*args, **kwargs)
-
-
-def _forward_step(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.checks import note_tokens
-
-    result = wrapped(*args, **kwargs)
-    note_tokens(result)
-    return result
-
-
-def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.forward_pre_hooks import preserved_hooks
-
-    with preserved_hooks(_arguments(wrapped, args, kwargs)["model"]):
-        return wrapped(*args, **kwargs)
+# --- sites
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = (path.split(":") for path in options.train_functions)
-    return tuple(
-        Site(module, qualname, _train, parameters=("model",), pass_options=True) for module, qualname in paths
-    )
+    return tuple(Site(module, name, adapter_at(_TRAIN), parameters=("model",)) for module, name in paths)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -241,8 +192,6 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     return checks.found()
 
 
-# --- sites
-
 patch = Patch(
     name="reentrant-train",
     summary="train(), save() and evaluation can be called again and again on the same model",
@@ -251,139 +200,69 @@ patch = Patch(
     configured=_configured,
     notes=_notes,
 )
-
-
-@patch.wrap(
+patch.wrap(
     _DDP,
     "DistributedDataParallel.disable_forward_pre_hook",
+    "megatron_rl_patches.frameworks.reentry:disable_forward_pre_hook",
     parameters=("param_sync",),
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_disable_is_harmless,
 )
-def disable_forward_pre_hook(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry import forward_pre_hooks
-
-    forward_pre_hooks.disable(wrapped, instance, *args, **kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     _DDP,
     "DistributedDataParallel.enable_forward_pre_hook",
+    "megatron_rl_patches.frameworks.reentry:enable_forward_pre_hook",
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_enable_is_harmless,
 )
-def enable_forward_pre_hook(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry import forward_pre_hooks
-
-    forward_pre_hooks.enable(wrapped, instance)
-
-
 patch.wrap(
     "megatron.core.pipeline_parallel.schedules",
     "forward_step",
+    "megatron_rl_patches.frameworks.reentry:forward_step",
     introduced_with="forward_step",
     optional_module=True,
-)(_forward_step)
-
-for _framework in WITH_MEGATRON_UTILS:
-    _module = f"{_framework}.backends.megatron_utils.model"
-    patch.wrap(
-        _module,
-        "train",
-        parameters=("model", "optimizer"),
-        skip_if=_train_is_reentrant,
-        pass_options=True,
-    )(_train)
-    patch.wrap(_module, "save", parameters=("model",), skip_if=_restores_hooks)(_save)
-
-
-@patch.wrap(
+)
+patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
+patch.wrap(
+    _MODELS,
+    "save",
+    "megatron_rl_patches.frameworks.reentry:save",
+    parameters=("model",),
+    skip_if=_restores_hooks,
+)
+patch.wrap(
     "megatron.training.training",
     "train",
+    "megatron_rl_patches.frameworks.reentry:megatron_train",
     parameters=("model", "optimizer", "config"),
     skip_if=_train_is_reentrant,
-    pass_options=True,
 )
-def megatron_train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-) -> Any:
-    from megatron.training.global_vars import get_timers
-
-    return _train(wrapped, instance, args, kwargs, options=options, timers=get_timers())
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.training.training",
     "save_checkpoint_and_time",
+    "megatron_rl_patches.frameworks.reentry:megatron_save",
     parameters=("model",),
     skip_if=_save_is_safe,
 )
-def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from megatron.training.global_vars import get_timers
-
-    from ..reentry.guard import INTERVAL_TIMER
-    from ..reentry.timers import started
-
-    with started(get_timers(), INTERVAL_TIMER):
-        return _save(wrapped, instance, args, kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.bridge.training.train",
     "train",
+    "megatron_rl_patches.frameworks.reentry:bridge_train",
     parameters=("model", "optimizer", "global_state"),
     skip_if=_train_is_reentrant,
-    pass_options=True,
 )
-def bridge_train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-) -> Any:
-    timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    # setup() has installed the sync functions, once.
-    return _train(wrapped, instance, args, kwargs, options=options, timers=timers, installs=False)
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.bridge.training.setup",
     "_update_model_config_funcs",
+    "megatron_rl_patches.frameworks.reentry:bridge_set_up",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
 )
-def bridge_update_model_config_funcs(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    from ..reentry.sync_functions import clear_installed
-
-    bound = _arguments(wrapped, args, kwargs)
-    clear_installed(bound["model"], bound["model_config"])
-    return wrapped(*args, **kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     "verl.utils.megatron_utils",
     "register_megatron_training_hooks",
+    "megatron_rl_patches.frameworks.reentry:verl_register",
     parameters=("model", "optimizer"),
     skip_if=_chunks_may_share_a_config,
     introduced_with="no_sync_func",
 )
-def verl_register_megatron_training_hooks(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry.sync_functions import install_per_config
-
-    bound = _arguments(wrapped, args, kwargs)
-    install_per_config(lambda chunks: wrapped(**{**bound, "model": chunks}), bound["model"])

@@ -18,11 +18,10 @@ opposite fault, which never restore a schedule that was saved.
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..engine.spec import Patch
 from ..frameworks import WITH_MEGATRON_UTILS
-from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
     from ..engine.target_source import TargetSource
@@ -42,35 +41,21 @@ def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
     return None if advances else "it does not advance the scheduler after loading"
 
 
-def _initialize(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks.resumed_scheduler import keep_loaded_step
-
-    with keep_loaded_step():
-        return wrapped(*args, **kwargs)
-
-
-def _load_checkpoint(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks.resumed_scheduler import record_loaded_step
-
-    result = wrapped(*args, **kwargs)
-    record_loaded_step(bind(wrapped, args, kwargs).arguments.get("opt_param_scheduler"))
-    return result
-
-
 patch = Patch(
     name="scheduler-resume",
     summary="the learning-rate schedule goes on where the checkpoint left it, not at twice that step",
     upstream=("THUDM/slime#1546", "THUDM/slime#1761", "THUDM/slime#1775", "radixark/miles#1627"),
 )
 
-for _framework in WITH_MEGATRON_UTILS:
-    patch.wrap(
-        f"{_framework}.backends.megatron_utils.model",
-        "initialize_model_and_optimizer",
-        skip_if=_leaves_the_schedule_alone,
-    )(_initialize)
-    patch.wrap(
-        f"{_framework}.backends.megatron_utils.checkpoint",
-        "load_checkpoint",
-        parameters=("opt_param_scheduler",),
-    )(_load_checkpoint)
+patch.wrap(
+    tuple(f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS),
+    "initialize_model_and_optimizer",
+    "megatron_rl_patches.frameworks.resumed_scheduler:initialize",
+    skip_if=_leaves_the_schedule_alone,
+)
+patch.wrap(
+    tuple(f"{framework}.backends.megatron_utils.checkpoint" for framework in WITH_MEGATRON_UTILS),
+    "load_checkpoint",
+    "megatron_rl_patches.frameworks.resumed_scheduler:load_checkpoint",
+    parameters=("opt_param_scheduler",),
+)

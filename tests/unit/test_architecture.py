@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "reentry": HELPERS,
     "inference": {*HELPERS, "_lazy", "losses"},
     "losses": HELPERS,
-    "frameworks": {*HELPERS, "inference", "losses", "reentry"},
+    "frameworks": {*HELPERS, "engine", "inference", "losses", "reentry"},
     # MockDDP behaves as the patched class does while the patch is applied.
     "testing": {*HELPERS, "__init__", "reentry"},
     "demo": {*HELPERS, "__init__", "doctor", "engine", "inference", "losses", "settings", "testing"},
@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
 # The same within the engine; what only type checkers import counts too.
 ENGINE: dict[str, set[str]] = {
     "__init__": set(),
-    "spec": {"target_source"},
+    "call": set(),
+    "spec": {"call", "target_source"},
     "options": set(),
     "sources": set(),
     "target_source": set(),
@@ -45,9 +46,9 @@ ENGINE: dict[str, set[str]] = {
     "announce": {"judge"},
     "copies": set(),
     "imports": set(),
-    "wrapper": {"target_source", "spec"},
+    "wrapper": {"call", "target_source", "spec"},
     "records": {"imports", "judge", "spec", "wrapper"},
-    "installer": {"announce", "copies", "imports", "judge", "records", "sources", "spec", "wrapper"},
+    "installer": {"announce", "call", "copies", "imports", "judge", "records", "sources", "spec", "wrapper"},
     "api": {"installer", "judge", "records", "registry", "sources"},
 }
 

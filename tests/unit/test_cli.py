@@ -30,9 +30,7 @@ Executed = list[tuple[list[str], dict[str, str]]]
 def _one_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry with one patch, no variables, and the output of a pipe."""
     patch = Patch("test-patch", "it can be called again", upstream=("owner/project#1",))
-    patch.wrap("mrp_framework.model", "train", parameters=("model",))(
-        lambda wrapped, instance, args, kwargs: None
-    )
+    patch.wrap("mrp_framework.model", "train", parameters=("model",))(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {patch.name: patch})
     for name in [name for name in os.environ if name.startswith("MEGATRON_RL_PATCHES")]:
         monkeypatch.delenv(name)

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
     patch = Patch("test-patch", "for tests")
     for module, qualname in sites:
-        patch.wrap(module, qualname, **options)(lambda wrapped, instance, args, kwargs: None)
+        patch.wrap(module, qualname, **options)(lambda call: None)
     return patch
 
 

@@ -224,9 +224,9 @@ without_default = Patch("without-default", "", options=WithoutDefault)
 no_dataclass = Patch("no-dataclass", "", options=NoDataclass)
 same = Patch("same", "", options=Options)
 
-@patch.wrap("third_party_options", "speak", pass_options=True)
-def speak(wrapped, instance, args, kwargs, *, options):
-    return options
+@patch.wrap("third_party_options", "speak")
+def speak(call):
+    return call.options
 
 def speak():
     return None

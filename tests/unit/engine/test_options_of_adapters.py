@@ -10,12 +10,13 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.call import Call
 
-from .conftest import Engine, Framework, Options, patch_of
+from .conftest import Engine, Framework, patch_of
 
 
-def roles(wrapped: Any, instance: Any, args: Any, kwargs: Any, *, options: Options) -> Any:
-    return options.inference_roles
+def roles(call: Call) -> Any:
+    return call.options.inference_roles
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def other(train: Callable[[], Any]) -> Settings:
 @pytest.fixture
 def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
     name = framework()
-    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles, pass_options=True)
+    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
     engine["tagging"] = patch_of(name, "save")
     module = importlib.import_module(f"{name}.model")
     return lambda: module.train("m")

@@ -244,11 +244,11 @@ def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(
 ) -> None:
     calls = []
 
-    def adapter(wrapped, instance, args, kwargs):
-        calls.append(args)
+    def adapter(call):
+        calls.append(call.args)
         if len(calls) == 1:
             raise ZeroDivisionError("of the adapter")
-        return wrapped(*args, **kwargs)
+        return call()
 
     name = framework()
     engine["tagging"] = patch_of(name, "train", adapter=adapter)

@@ -14,8 +14,9 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.call import Call
 
-from .conftest import Engine, Framework, Options, Tagged, patch_of
+from .conftest import Engine, Framework, Tagged, patch_of
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
@@ -86,7 +87,7 @@ def broken(framework: Framework, engine: Engine, pause_at: Callable[[str], Pause
     """A patch that fits by its source, and not when it is put in place; that is found out after the pause."""
     name, late = conflict(framework).__name__.partition(".")[0], framework()
     engine["broken"] = patch_of(name, "train", name="broken")
-    engine["broken"].wrap(f"{late}.model", "train")(lambda wrapped, instance, args, kwargs: None)
+    engine["broken"].wrap(f"{late}.model", "train")(lambda call: None)
     pause = installer.installer._lock = pause_at(f"{late}.model")  # type: ignore[assignment]
     return pause
 
@@ -200,11 +201,11 @@ class TestApplied:
 
     @pytest.fixture
     def train(self, framework: Framework, engine: Engine) -> Callable[[], Any]:
-        def roles(wrapped: Any, instance: Any, args: Any, kwargs: Any, *, options: Options) -> Any:
-            return options.inference_roles
+        def roles(call: Call) -> Any:
+            return call.options.inference_roles
 
         name = framework()
-        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles, pass_options=True)
+        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
         module = importlib.import_module(f"{name}.model")
         return lambda: module.train("m")
 

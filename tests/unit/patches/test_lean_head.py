@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.judge import SiteStatus
 from megatron_rl_patches.patches.lean_head import patch
 
@@ -60,4 +61,4 @@ def test_a_model_without_an_output_layer_computes_its_own_loss() -> None:
     def loss(labels: str, logits: str) -> tuple[str, str]:
         return labels, logits
 
-    assert site.adapter(loss, object(), ("labels",), {"logits": "logits"}) == ("labels", "logits")
+    assert site.adapter(Call(loss, object(), ("labels",), {"logits": "logits"})) == ("labels", "logits")
