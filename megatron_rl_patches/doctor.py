@@ -23,8 +23,8 @@ from . import __version__
 from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
 from .engine.options import ON, items
+from .engine.patch import Patch
 from .engine.sources import Environment
-from .engine.spec import Patch
 from .errors import PatchError
 from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 

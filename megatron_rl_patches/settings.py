@@ -20,7 +20,7 @@ from .engine.options import OFF, ON, build, convert, field_types, items, read
 from .errors import PatchError
 
 if TYPE_CHECKING:
-    from .engine.spec import Patch
+    from .engine.patch import Patch
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"

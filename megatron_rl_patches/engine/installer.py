@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from . import copies, imports
 from .announce import Announcer, without_logging_errors
 from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
+from .patch import Patch, Site, imported
 from .records import Claim, OptionsInForce, Record, waiting
 from .sources import Environment
-from .spec import Adapter, Patch, Site
 from .wrapper import PatchedAttribute
 
 if TYPE_CHECKING:
@@ -270,21 +270,26 @@ class Installer(imports.Listener):
             self._moved.append(record.attribute.unwrap())
             record.attribute = None
 
-    def _adapter_of(self, site: Site) -> Adapter:
-        """Return the adapter with its options.
+    def _adapter_of(self, site: Site) -> Callable[[Call], Any]:
+        """Return the site's adapter, which gets the options of the patch, and is imported at the first call.
 
         The first call of any adapter logs what is in place, since everything has been imported by then.
         """
-        adapter, announcer, options = site.adapter, self.announcer, self._options.by_patch
+        patch, options, adapter = site.patch, self._options.by_patch, site.adapter
+        is_first = True
 
-        def announced(call: Call) -> Any:
-            if not announcer.done:
-                with self._log_internal_errors():
-                    announcer.once(self.status())
-            call.options = options.get(site.patch)
-            return adapter(call)
+        def run(call: Call) -> Any:
+            nonlocal adapter, is_first
+            if is_first:
+                if not self.announcer.done:
+                    with self._log_internal_errors():
+                        self.announcer.once(self.status())
+                adapter = imported(adapter) if isinstance(adapter, str) else adapter
+                is_first = False
+            call.options = options[patch]
+            return adapter(call)  # type: ignore[operator]
 
-        return announced
+        return run
 
     # --- of the process
 

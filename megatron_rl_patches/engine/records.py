@@ -9,7 +9,7 @@ from typing import Any
 
 from .imports import is_imported
 from .judge import SiteStatus, status_of
-from .spec import Site
+from .patch import Site
 from .wrapper import PatchedAttribute
 
 

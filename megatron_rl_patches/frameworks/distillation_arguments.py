@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from ..engine.call import Call
@@ -41,12 +41,14 @@ def with_loss_type(call: Call) -> Callable[[Any], Any]:
 
 
 def validate(call: Call) -> Any:
+    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss."""
     args = call["args"]
     if args.loss_type != LOSS_TYPE:
         return call()
     select_loss(args, asdict(call.options))
     result = call()  # may read a file that overrides the options
-    chosen = build(type(call.options), {name: getattr(args, name) for name in asdict(call.options)})
+    names = [field.name for field in fields(call.options)]
+    chosen = build(type(call.options), {name: getattr(args, name) for name in names})
     set_options(args, asdict(chosen))
     check_arguments(args)
     return result

@@ -248,13 +248,21 @@ def _raise_everywhere(problem: str | None) -> None:
 scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
+def train_actor(call: Call) -> Any:
+    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score."""
+    if not scores_teachers(call.instance.args):
+        return call()
+    with scorer.enter(TeacherScorer(call.instance)):
+        return call()
+
+
 def train(call: Call) -> Any:
     """Forward student and teachers, then train. Before it, the framework has logged the rollout."""
     current = scorer.get()
     if current is None:
         return call()
     iterators = call["data_iterator"]
-    forward_only = inspect.unwrap(call.wrapped).__globals__["forward_only"]
+    forward_only = inspect.unwrap(call.function).__globals__["forward_only"]
     takes_rollout_id = "rollout_id" in inspect.signature(forward_only).parameters  # miles needs it
     options = {"rollout_id": call["rollout_id"]} if takes_rollout_id else {}
 
@@ -274,11 +282,3 @@ def get_batch(call: Call) -> Any:
     available = [key for key in KEYS if key in call["data_iterator"].rollout_data]
     current.batch = call(keys=[*call["keys"], *available])
     return current.batch
-
-
-def train_actor(call: Call) -> Any:
-    """Name the actor for :func:`train` and :func:`get_batch`."""
-    if not scores_teachers(call.instance.args):
-        return call()
-    with scorer.enter(TeacherScorer(call.instance)):
-        return call()

@@ -124,12 +124,13 @@ def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
 def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
     """Build chunks, without DDP for a role that only scores; an explicit ``wrap_with_ddp=True`` is obeyed.
 
-    ``args`` are Megatron's global arguments, where they also decide how chunks are wrapped.
+    Args:
+        args: Megatron's global arguments, where they also decide how chunks are wrapped.
     """
     current = _scope.get()
     if current is None:
         return call()
-    if reason := _reason_to_wrap(call.passed, args):
+    if reason := _reason_to_wrap(call, args):
         current.reason_skipped = reason
         return call()
     current.ddp_skipped = True
@@ -138,20 +139,8 @@ def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
     return call(wrap_with_ddp=False)
 
 
-def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
-    if not in_inference_role():
-        return call()
-    from megatron.training.global_vars import get_args
-
-    return get_model(call, get_args())
-
-
-def train(call: Call) -> Any:
-    refuse_to_train(call["model"], "train")
-    return call()
-
-
-def _reason_to_wrap(passed: dict[str, Any], args: Any) -> str:
+def _reason_to_wrap(call: Call, args: Any) -> str:
+    passed = call.passed()
     if passed.get("wrap_with_ddp"):
         return "the framework passes wrap_with_ddp itself"
     # Without the wrapper that shards them, every rank would hold all parameters.
@@ -159,7 +148,16 @@ def _reason_to_wrap(passed: dict[str, Any], args: Any) -> str:
     return f"its parameters are sharded ({', '.join(sharded)})" if sharded else ""
 
 
-def optimizer(call: Call) -> Any:
+def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
+    """:func:`get_model` of Megatron-LM, whose global arguments decide, too."""
+    if not in_inference_role():
+        return call()
+    from megatron.training.global_vars import get_args
+
+    return get_model(call, get_args())
+
+
+def get_megatron_optimizer(call: Call) -> Any:
     """Return an optimizer, or :class:`NullOptimizer` for a role that only scores.
 
     Raises:
@@ -171,9 +169,19 @@ def optimizer(call: Call) -> Any:
     return call()
 
 
-def scheduler(call: Call) -> Any:
+def get_optimizer_param_scheduler(call: Call) -> Any:
     """Return a scheduler, or :class:`NullScheduler` for a role that only scores."""
     return NullScheduler() if ddp_skipped() else call()
+
+
+def train(call: Call) -> Any:
+    """Train, unless the model only scores.
+
+    Raises:
+        InferenceOnlyError: it does.
+    """
+    refuse_to_train(call["model"], "train")
+    return call()
 
 
 class NullOptimizer:

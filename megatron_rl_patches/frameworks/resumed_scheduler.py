@@ -12,9 +12,9 @@ _loaded: Scope[list[tuple[Any, int]]] = Scope("loaded_schedulers")
 
 
 def initialize(call: Call) -> Any:
-    """Put schedulers, at the end of the call, back to the step at which :func:`load_checkpoint` left them.
+    """Run ``initialize_model_and_optimizer``, and put schedulers back to the step at which loading left them.
 
-    For functions that load a checkpoint and then advance the scheduler by the checkpoint's iteration, though
+    The function loads a checkpoint and then advances the scheduler by the checkpoint's iteration, although
     loading has set it already. If loading has not (``--no-load-optim``, a fresh start), the schedule starts
     from the beginning.
     """
@@ -28,7 +28,11 @@ def initialize(call: Call) -> Any:
 
 
 def load_checkpoint(call: Call) -> Any:
-    result, loaded, scheduler = call(), _loaded.get(), call.arguments.get("opt_param_scheduler")
+    """Load a checkpoint, and within :func:`initialize` record the scheduler's step.
+
+    It is recorded whether the checkpoint was loaded into the scheduler or not.
+    """
+    result, loaded, scheduler = call(), _loaded.get(), call.get("opt_param_scheduler")
     if loaded is not None and scheduler is not None:
         loaded.append((scheduler, scheduler.num_steps))
     return result

@@ -18,7 +18,8 @@ from .inference_roles import ddp_skipped
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
-def load_checkpoint(call: Call) -> tuple[int, int | float]:
+def load_checkpoint(call: Call) -> Any:
+    """Run Megatron's ``load_checkpoint``; only the weights are loaded into a model that only scores."""
     if not ddp_skipped():
         return call()
     from megatron.training.global_vars import get_args
@@ -36,8 +37,9 @@ def load_weights(call: Call, args: Any) -> tuple[int, int | float]:
     Megatron's loader unpickles the checkpoint's files, which may run code that they name, unlike
     ``load_inference_checkpoint``.
 
-    Megatron's global arguments, and every other global that the loader touches, are at the end as they were
-    before, also when it raises.
+    Args:
+        args: Megatron's global arguments. They, and every other global that the loader touches, are at the
+            end as they were before, also when it raises.
 
     Returns:
         The iteration of the checkpoint, and the number of floating-point operations that the loader gives.

@@ -18,7 +18,7 @@ _NO_OPTIMIZER = "debug_disable_optimizer"
 
 
 def initialize_role(call: Call) -> Any:
-    """Run ``initialize_model_and_optimizer`` of slime or miles for a role that only scores."""
+    """Run ``initialize_model_and_optimizer`` of slime or miles, for a role that only scores or another."""
     if call["role"] not in call.options.inference_roles:
         return call()
     framework_args = call["args"]
@@ -71,8 +71,7 @@ def set_up_policy(call: Call) -> Any:
 
 def initialize_engine(call: Call) -> Any:
     """Run ``initialize`` of AReaL's engine, without DDP where its configuration has no optimizer."""
-    engine = call.instance
-    config = engine.mcore_config
+    engine, config = call.instance, call.instance.mcore_config
     # With these options the engine calls methods that only DDP chunks have.
     needs_ddp = config.disable_grad_buffers_cpu_backup or (
         config.ddp.overlap_param_gather and config.ddp.align_param_gather

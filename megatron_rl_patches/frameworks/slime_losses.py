@@ -56,7 +56,7 @@ def loss_function(call: Call) -> Any:
     def without_recomputation(*args: Any, **kwargs: Any) -> Any:
         # The option changes in place, not in a copy: custom losses may keep something on ``args``.
         with replaced(framework_args, recompute_loss_function=False):
-            return call.wrapped(*args, **kwargs)
+            return call.function(*args, **kwargs)
 
     return checkpointed(without_recomputation, preserve_rng_state=True)(*call.args, **call.kwargs)
 
@@ -86,14 +86,12 @@ def get_log_probs_and_entropy(call: Call) -> Any:
 
 def calculate_log_probs_and_entropy(call: Call) -> Any:
     """Return log-probabilities ``[n, 1]``, and entropies ``[n]`` or ``None``, of logits ``[n, V / tp]``."""
-    arguments = call.arguments
-    unknown = [name for name in call.changed if name not in _KNOWN]
     context = scoring_context.get() or ScoringContext()
-    passed_entropy_grad = [arguments[name] for name in _ENTROPY_GRAD if name in arguments]
+    passed_entropy_grad = [call[name] for name in _ENTROPY_GRAD if name in call.arguments]
     context.entropy_grad = context.entropy_grad and all(passed_entropy_grad)
-    logits, tokens = arguments["logits"], arguments["tokens"]
+    logits, tokens = call["logits"], call["tokens"]
     is_deferred = isinstance(logits, DeferredLogits)
-    if unknown or arguments.get("true_on_policy") or (len(logits) == 0 and not is_deferred):
+    if call.changed() - _KNOWN or call.get("true_on_policy") or (len(logits) == 0 and not is_deferred):
         return call(logits=dense(logits))
     if is_deferred and not logits.is_deferred:
         # The framework has written into the logits, and may do so again before backward reads them.
@@ -102,10 +100,10 @@ def calculate_log_probs_and_entropy(call: Call) -> Any:
     log_probs, entropy = log_probs_and_entropy(
         logits,
         tokens if len(logits) else tokens[:0],  # frameworks pass tokens[-0:], which are all
-        arguments["tp_group"],
-        with_entropy=bool(arguments["with_entropy"]),
+        call["tp_group"],
+        with_entropy=bool(call["with_entropy"]),
         entropy_grad=context.entropy_grad,
-        keep_mask=arguments.get("log_prob_keep_mask"),
+        keep_mask=call.get("log_prob_keep_mask"),
         joint=context.joint,
     )
     if entropy is not None and not passed_entropy_grad:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._scoped import Scope
 from ..engine.call import Call
-from ..engine.wrapper import SwitchableWrapper
+from ..engine.wrapper import is_patched
 from ..losses import DeferredLogits
 from . import log_probs
 
@@ -49,33 +49,29 @@ def vocab_parallel_entropy(call: Call) -> Tensor:
 
 def vocab_parallel_entropy_with_chunking(call: Call) -> Tensor:
     """Return entropies in float32 for logits of any dtype, as verl does for its chunks."""
-    logits = call["vocab_parallel_logits"]
-    return log_probs.entropy(logits, _tensor_parallel_group())
+    return log_probs.entropy(call["vocab_parallel_logits"], _tensor_parallel_group())
 
 
 def lm_head_logits_processor(call: Call) -> dict[str, Any]:
     """Take entropy and log-probabilities in one pass, from logits that need not be cloned in between.
 
-    The log-probabilities must come from :func:`vocab_parallel_log_probs_from_logits`.
+    Where the log-probabilities are not those of :func:`vocab_parallel_log_probs_from_logits`, since another
+    function is in its place, the method runs as it is.
     """
-    if not _is_ours(inspect.unwrap(call.wrapped).__globals__.get("vocab_parallel_log_probs_from_logits")):
+    log_probs_of_verl = inspect.unwrap(call.function).__globals__.get("vocab_parallel_log_probs_from_logits")
+    if not is_patched(log_probs_of_verl, "lean-loss"):
         return call()
-    arguments, temperature = call.arguments, call["temperature"]
-    if isinstance(arguments["logits"], DeferredLogits):
-        temperature = _also_for_padding(temperature)
-    if not arguments["calculate_entropy"] or arguments["distillation_only"]:
-        return call(temperature=temperature)
+    changes = {}
+    if isinstance(call["logits"], DeferredLogits):
+        changes["temperature"] = _also_for_padding(call["temperature"])
+    if not call["calculate_entropy"] or call["distillation_only"]:
+        return call(**changes)
     with _request.enter(EntropyRequest()) as request:
-        result: dict[str, Any] = call(temperature=temperature, calculate_entropy=False)
+        result = call(**changes, calculate_entropy=False)
     assert request.entropy is not None
     in_float32 = getattr(call.instance.engine_config, "entropy_from_logits_with_chunking", False)
-    entropy = request.entropy if in_float32 else request.entropy.to(arguments["logits"].dtype)
+    entropy = request.entropy if in_float32 else request.entropy.to(call["logits"].dtype)
     return {**result, "entropy": entropy}
-
-
-def _is_ours(function: Any) -> bool:
-    """Return whether the function is this patch's wrapper, without another wrapper around it."""
-    return type(function) is SwitchableWrapper and function.is_on and function.path[0] == "lean-loss"
 
 
 def _also_for_padding(temperature: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..engine.spec import Patch
+from ..engine.patch import Patch
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
@@ -87,36 +87,35 @@ patch = Patch(
 for _framework in WITH_MEGATRON_UTILS:
     _arguments = f"{_framework}.utils.arguments"
     _utils = f"{_framework}.backends.megatron_utils"
-    _data = "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data"
     patch.wrap(
         _arguments,
         f"get_{_framework}_extra_args_provider",
-        "megatron_rl_patches.frameworks.distillation_arguments:with_loss_type",
+        ".frameworks.distillation_arguments:with_loss_type",
         requires_names=(f"add_{_framework}_arguments",),
     )
     patch.wrap(
         _arguments,
         f"{_framework}_validate_args",
-        "megatron_rl_patches.frameworks.distillation_arguments:validate",
+        ".frameworks.distillation_arguments:validate",
         parameters=("args",),
     )
     patch.wrap(
         f"{_utils}.actor",
         "MegatronTrainRayActor.train_actor",
-        "megatron_rl_patches.frameworks.distillation_teachers:train_actor",
+        ".frameworks.distillation_teachers:train_actor",
         requires_names=("train", "weights_backuper"),
     )
     patch.wrap(
         f"{_utils}.model",
         "train",
-        "megatron_rl_patches.frameworks.distillation_teachers:train",
+        ".frameworks.distillation_teachers:train",
         parameters=("model", "data_iterator", "num_microbatches"),
         requires_names=("train_one_step",),
     )
     patch.wrap(
-        _data,
+        "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data",
         "get_batch",
-        "megatron_rl_patches.frameworks.distillation_teachers:get_batch",
+        ".frameworks.distillation_teachers:get_batch",
         parameters=("data_iterator", "keys"),
         requires_names=("get_next",),
     )

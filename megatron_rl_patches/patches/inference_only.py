@@ -27,19 +27,13 @@ which its bridge wraps itself, and models whose parameters FSDP shards.
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ..engine.spec import Patch
+from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
 from ..frameworks import SLIME_LIKE, WITH_MEGATRON_UTILS
 
-if TYPE_CHECKING:
-    from ..engine.target_source import TargetSource
-
-_TRAINING = "megatron.training"
-_MODELS = tuple(f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS)
-_NEMO_RL = "nemo_rl.models.megatron.setup"
+_MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
 
 
 @dataclass(frozen=True)
@@ -56,33 +50,23 @@ class InferenceOnlyOptions:
 # --- when a site is left alone: judged from the target's code
 
 
-def _keyword(tree: ast.AST | None, name: str, *values: object) -> bool:
-    """Return whether any call passes the keyword; if values are named, with one of these constants."""
-    return tree is not None and any(
-        keyword.arg == name
-        and (not values or (isinstance(keyword.value, ast.Constant) and keyword.value.value in values))
-        for call in ast.walk(tree)
-        if isinstance(call, ast.Call)
-        for keyword in call.keywords
-    )
-
-
 def _framework_leaves_ddp_out(target: TargetSource) -> str | None:
-    has_own = _keyword(target.module, "wrap_with_ddp", False)
+    has_own = any(call.keywords.get("wrap_with_ddp") is False for call in target.calls(in_module=True))
     return "the framework has a way of its own to build a model without DDP" if has_own else None
 
 
 def _has_no_evaluation_branch(target: TargetSource) -> str | None:
-    return None if "num_rollout" in target.names else "it has no evaluation-only branch"
+    return None if target.mentions("num_rollout") else "it has no evaluation-only branch"
 
 
 def _passes_wrap_with_ddp(target: TargetSource) -> str | None:
-    passes = _keyword(target.function, "wrap_with_ddp")
+    passes = any("wrap_with_ddp" in call.keywords for call in target.calls())
     return "it passes wrap_with_ddp itself" if passes else None
 
 
 def _engine_knows_ddp(target: TargetSource) -> str | None:
-    return "the engine decides about DDP itself" if "wrap_with_ddp" in target.module_names else None
+    decides = target.mentions("wrap_with_ddp", in_module=True)
+    return "the engine decides about DDP itself" if decides else None
 
 
 # --- sites
@@ -93,63 +77,64 @@ patch = Patch(
     upstream=("Gen-Verse/OpenClaw-RL#115", "NVIDIA-NeMo/RL#3697", "THUDM/slime#2296"),
     options=InferenceOnlyOptions,
 )
+
 patch.wrap(
     _MODELS,
     "initialize_model_and_optimizer",
-    "megatron_rl_patches.frameworks.role_setup:initialize_role",
+    ".frameworks.role_setup:initialize_role",
     parameters=("args", "role"),
     skip_if=_framework_leaves_ddp_out,
 )
 patch.wrap(
     _MODELS,
     "get_optimizer_param_scheduler",
-    "megatron_rl_patches.frameworks.inference_roles:scheduler",
+    ".frameworks.inference_roles:get_optimizer_param_scheduler",
     skip_if=_framework_leaves_ddp_out,
 )
-patch.wrap(_MODELS, "train", "megatron_rl_patches.frameworks.inference_roles:train", parameters=("model",))
+patch.wrap(_MODELS, "train", ".frameworks.inference_roles:train", parameters=("model",))
 patch.wrap(
-    _MODELS[: len(SLIME_LIKE)],
+    [f"{framework}.backends.megatron_utils.model" for framework in SLIME_LIKE],
     "setup_model_and_optimizer",
-    "megatron_rl_patches.frameworks.role_setup:set_up_for_evaluation",
+    ".frameworks.role_setup:set_up_for_evaluation",
     parameters=("args", "role"),
     skip_if=_has_no_evaluation_branch,
 )
 patch.wrap(
-    f"{_TRAINING}.training",
+    "megatron.training.training",
     "get_model",
-    "megatron_rl_patches.frameworks.inference_roles:megatron_get_model",
+    ".frameworks.inference_roles:megatron_get_model",
     parameters=("wrap_with_ddp",),
 )
 patch.wrap(
-    f"{_TRAINING}.checkpointing",
+    "megatron.training.checkpointing",
     "load_checkpoint",
-    "megatron_rl_patches.frameworks.role_checkpoints:load_checkpoint",
+    ".frameworks.role_checkpoints:load_checkpoint",
     parameters=("optimizer", "opt_param_scheduler", "load_arg"),
     requires_names=("finetune", "no_load_optim", "no_load_rng"),
 )
 patch.wrap(
     "megatron.core.optimizer",
     "get_megatron_optimizer",
-    "megatron_rl_patches.frameworks.inference_roles:optimizer",
+    ".frameworks.inference_roles:get_megatron_optimizer",
     parameters=("model_chunks",),
 )
 patch.wrap(
     "megatron.bridge.models.model_provider",
     "get_model",
-    "megatron_rl_patches.frameworks.inference_roles:get_model",
+    ".frameworks.inference_roles:get_model",
     parameters=("wrap_with_ddp",),
 )
 patch.wrap(
-    _NEMO_RL,
+    "nemo_rl.models.megatron.setup",
     "setup_reference_model_state",
-    "megatron_rl_patches.frameworks.role_setup:set_up_reference_state",
+    ".frameworks.role_setup:set_up_reference_state",
     requires_names=("get_model",),
     skip_if=_passes_wrap_with_ddp,
 )
 patch.wrap(
-    _NEMO_RL,
+    "nemo_rl.models.megatron.setup",
     "setup_model_and_optimizer",
-    "megatron_rl_patches.frameworks.role_setup:set_up_policy",
+    ".frameworks.role_setup:set_up_policy",
     parameters=("load_optimizer",),
     requires_names=("get_model",),
     skip_if=_passes_wrap_with_ddp,
@@ -157,7 +142,7 @@ patch.wrap(
 patch.wrap(
     "areal.engine.megatron_engine",
     "MegatronEngine.initialize",
-    "megatron_rl_patches.frameworks.role_setup:initialize_engine",
+    ".frameworks.role_setup:initialize_engine",
     requires_names=("make_mcore_model", "mcore_config"),
     skip_if=_engine_knows_ddp,
 )

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..engine.spec import Patch
+from ..engine.patch import Patch
 from ..errors import PatchError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ for _module, _model_class in (
     patch.wrap(
         f"megatron.core.models.{_module}",
         f"{_model_class}.forward",
-        "megatron_rl_patches.frameworks.output_layer:model_forward",
+        ".frameworks.megatron_models:forward",
         parameters=("labels",),
         optional_module=_model_class != "GPTModel",
         # From megatron-core 0.18 on, mamba_model.py only gives HybridModel its old name MambaModel. It has no
@@ -102,13 +102,13 @@ for _module, _model_class in (
 patch.wrap(
     "megatron.core.tensor_parallel.layers",
     "ColumnParallelLinear.forward",
-    "megatron_rl_patches.frameworks.output_layer:layer_forward",
+    ".frameworks.megatron_models:column_parallel_forward",
     parameters=("input_", "weight", "runtime_gather_output"),
     requires_names=("_forward_impl", "sequence_parallel"),
 )
 patch.wrap(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
-    "megatron_rl_patches.frameworks.output_layer:loss_of_labels",
+    ".frameworks.megatron_models:loss_of_labels",
     parameters=("labels", "logits"),
 )

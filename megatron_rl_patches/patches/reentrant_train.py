@@ -16,7 +16,7 @@ any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What is around the
-functions is in :mod:`..reentry`.
+functions is in :mod:`..frameworks.training` and :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
@@ -25,25 +25,22 @@ value worker calls the methods of ``DistributedDataParallel`` and needs no site 
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..engine.call import adapter_at
-from ..engine.spec import Patch, Site
+from ..engine.patch import Patch, Site
+from ..engine.target_source import TargetSource
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 if TYPE_CHECKING:
     from ..engine.judge import SiteStatus
-    from ..engine.target_source import TargetSource
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
-_TRAIN = "megatron_rl_patches.frameworks.reentry:train"
-_SAVE = "megatron_rl_patches.frameworks.reentry:save"
-_MODELS = tuple(f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS)
+_MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
+_TRAIN = ".frameworks.training:train"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -78,29 +75,14 @@ class ReentrantTrainOptions:
 
 
 def _disable_is_harmless(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if a loop looks up a handle for every submodule.
-
-    The look-up raises ``KeyError`` for a submodule without a handle.
-    """
-    for loop in _walk(target, ast.For):
-        looked_up = [
-            node
-            for node in ast.walk(loop)
-            if isinstance(node, ast.Subscript) and _named(node.value, _HANDLES)
-        ]
-        guarded = any(isinstance(node, ast.If | ast.Try) for node in ast.walk(loop))
-        if looked_up and not guarded and not _tests_handles_first(target):
-            return None
-    return "upstream disables without assuming that the hooks are on"
+    """Return why the site is left alone; ``None`` if a submodule without a handle makes it raise."""
+    fails = target.looks_up_unchecked(_HANDLES)
+    return None if fails else "upstream disables without assuming that the hooks are on"
 
 
 def _enable_is_harmless(target: TargetSource) -> str | None:
-    asserts = any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.Assert))
-    return None if asserts else "upstream enables without assuming that the hooks are off"
-
-
-def _tests_handles_first(target: TargetSource) -> bool:
-    return any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.If))
+    fails = target.asserts(_HANDLES)
+    return None if fails else "upstream enables without assuming that the hooks are off"
 
 
 def _train_is_reentrant(target: TargetSource) -> str | None:
@@ -108,27 +90,20 @@ def _train_is_reentrant(target: TargetSource) -> str | None:
 
     A loop that does not clean up leaves state behind when it raises.
     """
-    fails = _asserts_no_sync_func(target.function) or _calls_interval_timer(target, "start")
-    cleans_up = any(node.finalbody or node.handlers for node in _walk(target, ast.Try))
-    if fails or not cleans_up:
+    fails = target.asserts("no_sync_func") or _calls_interval_timer(target, "start")
+    if fails or not target.cleans_up():
         return None
     return "it does not fail after an earlier call, and cleans up when it raises"
 
 
 def _setup_is_reentrant(target: TargetSource) -> str | None:
-    fails = _asserts_no_sync_func(target.function)
+    fails = target.asserts("no_sync_func")
     return None if fails else "it does not assert that no_sync_func is None"
 
 
 def _chunks_may_share_a_config(target: TargetSource) -> str | None:
-    fails = any(_asserts_no_sync_func(loop) for loop in _walk(target, ast.For))
+    fails = target.asserts("no_sync_func", in_loop=True)
     return None if fails else "it does not assert that no_sync_func is None for each chunk"
-
-
-def _asserts_no_sync_func(tree: ast.AST | None) -> bool:
-    assert tree is not None
-    asserts = (node for node in ast.walk(tree) if isinstance(node, ast.Assert))
-    return any(_mentions(node.test, "no_sync_func") for node in asserts)
 
 
 def _save_is_safe(target: TargetSource) -> str | None:
@@ -136,45 +111,19 @@ def _save_is_safe(target: TargetSource) -> str | None:
 
     ``None`` if it stops a timer that only ``train()`` starts, or switches hooks as up to 0.15.
     """
-    hooks = _restores_hooks(target)
-    return None if _calls_interval_timer(target, "stop") else hooks
+    return None if _calls_interval_timer(target, "stop") else _restores_hooks(target)
 
 
 def _calls_interval_timer(target: TargetSource, method: str) -> bool:
     """Return whether the function calls ``timers('interval-time', ...).method(...)``."""
-    return any(
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr == method
-        and any(
-            isinstance(node, ast.Constant) and node.value == "interval-time" for node in ast.walk(call.func)
-        )
-        for call in _walk(target, ast.Call)
-    )
+    return any("'interval-time'" in call.function for call in target.calls(method))
 
 
 def _restores_hooks(target: TargetSource) -> str | None:
-    toggles = {"disable_forward_pre_hook", "enable_forward_pre_hook"} & target.names
-    if not toggles:
+    if not any(map(target.mentions, ("disable_forward_pre_hook", "enable_forward_pre_hook"))):
         return "it does not switch forward pre-hooks"
-    finals = [node for attempt in _walk(target, ast.Try) for node in attempt.finalbody]
-    if any(_mentions(node, "enable_forward_pre_hook") for node in finals):
-        return "it restores the hooks when saving raises"
-    return None
-
-
-def _walk(target: TargetSource, kind: type[Any]) -> Iterator[Any]:
-    assert target.function is not None
-    return (node for node in ast.walk(target.function) if isinstance(node, kind))
-
-
-def _mentions(tree: ast.AST, name: str) -> bool:
-    return any(_named(node, name) for node in ast.walk(tree))
-
-
-def _named(node: ast.AST, name: str) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (
-        isinstance(node, ast.Name) and node.id == name
-    )
+    restores = target.cleans_up("enable_forward_pre_hook")
+    return "it restores the hooks when saving raises" if restores else None
 
 
 # --- sites
@@ -182,7 +131,7 @@ def _named(node: ast.AST, name: str) -> bool:
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = (path.split(":") for path in options.train_functions)
-    return tuple(Site(module, name, adapter_at(_TRAIN), parameters=("model",)) for module, name in paths)
+    return tuple(Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -200,10 +149,11 @@ patch = Patch(
     configured=_configured,
     notes=_notes,
 )
+
 patch.wrap(
     _DDP,
     "DistributedDataParallel.disable_forward_pre_hook",
-    "megatron_rl_patches.frameworks.reentry:disable_forward_pre_hook",
+    ".frameworks.training:disable_forward_pre_hook",
     parameters=("param_sync",),
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_disable_is_harmless,
@@ -211,57 +161,51 @@ patch.wrap(
 patch.wrap(
     _DDP,
     "DistributedDataParallel.enable_forward_pre_hook",
-    "megatron_rl_patches.frameworks.reentry:enable_forward_pre_hook",
+    ".frameworks.training:enable_forward_pre_hook",
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_enable_is_harmless,
 )
 patch.wrap(
     "megatron.core.pipeline_parallel.schedules",
     "forward_step",
-    "megatron_rl_patches.frameworks.reentry:forward_step",
+    ".frameworks.training:forward_step",
     introduced_with="forward_step",
     optional_module=True,
 )
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
-patch.wrap(
-    _MODELS,
-    "save",
-    "megatron_rl_patches.frameworks.reentry:save",
-    parameters=("model",),
-    skip_if=_restores_hooks,
-)
+patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
 patch.wrap(
     "megatron.training.training",
     "train",
-    "megatron_rl_patches.frameworks.reentry:megatron_train",
+    ".frameworks.training:megatron_train",
     parameters=("model", "optimizer", "config"),
     skip_if=_train_is_reentrant,
 )
 patch.wrap(
     "megatron.training.training",
     "save_checkpoint_and_time",
-    "megatron_rl_patches.frameworks.reentry:megatron_save",
+    ".frameworks.training:megatron_save",
     parameters=("model",),
     skip_if=_save_is_safe,
 )
 patch.wrap(
     "megatron.bridge.training.train",
     "train",
-    "megatron_rl_patches.frameworks.reentry:bridge_train",
+    ".frameworks.training:bridge_train",
     parameters=("model", "optimizer", "global_state"),
     skip_if=_train_is_reentrant,
 )
 patch.wrap(
     "megatron.bridge.training.setup",
     "_update_model_config_funcs",
-    "megatron_rl_patches.frameworks.reentry:bridge_set_up",
+    ".frameworks.training:bridge_update_model_config_funcs",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
 )
 patch.wrap(
     "verl.utils.megatron_utils",
     "register_megatron_training_hooks",
-    "megatron_rl_patches.frameworks.reentry:verl_register",
+    ".frameworks.training:verl_register_megatron_training_hooks",
     parameters=("model", "optimizer"),
     skip_if=_chunks_may_share_a_config,
     introduced_with="no_sync_func",

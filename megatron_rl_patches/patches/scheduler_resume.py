@@ -17,27 +17,16 @@ opposite fault, which never restore a schedule that was saved.
 
 from __future__ import annotations
 
-import ast
-from typing import TYPE_CHECKING
-
-from ..engine.spec import Patch
+from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
 from ..frameworks import WITH_MEGATRON_UTILS
 
-if TYPE_CHECKING:
-    from ..engine.target_source import TargetSource
+_UTILS = [f"{framework}.backends.megatron_utils" for framework in WITH_MEGATRON_UTILS]
 
 
 def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
     """Return why the site is left alone; ``None`` if it has the fault, ``opt_param_scheduler.step(...)``."""
-    assert target.function is not None
-    advances = any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "step"
-        and isinstance(node.func.value, ast.Name)
-        and "scheduler" in node.func.value.id
-        for node in ast.walk(target.function)
-    )
+    advances = any("scheduler" in call.function for call in target.calls("step"))
     return None if advances else "it does not advance the scheduler after loading"
 
 
@@ -48,14 +37,14 @@ patch = Patch(
 )
 
 patch.wrap(
-    tuple(f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS),
+    [f"{utils}.model" for utils in _UTILS],
     "initialize_model_and_optimizer",
-    "megatron_rl_patches.frameworks.resumed_scheduler:initialize",
+    ".frameworks.resumed_scheduler:initialize",
     skip_if=_leaves_the_schedule_alone,
 )
 patch.wrap(
-    tuple(f"{framework}.backends.megatron_utils.checkpoint" for framework in WITH_MEGATRON_UTILS),
+    [f"{utils}.checkpoint" for utils in _UTILS],
     "load_checkpoint",
-    "megatron_rl_patches.frameworks.resumed_scheduler:load_checkpoint",
+    ".frameworks.resumed_scheduler:load_checkpoint",
     parameters=("opt_param_scheduler",),
 )

@@ -54,7 +54,7 @@ def _tensor_parallel_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
 
 
 def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
-    def megatrons(labels: Tensor, logits: Tensor) -> Tensor:
+    def megatrons() -> Tensor:
         raise AssertionError("its collectives are others")
 
     look(logits)
@@ -71,13 +71,13 @@ def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
             chunk = logits[0].div(0.7)[start : start + 5]
             arguments = chunk, TOKENS[start : start + 5], group
             log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(
-                Call(_naive, None, arguments, {"with_entropy": True})
+                Call(_naive, arguments, {"with_entropy": True})
             )
             parts += [log_probs.squeeze(-1), entropy]
             look(logits)
         return torch.cat(parts).sum()
 
-    return slime_losses.get_log_probs_and_entropy(Call(framework, None, (logits, Namespace()), {}))  # type: ignore[no-any-return]
+    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))  # type: ignore[no-any-return]
 
 
 def _naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:

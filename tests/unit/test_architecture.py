@@ -37,18 +37,20 @@ ARROWS: dict[str, set[str]] = {
 ENGINE: dict[str, set[str]] = {
     "__init__": set(),
     "call": set(),
-    "spec": {"call", "target_source"},
+    "patch": {"call", "target_source"},
     "options": set(),
     "sources": set(),
     "target_source": set(),
-    "registry": {"options", "spec"},
-    "judge": {"target_source", "sources", "spec"},
+    "registry": {"options", "patch"},
+    "judge": {"target_source", "sources", "patch"},
     "announce": {"judge"},
     "copies": set(),
     "imports": set(),
-    "wrapper": {"call", "target_source", "spec"},
-    "records": {"imports", "judge", "spec", "wrapper"},
-    "installer": {"announce", "call", "copies", "imports", "judge", "records", "sources", "spec", "wrapper"},
+    "wrapper": {"call", "target_source", "patch"},
+    "records": {"imports", "judge", "patch", "wrapper"},
+    "installer": {
+        *("announce", "call", "copies", "imports", "judge", "patch", "records", "sources", "wrapper"),
+    },
     "api": {"installer", "judge", "records", "registry", "sources"},
 }
 
@@ -94,7 +96,13 @@ def test_arrows_within_the_engine() -> None:
 
 
 def test_the_settings_know_of_the_engine_only_what_the_options_are() -> None:
-    assert set(_imports(PACKAGE / "settings.py")) == {"engine", "engine.options", "engine.spec", "errors"}
+    assert set(_imports(PACKAGE / "settings.py")) == {"engine", "engine.options", "engine.patch", "errors"}
+
+
+def test_frameworks_know_of_the_engine_only_the_calls_that_they_get() -> None:
+    known = {name for path in (PACKAGE / "frameworks").glob("*.py") for name in _imports(path)}
+    of_engine = {name for name in known if name.startswith("engine")}
+    assert of_engine == {"engine.call", "engine.options", "engine.wrapper"}
 
 
 def test_the_engine_has_never_heard_of_megatron() -> None:

@@ -20,7 +20,7 @@ from megatron_rl_patches.cli import commands, main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.cli.output import check_writable
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 
 TARGET = "mrp_framework.model.train"
 Executed = list[tuple[list[str], dict[str, str]]]

@@ -18,7 +18,7 @@ import pytest
 from megatron_rl_patches import doctor
 from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.settings import Settings
 
 ROOT = Path(__file__).parents[2]

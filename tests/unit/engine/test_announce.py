@@ -16,7 +16,7 @@ import pytest
 from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 
 from .conftest import Engine, Tagged, tag
 

@@ -13,8 +13,8 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer, target_source
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.judge import judge, judge_all, judge_site
+from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.sources import Folder, open_source
-from megatron_rl_patches.engine.spec import Site
 
 from .conftest import MODEL, Engine, Framework, Options, Tagged, patch_of, tag
 
@@ -173,14 +173,15 @@ class TestAdapters:
 
         engine["plain"] = patch_of(name, "Trainer.step", name="plain", adapter=noting)
         engine["set"] = patch_of(name, "train", name="set", adapter=noting)
-        apply(settings=Settings(train_functions=("pkg.mod:train",)))
+        options = Options(train_functions=("pkg.mod:train",))
+        apply(settings=Settings(train_functions=options.train_functions))
         module = importlib.import_module(f"{name}.model")
         trainer = module.Trainer()
         assert trainer.step(x=3) == ("step", 3)
         assert module.train("m", steps=2) == ("trained", "m", 2)
         assert calls == [
-            (trainer, (), {"x": 3}, Options(train_functions=("pkg.mod:train",))),
-            (None, ("m",), {"steps": 2}, Options(train_functions=("pkg.mod:train",))),
+            (trainer, (), {"x": 3}, options),
+            (None, ("m",), {"steps": 2}, options),
         ]
 
     def test_asked_for_by_name_stays_a_must(

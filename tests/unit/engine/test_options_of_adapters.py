@@ -1,4 +1,4 @@
-"""Adapters that ask for options get those that their patch was last applied with."""
+"""Adapters get the options that their patch was last applied with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert
 from megatron_rl_patches.engine import installer
-from megatron_rl_patches.engine.call import Call
 
-from .conftest import Engine, Framework, patch_of
-
-
-def roles(call: Call) -> Any:
-    return call.options.inference_roles
+from .conftest import Engine, Framework, patch_of, roles
 
 
 @pytest.fixture

@@ -14,9 +14,8 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
-from megatron_rl_patches.engine.call import Call
 
-from .conftest import Engine, Framework, Tagged, patch_of
+from .conftest import Engine, Framework, Tagged, patch_of, roles
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
@@ -201,9 +200,6 @@ class TestApplied:
 
     @pytest.fixture
     def train(self, framework: Framework, engine: Engine) -> Callable[[], Any]:
-        def roles(call: Call) -> Any:
-            return call.options.inference_roles
-
         name = framework()
         engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
         module = importlib.import_module(f"{name}.model")

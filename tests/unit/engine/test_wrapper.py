@@ -13,13 +13,14 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import wrapt
 
 from megatron_rl_patches import apply, revert
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.target_source import layers
 
 from .conftest import MODEL, patch_of, tag
@@ -76,8 +77,8 @@ def test_a_method_that_others_call_through_the_class_binds_by_name(
 ) -> None:
     """As miles does with ``MambaModel.forward``: the adapter gets the function bound to the instance."""
 
-    def binding(call: Call) -> object:
-        assert call.wrapped.__self__ is call.instance
+    def binding(call: Call) -> dict[str, Any]:
+        assert call.function.__self__ is call.instance  # type: ignore[attr-defined]
         return call.arguments
 
     name = framework()

@@ -35,21 +35,21 @@ def build(model: str = "m", wrap_with_ddp: bool = True, use_torch_fsdp2: bool = 
 
 
 def get_model(*args: Any, global_args: Any = None, **kwargs: Any) -> Any:
-    return roles.get_model(Call(build, None, args, kwargs), global_args)
+    return roles.get_model(Call(build, args, kwargs), global_args)
 
 
-def optimizer_of(model: Any) -> Any:
-    return roles.optimizer(Call(lambda model_chunks: "optimizer", None, (model,), {}))
+def optimizer_of(model: Any, build: Any = lambda model_chunks: "optimizer") -> Any:
+    return roles.get_megatron_optimizer(Call(build, (model,)))
 
 
-def scheduler() -> Any:
-    return roles.scheduler(Call(lambda: "scheduler", None, (), {}))
+def scheduler_of(build: Any = lambda: "scheduler") -> Any:
+    return roles.get_optimizer_param_scheduler(Call(build))
 
 
 def test_outside_everything_is_as_ever() -> None:
     assert get_model("m") == ("m", True)
     assert optimizer_of([Chunk(None)]) == "optimizer"
-    assert scheduler() == "scheduler"
+    assert scheduler_of() == "scheduler"
     assert not roles.in_inference_role()
 
 
@@ -57,12 +57,12 @@ def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     with roles.inference_role("ref") as scope:
         assert optimizer_of([]) == "optimizer"
         assert get_model("m") == ("m", False)
-        optimizer, schedule = optimizer_of([]), scheduler()
+        optimizer, scheduler = optimizer_of([], lambda model_chunks: 1 / 0), scheduler_of(lambda: 1 / 0)
     assert scope.ddp_skipped
     optimizer.reload_model_params()
     assert not list(optimizer.chained_optimizers)
-    schedule.step(increment=7)
-    assert (schedule.num_steps, schedule.state_dict()) == (0, {})
+    scheduler.step(increment=7)
+    assert (scheduler.num_steps, scheduler.state_dict()) == (0, {})
     assert not roles.in_inference_role()
 
 
@@ -81,7 +81,7 @@ def test_what_says_otherwise_is_left_to_build_as_ever(options: dict[str, Any], w
     with roles.inference_role("ref") as scope:
         assert get_model("m", **options) == ("m", True)
         assert optimizer_of([]) == "optimizer"
-        assert scheduler() == "scheduler"
+        assert scheduler_of() == "scheduler"
     assert (scope.ddp_skipped, scope.reason_skipped) == (False, why)
 
 
@@ -170,9 +170,7 @@ def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
     with pytest.raises(InferenceOnlyError, match="zero_grad_buffer"):
         copy.deepcopy(model[0]).zero_grad_buffer()
     with pytest.raises(InferenceOnlyError, match="get_megatron_optimizer"):
-        roles.optimizer(
-            Call(lambda model_chunks: (lambda: "optimizer")(), None, ([Chunk(None), model[1]],), {})
-        )
+        optimizer_of([Chunk(None), model[1]])
     for options in (model, model[0], torch.nn.ModuleList(model)):
         with pytest.raises(InferenceOnlyError, match="train: "):
             refuse_to_train(options, "train")
@@ -207,7 +205,7 @@ def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any
         during()
         return iteration, 0.5
 
-    call = Call(loader, None, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
+    call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
     return load_weights(call, args), seen
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.frameworks import resumed_scheduler
 from megatron_rl_patches.patches.scheduler_resume import patch
 
 from .judging import judged
@@ -64,32 +65,27 @@ def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
     return schedule.num_steps, round(group["lr"], 6), round(group["weight_decay"], 6)
 
 
-def loading(schedule: Any) -> None:
-    """Load a checkpoint, as the patched function is called."""
-    from megatron_rl_patches.frameworks.resumed_scheduler import load_checkpoint
-
-    load_checkpoint(Call(lambda opt_param_scheduler: None, None, (schedule,), {}))
+def load(schedule: SimpleNamespace | None) -> None:
+    resumed_scheduler.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
 
 
-def initializing(function: Callable[[], Any]) -> None:
-    """Initialize a model, as the patched function is called."""
-    from megatron_rl_patches.frameworks.resumed_scheduler import initialize
-
-    initialize(Call(function, None, (), {}))
+def initialize(body: Callable[[], Any]) -> Any:
+    return resumed_scheduler.initialize(Call(body))
 
 
 def test_a_schedule_stays_where_loading_left_it() -> None:
     loaded, fresh = scheduler(), scheduler()
 
-    def load_and_step() -> None:
+    def framework() -> str:
         loaded.load_state_dict(loaded.state_dict() | {"num_steps": 28})
         for schedule in (loaded, fresh, None):
-            loading(schedule)
+            load(schedule)
         loaded.step(increment=28)
         fresh.step(increment=28)
         assert state_of(loaded) == (56, 0.44, 0.56)
+        return "model"
 
-    initializing(load_and_step)
+    assert initialize(framework) == "model"
     assert state_of(loaded) == (28, 0.72, 0.28)
     assert state_of(fresh) == (0, 1.0, 0.0)
 
@@ -100,15 +96,15 @@ def test_a_schedule_stays_where_loading_left_it() -> None:
 def test_outside_nothing_is_noted() -> None:
     schedule = scheduler()
 
-    def load_and_fail() -> None:
-        loading(schedule)
+    def failing() -> None:
+        load(schedule)
         raise OSError
 
-    loading(schedule)
-    initializing(lambda: schedule.step(increment=5))
+    load(schedule)
+    initialize(lambda: schedule.step(increment=5))
     assert state_of(schedule)[0] == 5
     with pytest.raises(OSError):
-        initializing(load_and_fail)
+        initialize(failing)
     schedule.step(increment=5)
-    initializing(lambda: None)
+    initialize(lambda: None)
     assert state_of(schedule)[0] == 10

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from .call import Call, adapter_at
+from .call import Call
+from .target_source import TargetSource
 
 if TYPE_CHECKING:
     from ..settings import Settings
-    from .target_source import TargetSource
 
 #: Called in place of a function.
 Adapter = Callable[[Call], Any]
+Decorator = Callable[[Adapter], Adapter]
 #: Returns the reason why a site is to be left alone, or ``None``.
-SkipIf = Callable[["TargetSource"], "str | None"]
+SkipIf = Callable[[TargetSource], "str | None"]
 
 # Distributions that share the namespace package ``megatron`` are frameworks of their own.
 _NAMESPACES = frozenset({"megatron"})
@@ -28,8 +30,9 @@ class Site:
     Attributes:
         module: the module that *defines* the target; a root package will do, too.
         qualname: ``function`` or ``Class.method`` in that module.
-        adapter: called in place of the target, with a :class:`.Call`.
-        parameters: parameters of the target that the adapter binds by name.
+        adapter: what is called in place of the target; as text, see :func:`imported`, it is imported at the
+            first call.
+        parameters: parameters of the target that the adapter reads or changes.
         requires_names: names that the target's body must contain for the adapter to make sense.
         skip_if: returns a reason if the target's code shows that there is nothing to fix; it must not import
             anything.
@@ -41,7 +44,7 @@ class Site:
 
     module: str
     qualname: str
-    adapter: Adapter
+    adapter: Adapter | str
     parameters: tuple[str, ...] = ()
     requires_names: tuple[str, ...] = ()
     skip_if: SkipIf | None = None
@@ -84,19 +87,22 @@ class Patch:
     sites: list[Site] = field(default_factory=list)
     explicit: bool = False
 
-    def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Any:
-        """Attach an adapter to ``qualname`` of these modules; ``options`` are fields of :class:`Site`.
+    def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Decorator:
+        """Attach an adapter to ``qualname`` in one module, or in several that have the same function.
 
-        It is the function that ``to`` names as ``"package.module:function"``, imported at the first call, or
-        the decorated one.
+        Args:
+            to: the adapter as text; without it, the decorated function is the adapter.
+            **options: fields of :class:`Site`.
         """
 
-        def attach(adapter: Adapter) -> Adapter:
+        def attach(adapter: Any) -> Any:
             for module in (modules,) if isinstance(modules, str) else modules:
                 self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
             return adapter
 
-        return attach(adapter_at(to)) if to else attach
+        if to:
+            attach(to)
+        return attach
 
     def sites_for(self, settings: Settings) -> tuple[Site, ...]:
         """Return all sites: those of the table, and those that follow from the options."""
@@ -104,3 +110,10 @@ class Patch:
         known = {site.target for site in self.sites}
         sites = (*self.sites, *(site for site in configured if site.target not in known))
         return tuple(replace(site, patch=self.name) for site in sites)
+
+
+def imported(path: str) -> Adapter:
+    """Import ``"package.module:function"``; with a leading dot, the module is one of this package."""
+    module, _, name = path.partition(":")
+    function: Adapter = getattr(importlib.import_module(module, __package__.partition(".")[0]), name)
+    return function
