@@ -18,7 +18,7 @@ from .announce import Announcer, without_logging_errors
 from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .patch import Patch, Site, imported
-from .records import Claim, OptionsInForce, Record, waiting
+from .records import Claim, Record, waiting
 from .sources import Environment
 from .wrapper import PatchedAttribute
 
@@ -34,7 +34,8 @@ class Installer(imports.Listener):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
-        self._options = OptionsInForce()
+        #: The options of a patch, by its name; adapters read them at every call, without a lock.
+        self._options: dict[str, Any] = {}
         self._has_failed = False
         #: Old and new function of what has been wrapped or unwrapped, while copies are not rebound yet.
         self._moved: list[tuple[Any, Any]] = []
@@ -64,11 +65,15 @@ class Installer(imports.Listener):
                 # below. One whose import ends later calls its hook, which waits for the lock.
                 for module in {site.module for _, site in sites}:
                     imports.watch(module, self)
+                selected = {record.site.patch for record in self._records.values() if record.claims}
                 records = [self._select(site) for _, site in sites]
                 for record in records:
                     record.claims[claim] = required
                 for patch in patches:
-                    self._options.set(patch.name, claim, settings.options_of(patch), replace_options)
+                    if replace_options or patch.name not in selected:
+                        own = settings.options_of(patch)
+                        claim.options[patch.name] = self._options.get(patch.name, own), own
+                        self._options[patch.name] = own
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported())
                 refuse_faults(self._current(record) for record in records if required)
             except BaseException as error:
@@ -92,15 +97,19 @@ class Installer(imports.Listener):
         with self._lock:
             for record in self._records.values():
                 record.keep(claim)
-            self._options.keep(claim)
 
     def release(self, claim: Claim) -> None:
-        """Undo what the call did: sites that another call has selected, too, stay in place."""
+        """Undo what the call did: sites that another call has selected, too, stay in place.
+
+        The options of before are back, unless another call has set other ones since.
+        """
         with self._lock:
             claimed = [record for record in self._records.values() if claim in record.claims]
             for record in claimed:
                 del record.claims[claim]
-            self._options.release(claim)
+            for patch, (before, own) in claim.options.items():
+                if self._options[patch] is own:
+                    self._options[patch] = before
             self._revert(record for record in claimed if not record.claims)
             # A site that is gone now may have kept the others of its group from taking effect.
             self._apply_ready(self._missed())
@@ -111,8 +120,6 @@ class Installer(imports.Listener):
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
                 record.claims.clear()
-            for name in names:
-                self._options.clear(name)
             self._revert(record for record in records if not record.is_reverted)
 
     def _revert(self, records: Iterable[Record]) -> None:
@@ -275,7 +282,7 @@ class Installer(imports.Listener):
 
         The first call of any adapter logs what is in place, since everything has been imported by then.
         """
-        patch, options, adapter = site.patch, self._options.by_patch, site.adapter
+        patch, options, adapter = site.patch, self._options, site.adapter
         is_first = True
 
         def run(call: Call) -> Any:

@@ -239,13 +239,16 @@ class TestApplied:
             assert train() == ("c",)
         assert train() == ("c",)
 
-    def test_an_apply_without_options_inside_a_block_has_those_of_the_environment_after_it(
+    def test_an_apply_without_options_inside_a_block_keeps_those_of_the_block(
         self, train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MEGATRON_RL_PATCHES_INFERENCE_ROLES", "env")
         with applied("roles", settings=Settings(inference_roles=("a",))):
             apply("roles")
             assert train() == ("a",)
+        assert train() == ("a",)
+        revert("roles")
+        apply("roles")
         assert train() == ("env",)
 
     def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
