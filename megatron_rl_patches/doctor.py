@@ -262,7 +262,8 @@ def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
 
 def framework_names(patches: Iterable[Patch], settings: Settings) -> list[str]:
     """Return every package that a patch changes."""
-    return sorted({site.framework for patch in patches for site in patch.sites_for(settings)})
+    sites = (site for patch in patches for site in patch.sites_for(settings.options_of(patch)))
+    return sorted({site.framework for site in sites})
 
 
 def examine_framework(name: str) -> Framework:

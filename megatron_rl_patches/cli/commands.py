@@ -80,7 +80,8 @@ def list_patches(json: Json = False) -> None:
     patches = registry.patches().values()
     listed = []
     for patch in patches:
-        sites = [{"framework": site.framework, "target": site.target} for site in patch.sites_for(settings)]
+        chosen = patch.sites_for(settings.options_of(patch))
+        sites = [{"framework": site.framework, "target": site.target} for site in chosen]
         facts = {name: getattr(patch, name) for name in ("name", "summary", "upstream", "explicit")}
         listed.append({**facts, "sites": sites})
         if not json:

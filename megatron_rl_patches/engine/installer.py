@@ -55,7 +55,7 @@ class Installer(imports.Listener):
             the claim of this call, for :meth:`keep` or :meth:`release`.
         """
         claim = Claim()
-        sites = [(patch, site) for patch in patches for site in patch.sites_for(settings)]
+        sites = [(patch, site) for patch in patches for site in patch.sites_for(settings.options_of(patch))]
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:

@@ -114,7 +114,7 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
     statuses: list[SiteStatus] = []
     for patch in patches:
         by_framework: dict[str, list[Site]] = {}
-        for site in patch.sites_for(settings):
+        for site in patch.sites_for(settings.options_of(patch)):
             by_framework.setdefault(site.framework, []).append(site)
         for framework, sites in by_framework.items():
             if source.has_package(framework):

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .call import Call
 from .target_source import TargetSource
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 #: Called in place of a function.
 Adapter = Callable[[Call], Any]
@@ -104,9 +101,9 @@ class Patch:
             attach(to)
         return attach
 
-    def sites_for(self, settings: Settings) -> tuple[Site, ...]:
+    def sites_for(self, options: Any) -> tuple[Site, ...]:
         """Return all sites: those of the table, and those that follow from the options."""
-        configured = self.configured(settings.options_of(self)) if self.configured else ()
+        configured = self.configured(options) if self.configured else ()
         known = {site.target for site in self.sites}
         sites = (*self.sites, *(site for site in configured if site.target not in known))
         return tuple(replace(site, patch=self.name) for site in sites)
