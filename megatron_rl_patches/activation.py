@@ -10,8 +10,8 @@ import _megatron_rl_patches_startup as startup
 
 from .engine import registry
 from .engine.installer import installer
+from .engine.settings import VARIABLE, Settings, parse_selection
 from .errors import PatchError
-from .settings import VARIABLE, Settings, parse_selection
 
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -24,9 +24,9 @@ from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
 from .engine.options import ON, items
 from .engine.patch import Patch
+from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 from .engine.sources import Environment
 from .errors import PatchError
-from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 
 WRAPT_RANGE = ">=1.16,<3"
 STARTUP_FILE = "megatron_rl_patches_startup.pth"

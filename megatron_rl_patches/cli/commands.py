@@ -19,9 +19,9 @@ from .. import __version__
 from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
 from ..engine import registry
 from ..engine.judge import judge_all
+from ..engine.settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from ..engine.sources import Environment, open_source
 from ..errors import MegatronRLPatchesError
-from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
 from .compatibility import Judged, as_json, as_markdown
 from .conformance import conformance
 from .estimate import estimate

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import examine_startup
+from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
-from ..settings import VARIABLE, variable_of
 from .figures import FIGURES, DistillationFigures, LearningFigures
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"

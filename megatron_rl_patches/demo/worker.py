@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from .. import __version__, status
 from ..engine.announce import summary
-from ..settings import VARIABLE
+from ..engine.settings import VARIABLE
 from ..testing._processes import end_with
 from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import PatchError
 from . import copies, imports
@@ -19,11 +19,9 @@ from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .patch import Patch, Site, imported
 from .records import Claim, Record, waiting
+from .settings import Settings
 from .sources import Environment
 from .wrapper import PatchedAttribute
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from . import target_source
 from .patch import Patch, Site
+from .settings import Settings
 from .sources import Source
 from .target_source import TargetSource
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 K = TypeVar("K")
 #: How the reason begins of a site that fits, and has the state of another site of its patch.

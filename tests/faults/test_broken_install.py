@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl_patches.settings import VARIABLE
+from megatron_rl_patches.engine.settings import VARIABLE
 
 from .environments import FIRES, IMPORTS_MEGATRON, UNRELATED, Environment, set_aside
 

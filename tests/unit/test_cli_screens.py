@@ -13,7 +13,7 @@ from megatron_rl_patches import doctor
 from megatron_rl_patches.cli.screens import show_diagnosis, show_problems, show_status
 from megatron_rl_patches.doctor import Choice, Diagnosis, Framework, Problem, Startup
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.settings import Settings
+from megatron_rl_patches.engine.settings import Settings
 
 FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
 SITES = (

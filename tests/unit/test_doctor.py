@@ -19,7 +19,7 @@ from megatron_rl_patches import doctor
 from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine.judge import SiteStatus
 from megatron_rl_patches.engine.patch import Patch
-from megatron_rl_patches.settings import Settings
+from megatron_rl_patches.engine.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 

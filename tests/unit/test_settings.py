@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, applied
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.settings import Selection, parse_selection, variables
+from megatron_rl_patches.engine.settings import Selection, parse_selection, variables
 
 KNOWN = ("reentrant-train", "lean-loss")
 
