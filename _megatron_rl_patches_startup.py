@@ -236,9 +236,10 @@ def activate() -> None:
     """Activate what the variable names; without strict mode a failure costs one line on stderr."""
 
     def import_and_call() -> None:
-        from megatron_rl_patches.activation import activate_from_environment
+        from importlib import import_module
 
-        activate_from_environment()
+        # By name, as an entry point is: the engine imports this module, for its import hooks.
+        import_module("megatron_rl_patches.activation").activate_from_environment()
 
     unless_strict_never_raise(import_and_call)
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from .engine.api import revert as revert
     from .engine.api import status as status
     from .engine.api import verify_ranks as verify_ranks
-    from .engine.spec import Patch as Patch
+    from .engine.patch import Patch as Patch
+    from .engine.settings import Settings as Settings
     from .errors import MegatronRLPatchesError as MegatronRLPatchesError
     from .errors import PatchError as PatchError
-    from .settings import Settings as Settings
 
 __version__ = "0.2.0"
 
@@ -29,8 +29,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".engine.api": ["applied", "apply", "available", "revert", "status", "verify_ranks"],
-        ".engine.spec": ["Patch"],
+        ".engine.patch": ["Patch"],
         ".errors": ["MegatronRLPatchesError", "PatchError"],
-        ".settings": ["Settings"],
+        ".engine.settings": ["Settings"],
     },
 )

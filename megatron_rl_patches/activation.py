@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from .engine import registry
 from .engine.installer import installer
+from .engine.settings import VARIABLE, Settings, parse_selection
 from .errors import PatchError
-from .settings import VARIABLE, Settings, parse_selection
 
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -23,10 +23,10 @@ from . import __version__
 from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
 from .engine.options import items
+from .engine.patch import Patch
+from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 from .engine.sources import PROGRAM, Environment
-from .engine.spec import Patch
 from .engine.target_source import functions_in
-from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 
 WRAPT_RANGE = ">=1.16,<3"
 STARTUP_FILE = "megatron_rl_patches_startup.pth"

@@ -16,9 +16,9 @@ from ..common.scopes import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine
 from ..engine import registry
 from ..engine.judge import judge_all
+from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
 from ..errors import MegatronRLPatchesError
-from ..settings import Settings
 from .compatibility import Judged, as_json, as_markdown
 from .conformance import conformance
 from .estimate import estimate

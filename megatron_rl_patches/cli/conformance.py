@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from ..engine import registry
+from ..engine.settings import parse_selection
 from ..errors import MegatronRLPatchesError
-from ..settings import parse_selection
 from ..testing import conformance as tests
 from ..testing import verdicts
 from ..testing.conformance import Change

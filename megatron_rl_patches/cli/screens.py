@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
 from ..engine.judge import IN_COMPANY, SiteStatus
-from ..settings import VARIABLE
+from ..engine.settings import VARIABLE
 from .output import STYLES, plain_table
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import examine_startup
+from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
-from ..settings import VARIABLE, variable_of
 from ..testing.rank_pool import RankPool, Send
 from ..testing.ranks import failure
 from .figures import DistillationFigures, LearningFigures

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .. import __version__, status
 from ..engine.announce import summary
-from ..settings import VARIABLE
+from ..engine.settings import VARIABLE
 from .figures import DistillationFigures, Figures, LearningFigures
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 
-from .. import __version__
 from ..common.scopes import replaced
 from .judge import SiteStatus
 
@@ -27,7 +27,7 @@ class Announcer:
         """Log the one summary line of this process."""
         if not self.done:
             self.done = True
-            _log_line(logging.INFO, summary(statuses, __version__))
+            _log_line(logging.INFO, summary(statuses, _version()))
             self.warn([status for status in statuses if status.is_fault and status.framework in sys.modules])
 
     def warn(self, faults: Sequence[SiteStatus]) -> None:
@@ -73,6 +73,13 @@ def without_logging_errors() -> Iterator[None]:
     """Suppress errors of logging, which prints tracebacks if a handler's stream is closed at exit."""
     with replaced(logging, raiseExceptions=False), suppress(Exception):
         yield
+
+
+def _version() -> str:
+    try:
+        return metadata.version("megatron-rl-patches")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _log_line(level: int, line: str) -> None:

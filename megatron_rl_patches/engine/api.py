@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PatchError
-from ..settings import Settings
 from . import installer as engine
 from . import registry
 from .judge import SiteStatus, judge_all
 from .records import Claim
+from .settings import Settings
 from .sources import Environment
 
 

@@ -10,19 +10,18 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import PatchError
 from . import copies, imports
 from .announce import Announcer, without_logging_errors
+from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
-from .records import Claim, OptionsInForce, Record, waiting
+from .patch import Patch, Site, imported
+from .records import Claim, Record, waiting
+from .settings import Settings
 from .sources import PROGRAM, Environment
-from .spec import Adapter, Patch, Site
 from .wrapper import PatchedAttribute
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -33,7 +32,8 @@ class Installer(imports.Listener):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
-        self._options = OptionsInForce()
+        #: The options of a patch, by its name; adapters read them at every call, without a lock.
+        self._options: dict[str, Any] = {}
         self._has_failed = False
         #: Sites that the program has not defined yet.
         self._awaited_of_program: list[Record] = []
@@ -58,7 +58,7 @@ class Installer(imports.Listener):
         sites: list[tuple[Patch, Site]] = []
         for patch in patches:
             try:
-                sites += [(patch, site) for site in patch.sites_for(settings)]
+                sites += [(patch, site) for site in patch.sites_for(settings.options_of(patch))]
             except PatchError as error:
                 if required:
                     raise
@@ -72,11 +72,15 @@ class Installer(imports.Listener):
                 # below. One whose import ends later calls its hook, which waits for the lock.
                 for module in {site.module for _, site in sites}:
                     imports.watch(module, self)
+                selected = {record.site.patch for record in self._records.values() if record.claims}
                 records = [self._select(site) for _, site in sites]
                 for record in records:
                     record.claims[claim] = required
                 for patch in patches:
-                    self._options.set(patch.name, claim, settings.options_of(patch), replace_options)
+                    if replace_options or patch.name not in selected:
+                        own = settings.options_of(patch)
+                        claim.options[patch.name] = self._options.get(patch.name, own), own
+                        self._options[patch.name] = own
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported())
                 refuse_faults(self._current(record) for record in records if required)
             except BaseException as error:
@@ -102,15 +106,19 @@ class Installer(imports.Listener):
         with self._lock:
             for record in self._records.values():
                 record.keep(claim)
-            self._options.keep(claim)
 
     def release(self, claim: Claim) -> None:
-        """Undo what the call did: sites that another call has selected, too, stay in place."""
+        """Undo what the call did: sites that another call has selected, too, stay in place.
+
+        The options of before are back, unless another call has set other ones since.
+        """
         with self._lock:
             claimed = [record for record in self._records.values() if claim in record.claims]
             for record in claimed:
                 del record.claims[claim]
-            self._options.release(claim)
+            for patch, (before, own) in claim.options.items():
+                if self._options[patch] is own:
+                    self._options[patch] = before
             self._revert(record for record in claimed if not record.claims)
             # A site that is gone now may have kept the others of its group from taking effect.
             self._apply_ready(self._missed())
@@ -121,8 +129,6 @@ class Installer(imports.Listener):
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
                 record.claims.clear()
-            for name in names:
-                self._options.clear(name)
             self._revert(record for record in records if not record.is_reverted)
 
     def _revert(self, records: Iterable[Record]) -> None:
@@ -281,26 +287,28 @@ class Installer(imports.Listener):
             self._moved.append(record.attribute.unwrap())
             record.attribute = None
 
-    def _adapter_of(self, site: Site) -> Adapter:
-        """Return the adapter with its options.
+    def _adapter_of(self, site: Site) -> Callable[[Call], Any]:
+        """Return the site's adapter, which gets the options of the patch, and is imported at the first call.
 
         The first call of any adapter logs what is in place, since everything has been imported by then.
         """
-        adapter, announcer, options = site.adapter, self.announcer, self._options.by_patch
+        patch, options, adapter = site.patch, self._options, site.adapter
+        is_first = True
 
-        def call(
-            wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> Any:
-            if not announcer.done:
-                with self._log_internal_errors():
-                    announcer.once(self.status())
-            elif self._awaited_of_program:
+        def run(call: Call) -> Any:
+            nonlocal adapter, is_first
+            if is_first:
+                if not self.announcer.done:
+                    with self._log_internal_errors():
+                        self.announcer.once(self.status())
+                adapter = imported(adapter) if isinstance(adapter, str) else adapter
+                is_first = False
+            if self._awaited_of_program:
                 self.import_ended()
-            if site.pass_options:
-                return adapter(wrapped, instance, args, kwargs, options=options[site.patch])
-            return adapter(wrapped, instance, args, kwargs)
+            call.options = options[patch]
+            return adapter(call)  # type: ignore[operator]
 
-        return call
+        return run
 
     # --- of the process
 

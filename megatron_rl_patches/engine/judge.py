@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 from ..errors import PatchError
 from . import target_source
+from .patch import Patch, Site
+from .settings import Settings
 from .sources import Source
-from .spec import Patch, Site
 from .target_source import TargetSource
-
-if TYPE_CHECKING:
-    from ..settings import Settings
 
 K = TypeVar("K")
 #: How the reason begins of a site that fits, and has the state of another site of its patch.
@@ -77,7 +75,7 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
     if target.function is None:
         if target.imported_from is not None:
             return "drifted", f"moved: {site.module} imports it from {target.imported_from}"
-        if site.introduced_with and site.introduced_with not in target.module_names:
+        if site.introduced_with and not target.mentions(site.introduced_with, in_module=True):
             return "not needed", f"{site.module} does not contain {site.introduced_with}"
         return "missing", f"{site.module} does not define {site.qualname}"
     if target.replaced_by:
@@ -91,7 +89,7 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
         return "drifted", "it is a generator or a coroutine function: it runs after the call is over"
     if absent := [name for name in site.parameters if name not in target.parameters]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
-    if absent := [name for name in site.requires_names if name not in target.names]:
+    if absent := [name for name in site.requires_names if not target.mentions(name)]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
     return "fits", "has the bug that the patch fixes"
 
@@ -116,7 +114,7 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
     for patch in patches:
         by_framework: dict[str, list[Site]] = {}
         try:
-            sites_of_patch = patch.sites_for(settings)
+            sites_of_patch = patch.sites_for(settings.options_of(patch))
         except PatchError as error:
             statuses.append(
                 SiteStatus(patch.name, patch.name, f"{patch.name}.configured", "failed", str(error))

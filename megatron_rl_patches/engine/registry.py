@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 
 from ..errors import PatchError
 from .options import field_types
-from .spec import Patch
+from .patch import Patch
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
 # Options of patches cannot have these names, whose variables have a meaning of their own.

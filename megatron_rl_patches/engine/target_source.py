@@ -17,8 +17,35 @@ _NAMES: dict[type, str] = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"
 
 
 @dataclass(frozen=True)
+class CallNode:
+    """A call in the code of a target."""
+
+    node: ast.Call
+
+    @property
+    def name(self) -> str:
+        """The name of the function or method that is called: ``step``."""
+        function = self.node.func
+        return str(getattr(function, _NAMES[type(function)])) if type(function) in _NAMES else ""
+
+    @property
+    def function(self) -> str:
+        """What is called, as text: ``optimizer.step``."""
+        return ast.unparse(self.node.func)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments that are passed by name: constants, and ``...`` for anything else."""
+        return {
+            keyword.arg: keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
+            for keyword in self.node.keywords
+            if keyword.arg
+        }
+
+
+@dataclass(frozen=True)
 class TargetSource:
-    """A target as its code shows it.
+    """A target as its code shows it: what ``skip_if`` asks whether a patch has work to do.
 
     Attributes:
         target: ``module.qualname``.
@@ -50,15 +77,41 @@ class TargetSource:
             isinstance(node, ast.Yield | ast.YieldFrom) for node in _own_nodes(self.function)
         )
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Every identifier and attribute in the function's body."""
-        return _names(self.function)
+    def mentions(self, name: str, in_module: bool = False) -> bool:
+        """Return whether the name stands in the function (or in its module): as a variable or attribute."""
+        return _mentions(self.module if in_module else self.function, name)
 
-    @property
-    def module_names(self) -> frozenset[str]:
-        """Every identifier and attribute in the module."""
-        return _names(self.module)
+    def asserts(self, name: str, in_loop: bool = False) -> bool:
+        """Return whether the function asserts something of the name; with ``in_loop``, in a ``for`` loop."""
+        scopes = _nodes(self.function, ast.For) if in_loop else [self.function]
+        return any(_mentions(node.test, name) for scope in scopes for node in _nodes(scope, ast.Assert))
+
+    def cleans_up(self, name: str = "") -> bool:
+        """Return whether there is a ``finally`` or an ``except``; with a name, a ``finally`` with it."""
+        attempts = list(_nodes(self.function, ast.Try))
+        if not name:
+            return any(attempt.finalbody or attempt.handlers for attempt in attempts)
+        return any(_mentions(node, name) for attempt in attempts for node in attempt.finalbody)
+
+    def looks_up_unchecked(self, name: str) -> bool:
+        """Return whether a ``for`` loop reads ``name[...]``, with no ``if`` or ``try`` for a missing item."""
+        if any(_mentions(node.test, name) for node in _nodes(self.function, ast.If)):
+            return False
+        return any(
+            any(_mentions(node.value, name) for node in _nodes(loop, ast.Subscript))
+            and not any(_nodes(loop, ast.If, ast.Try))
+            for loop in _nodes(self.function, ast.For)
+        )
+
+    def calls(self, name: str = "", in_module: bool = False) -> list[CallNode]:
+        """Return the calls of what has this name, or all calls, in the function or in its module."""
+        calls = map(CallNode, _nodes(self.module if in_module else self.function, ast.Call))
+        return [call for call in calls if name in ("", call.name)]
+
+    def defines(self, name: str) -> bool:
+        """Return whether the module itself defines the function."""
+        body = self.module.body if self.module else ()
+        return any(isinstance(node, ast.FunctionDef) and node.name == name for node in body)
 
     @property
     def fingerprint(self) -> str:
@@ -169,6 +222,9 @@ def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _own_nodes(node)
 
 
-def _names(tree: ast.AST | None) -> frozenset[str]:
-    nodes = ast.walk(tree) if tree else ()
-    return frozenset(getattr(node, _NAMES[type(node)]) for node in nodes if type(node) in _NAMES)
+def _nodes(tree: ast.AST | None, *kinds: type[Any]) -> Iterator[Any]:
+    return (node for node in ast.walk(tree) if isinstance(node, kinds)) if tree else iter(())
+
+
+def _mentions(tree: ast.AST | None, name: str) -> bool:
+    return any(getattr(node, _NAMES[type(node)]) == name for node in _nodes(tree, *_NAMES))

@@ -6,15 +6,18 @@ Only this module, and :mod:`.copies` for the copies of a target, change foreign 
 from __future__ import annotations
 
 import copy
+import inspect
 import pkgutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import wrapt
 
-from .spec import Adapter, Site
+from .call import Call
+from .patch import Site
 from .target_source import layers, resolve
 
 
@@ -53,8 +56,14 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     _self_on: bool
     _self_path: tuple[str, str, str]
 
-    def __init__(self, wrapped: Any, adapter: Adapter, site: Site, owner: Any) -> None:
+    def __init__(self, wrapped: Any, adapter: Callable[[Call], Any], site: Site, owner: Any) -> None:
         is_method = isinstance(owner, type) and not isinstance(wrapped, (staticmethod, classmethod))
+        signature: inspect.Signature | None = None
+
+        def signature_of(function: Any) -> inspect.Signature:
+            nonlocal signature
+            signature = signature or inspect.signature(function)  # the same for every instance
+            return signature
 
         def call(function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if is_method:
@@ -63,8 +72,9 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
                 if not isinstance(instance, owner):
                     return function(*args, **kwargs)
                 # Where it was read from the class, it is a partial, whose signature is wrong before 2.5.
-                function = self.__wrapped__.__get__(instance, type(instance))
-            return adapter(function, instance, args, kwargs)
+                if type(function) is not MethodType:
+                    function = self.__wrapped__.__get__(instance, type(instance))
+            return adapter(Call(function, args, kwargs, instance, signature_of))
 
         super().__init__(wrapped, call, lambda: self._self_on)
         self._self_on = False
@@ -102,7 +112,7 @@ class PatchedAttribute:
     wrapper: SwitchableWrapper
 
     @classmethod
-    def of(cls, module: ModuleType, site: Site, adapter: Adapter) -> PatchedAttribute:
+    def of(cls, module: ModuleType, site: Site, adapter: Callable[[Call], Any]) -> PatchedAttribute:
         """Make the wrapper, and change nothing yet."""
         owner, name = resolve(module, site.qualname)
         current = vars(owner)[name]
@@ -166,3 +176,8 @@ def _find_disabled(current: Any, site: Site) -> SwitchableWrapper | None:
     path = (site.patch, site.module, site.qualname)
     own = (w for w in layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
     return next(own, None)
+
+
+def is_patched(function: Any, patch: str) -> bool:
+    """Return whether the function is the wrapper of this patch, in force and with no other around it."""
+    return type(function) is SwitchableWrapper and function.is_on and function.path[0] == patch

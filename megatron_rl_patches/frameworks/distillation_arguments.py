@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
+from ..engine.call import Call
+from ..engine.options import build
 from ..errors import InvalidInputError
 from ..losses.logits.divergences import divergence_named
 
@@ -23,8 +26,9 @@ _CONFLICTS = {
 }
 
 
-def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def with_loss_type(call: Call) -> Callable[[Any], Any]:
     """Return the framework's function that adds its arguments, with one more choice of ``--loss-type``."""
+    provider = call()
 
     def add_arguments(parser: Any) -> Any:
         parser = provider(parser)
@@ -34,6 +38,20 @@ def with_loss_type(provider: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return parser
 
     return add_arguments
+
+
+def validate(call: Call) -> Any:
+    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss."""
+    args = call["args"]
+    if args.loss_type != LOSS_TYPE:
+        return call()
+    select_loss(args, asdict(call.options))
+    result = call()  # may read a file that overrides the options
+    names = [field.name for field in fields(call.options)]
+    chosen = build(type(call.options), {name: getattr(args, name) for name in names})
+    set_options(args, asdict(chosen))
+    check_arguments(args)
+    return result
 
 
 def select_loss(args: Any, options: Mapping[str, Any]) -> None:

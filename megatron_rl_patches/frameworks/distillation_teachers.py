@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..common.chunks import unwrap
 from ..common.scopes import Scope, replaced
+from ..engine.call import Call
 from ..errors import InvalidInputError
 from ..inference.scoring.hidden_states import hidden_states_of, output_head
 from ..losses import (
@@ -35,7 +36,7 @@ from ..losses.logits.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
 from ..losses.sequences.responses import rows_of
-from .arguments import bind, call
+from .distillation_arguments import scores_teachers
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
@@ -247,31 +248,37 @@ def _raise_everywhere(problem: str | None) -> None:
 scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
-def train(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def train_actor(call: Call) -> Any:
+    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score."""
+    if not scores_teachers(call.instance.args):
+        return call()
+    with scorer.enter(TeacherScorer(call.instance)):
+        return call()
+
+
+def train(call: Call) -> Any:
     """Forward student and teachers, then train. Before it, the framework has logged the rollout."""
     current = scorer.get()
     if current is None:
-        return wrapped(*args, **kwargs)
-    arguments = bind(wrapped, args, kwargs).arguments
-    iterators = arguments["data_iterator"]
-    forward_only = inspect.unwrap(wrapped).__globals__["forward_only"]
+        return call()
+    iterators = call["data_iterator"]
+    forward_only = inspect.unwrap(call.function).__globals__["forward_only"]
     takes_rollout_id = "rollout_id" in inspect.signature(forward_only).parameters  # miles needs it
-    options = {"rollout_id": arguments["rollout_id"]} if takes_rollout_id else {}
+    options = {"rollout_id": call["rollout_id"]} if takes_rollout_id else {}
 
     def forward(function: Callable[..., Any]) -> Any:
-        state = current.actor.args, arguments["model"], iterators, arguments["num_microbatches"]
+        state = current.actor.args, call["model"], iterators, call["num_microbatches"]
         return forward_only(function, *state, **options)
 
     with current.scores_in(iterators[0].rollout_data, forward):
-        return wrapped(*args, **kwargs)
+        return call()
 
 
-def get_batch(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def get_batch(call: Call) -> Any:
     """Return a microbatch with the distributions that the rollout data holds so far."""
     current = scorer.get()
     if current is None:
-        return wrapped(*args, **kwargs)
-    bound = bind(wrapped, args, kwargs)
-    available = [key for key in KEYS if key in bound.arguments["data_iterator"].rollout_data]
-    current.batch = call(wrapped, bound, keys=[*bound.arguments["keys"], *available])
+        return call()
+    available = [key for key in KEYS if key in call["data_iterator"].rollout_data]
+    current.batch = call(keys=[*call["keys"], *available])
     return current.batch

@@ -7,7 +7,6 @@ Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimi
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ..common.scopes import Scope
+from ..engine.call import Call
 from ..inference.models.model import freeze, without_training
 from ..inference.models.refusal import refuse_to_train, refuse_training
 from ..inference.models.rng import preserved_rng
@@ -121,37 +121,43 @@ def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
 # --- what Megatron's functions do inside of inference_role()
 
 
-def get_model(
-    build: Callable[..., Any], arguments: inspect.BoundArguments, args: Any = None
-) -> Sequence[torch.nn.Module]:
+def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
     """Build chunks, without DDP for a role that only scores; an explicit ``wrap_with_ddp=True`` is obeyed.
 
     Args:
-        build: a ``get_model`` that takes ``wrap_with_ddp``.
-        arguments: those that it is called with.
         args: Megatron's global arguments, where they also decide how chunks are wrapped.
     """
     current = _scope.get()
-    if current is not None and (reason := _reason_to_wrap(arguments.arguments, args)):
+    if current is None:
+        return call()
+    if reason := _reason_to_wrap(call, args):
         current.reason_skipped = reason
-    elif current is not None:
-        arguments.arguments["wrap_with_ddp"] = False
-        current.ddp_skipped = True
-        if current.on_model_built is not None:
-            current.on_model_built()
-    model: Sequence[torch.nn.Module] = build(*arguments.args, **arguments.kwargs)
-    return model
+        return call()
+    current.ddp_skipped = True
+    if current.on_model_built is not None:
+        current.on_model_built()
+    return call(wrap_with_ddp=False)
 
 
-def _reason_to_wrap(arguments: dict[str, Any], args: Any) -> str:
-    if arguments.get("wrap_with_ddp"):
+def _reason_to_wrap(call: Call, args: Any) -> str:
+    passed = call.passed()
+    if passed.get("wrap_with_ddp"):
         return "the framework passes wrap_with_ddp itself"
     # Without the wrapper that shards them, every rank would hold all parameters.
-    sharded = [name for name in _SHARDED if arguments.get(name) or getattr(args, name, None)]
+    sharded = [name for name in _SHARDED if passed.get(name) or getattr(args, name, None)]
     return f"its parameters are sharded ({', '.join(sharded)})" if sharded else ""
 
 
-def optimizer(build: Callable[[], Any], model: Any) -> Any:
+def megatron_get_model(call: Call) -> Sequence[torch.nn.Module]:
+    """:func:`get_model` of Megatron-LM, whose global arguments decide, too."""
+    if not in_inference_role():
+        return call()
+    from megatron.training.global_vars import get_args
+
+    return get_model(call, get_args())
+
+
+def get_megatron_optimizer(call: Call) -> Any:
     """Return an optimizer, or :class:`NullOptimizer` for a role that only scores.
 
     Raises:
@@ -159,13 +165,23 @@ def optimizer(build: Callable[[], Any], model: Any) -> Any:
     """
     if ddp_skipped():
         return NullOptimizer()
-    refuse_to_train(model, "get_megatron_optimizer")
-    return build()
+    refuse_to_train(call["model_chunks"], "get_megatron_optimizer")
+    return call()
 
 
-def scheduler(build: Callable[[], Any]) -> Any:
+def get_optimizer_param_scheduler(call: Call) -> Any:
     """Return a scheduler, or :class:`NullScheduler` for a role that only scores."""
-    return NullScheduler() if ddp_skipped() else build()
+    return NullScheduler() if ddp_skipped() else call()
+
+
+def train(call: Call) -> Any:
+    """Train, unless the model only scores.
+
+    Raises:
+        InferenceOnlyError: it does.
+    """
+    refuse_to_train(call["model"], "train")
+    return call()
 
 
 class NullOptimizer:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..common.scopes import Scope
+from ..engine.call import Call
 
 #: Schedulers, each with the step at which loading a checkpoint left it.
 _loaded: Scope[list[tuple[Any, int]]] = Scope("loaded_schedulers")
 
 
-@contextmanager
-def keep_loaded_step() -> Iterator[None]:
-    """Put schedulers, at the end of the block, back to the step that :func:`record_loaded_step` has recorded.
+def initialize(call: Call) -> Any:
+    """Run ``initialize_model_and_optimizer``, and put schedulers back to the step at which loading left them.
 
-    Meant for functions that load a checkpoint and then advance the scheduler by the checkpoint's iteration,
-    although loading has set it already. If loading has not (``--no-load-optim``, a fresh start), the schedule
-    starts from the beginning.
+    The function loads a checkpoint and then advances the scheduler by the checkpoint's iteration, although
+    loading has set it already. If loading has not (``--no-load-optim``, a fresh start), the schedule starts
+    from the beginning.
     """
     with _loaded.enter([]) as loaded:
-        yield
+        result = call()
     for scheduler, num_steps in loaded:
         if scheduler.num_steps != num_steps:
             scheduler.num_steps = num_steps
             scheduler.step(increment=0)  # sets learning rate and weight decay of that step
+    return result
 
 
-def record_loaded_step(scheduler: Any) -> None:
-    """Record the step of a scheduler after a checkpoint was loaded, whether into the scheduler or not.
+def load_checkpoint(call: Call) -> Any:
+    """Load a checkpoint, and within :func:`initialize` record the scheduler's step.
 
-    Does nothing outside of :func:`keep_loaded_step`.
+    It is recorded whether the checkpoint was loaded into the scheduler or not.
     """
-    loaded = _loaded.get()
+    result, loaded, scheduler = call(), _loaded.get(), call.get("opt_param_scheduler")
     if loaded is not None and scheduler is not None:
         loaded.append((scheduler, scheduler.num_steps))
+    return result

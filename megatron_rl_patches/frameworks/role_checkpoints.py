@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..common.scopes import replaced
+from ..engine.call import Call
 from ..errors import CheckpointError
 from ..inference.checkpoints.load import read_iteration
 from ..inference.models.rng import preserved_rng
+from .inference_roles import ddp_skipped
 
 # Up to megatron-core 0.14 the loader asserts that these are zero; the policy's checkpoint has set them.
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
-def load_weights(
-    load: Callable[..., Any], arguments: inspect.BoundArguments, args: Any
-) -> tuple[int, int | float]:
+def load_checkpoint(call: Call) -> Any:
+    """Run Megatron's ``load_checkpoint``; only the weights are loaded into a model that only scores."""
+    if not ddp_skipped():
+        return call()
+    from megatron.training.global_vars import get_args
+
+    return load_weights(call, get_args())
+
+
+def load_weights(call: Call, args: Any) -> tuple[int, int | float]:
     """Run Megatron's ``load_checkpoint`` for a model that only scores.
 
     The loader runs as for fine-tuning (``--finetune --no-load-optim --no-load-rng``), which in every release
@@ -30,21 +38,18 @@ def load_weights(
     ``load_inference_checkpoint``.
 
     Args:
-        load: Megatron's function.
-        arguments: those that it is called with, defaults applied.
         args: Megatron's global arguments. They, and every other global that the loader touches, are at the
             end as they were before, also when it raises.
 
     Returns:
         The iteration of the checkpoint, and the number of floating-point operations that the loader gives.
     """
-    arguments.arguments |= {"optimizer": None, "opt_param_scheduler": None}
     with preserved_rng(), preserved_globals(args):
         args.finetune = args.no_load_optim = args.no_load_rng = True
         for name in _CONSUMED:
             setattr(args, name, 0)
-        iteration, num_operations = load(*arguments.args, **arguments.kwargs)
-    return _stored_iteration(args, arguments.arguments["load_arg"]) or iteration, num_operations
+        iteration, num_operations = call(optimizer=None, opt_param_scheduler=None)
+    return _stored_iteration(args, call["load_arg"]) or iteration, num_operations
 
 
 def _stored_iteration(args: Any, load_arg: str) -> int:

@@ -8,7 +8,6 @@ what the first knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..common.scopes import Scope, replaced
+from ..engine.call import Call
 from ..losses import DeferredLogits, checkpointed
 from ..losses.logits.deferred import dense, rows_of_existing
 from ..losses.logits.log_probs_autograd import JointBackward
-from .arguments import bind, call
 from .log_probs import log_probs_and_entropy
 
 #: Names by which releases pass whether the entropy has a gradient.
@@ -48,26 +47,23 @@ class ScoringContext:
 scoring_context: Scope[ScoringContext] = Scope("scoring")
 
 
-def loss_function(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def loss_function(call: Call) -> Any:
     """Checkpoint the whole function instead of the loss in it; the rest of it computes a few numbers."""
-    framework_args = bind(wrapped, args, kwargs, defaults=True).arguments["args"]
+    framework_args = call["args"]
     if not framework_args.recompute_loss_function:
-        return wrapped(*args, **kwargs)
+        return call()
 
     def without_recomputation(*args: Any, **kwargs: Any) -> Any:
         # The option changes in place, not in a copy: custom losses may keep something on ``args``.
         with replaced(framework_args, recompute_loss_function=False):
-            return wrapped(*args, **kwargs)
+            return call.function(*args, **kwargs)
 
-    return checkpointed(without_recomputation, preserve_rng_state=True)(*args, **kwargs)
+    return checkpointed(without_recomputation, preserve_rng_state=True)(*call.args, **call.kwargs)
 
 
-def get_log_probs_and_entropy(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def get_log_probs_and_entropy(call: Call) -> Any:
     """Run the framework's function on logits whose slices copy nothing, and have one gradient together."""
-    bound = bind(wrapped, args, kwargs, defaults=True)
-    framework_args, logits = bound.arguments["args"], bound.arguments["logits"]
+    framework_args, logits = call["args"], call["logits"]
     # A custom loss may well use the entropy whatever this coefficient is.
     is_metric = (
         getattr(framework_args, "loss_type", None) == "policy_loss"
@@ -77,7 +73,7 @@ def get_log_probs_and_entropy(
     context = ScoringContext(not is_metric, JointBackward(rows) if torch.is_grad_enabled() else None)
     try:
         with scoring_context.enter(context):
-            return call(wrapped, bound, logits=rows)
+            return call(logits=rows)
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except RuntimeError:
@@ -85,31 +81,26 @@ def get_log_probs_and_entropy(
         if context.has_scored or rows is logits:
             raise
     with scoring_context.enter(ScoringContext(not is_metric)):
-        return call(wrapped, bound)
+        return call()
 
 
-def calculate_log_probs_and_entropy(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def calculate_log_probs_and_entropy(call: Call) -> Any:
     """Return log-probabilities ``[n, 1]``, and entropies ``[n]`` or ``None``, of logits ``[n, V / tp]``."""
-    bound = bind(wrapped, args, kwargs, defaults=True)
-    arguments, parameters = bound.arguments, bound.signature.parameters
-    unknown = [n for n in arguments if n not in _KNOWN and arguments[n] is not parameters[n].default]
     context = scoring_context.get() or ScoringContext()
-    passed_entropy_grad = [arguments[name] for name in _ENTROPY_GRAD if name in arguments]
+    passed_entropy_grad = [call[name] for name in _ENTROPY_GRAD if name in call.arguments]
     context.entropy_grad = context.entropy_grad and all(passed_entropy_grad)
-    logits, tokens = arguments["logits"], arguments["tokens"]
+    logits, tokens = call["logits"], call["tokens"]
     is_empty = len(logits) == 0 and not isinstance(logits, DeferredLogits)
-    if unknown or arguments.get("true_on_policy") or is_empty:
-        return call(wrapped, bound, logits=dense(logits))
+    if call.changed() - _KNOWN or call.get("true_on_policy") or is_empty:
+        return call(logits=dense(logits))
     context.has_scored = True
     log_probs, entropy = log_probs_and_entropy(
         logits,
         tokens if len(logits) else tokens[:0],  # frameworks pass tokens[-0:], which are all
-        arguments["tp_group"],
-        with_entropy=bool(arguments["with_entropy"]),
+        call["tp_group"],
+        with_entropy=bool(call["with_entropy"]),
         entropy_grad=context.entropy_grad,
-        keep_mask=arguments.get("log_prob_keep_mask"),
+        keep_mask=call.get("log_prob_keep_mask"),
         joint=context.joint,
     )
     if entropy is not None and not passed_entropy_grad:
@@ -117,21 +108,17 @@ def calculate_log_probs_and_entropy(
     return log_probs.unsqueeze(-1), entropy
 
 
-def allgather_cp_redistribute(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def allgather_cp_redistribute(call: Call) -> None:
     """Leave out the backward of the entropy's all-reduce on every rank where the entropy has no gradient."""
-    bound = bind(wrapped, args, kwargs, defaults=True)
-    context, res = scoring_context.get() or ScoringContext(), bound.arguments["res"]
+    context, res = scoring_context.get() or ScoringContext(), call["res"]
     entropy = {} if context.entropy_grad or "entropy" not in res else {"entropy": res.pop("entropy")}
-    call(wrapped, bound)
+    call()
     with torch.no_grad():
-        call(wrapped, bound, res=entropy)
+        call(res=entropy)
     res.update(entropy)
 
 
-def compute_log_probs(wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def compute_log_probs(call: Call) -> Tensor:
     """Return log-probabilities ``[n, 1]``; Megatron's fused cross entropy would overwrite float32 logits."""
-    arguments = bind(wrapped, args, kwargs, defaults=True).arguments
-    log_probs, _ = log_probs_and_entropy(arguments["logits"], arguments["tokens"], arguments["process_group"])
+    log_probs, _ = log_probs_and_entropy(call["logits"], call["tokens"], call["process_group"])
     return log_probs.unsqueeze(1)

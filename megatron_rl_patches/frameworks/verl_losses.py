@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..common.scopes import Scope
+from ..engine.call import Call
+from ..engine.wrapper import is_patched
 from ..losses import DeferredLogits
 from . import log_probs
-from .arguments import bind, call
 
 
 @dataclass
@@ -25,14 +26,12 @@ class EntropyRequest:
 _request: Scope[EntropyRequest] = Scope("verl_entropy")
 
 
-def vocab_parallel_log_probs_from_logits(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
     """Return log-probabilities; the gradient may overwrite the logits, as verl's own forward does."""
-    arguments, request = bind(wrapped, args, kwargs, defaults=True).arguments, _request.get()
+    request = _request.get()
     log_probs_n, entropy = log_probs.log_probs_and_entropy(
-        arguments["logits"],
-        arguments["labels"],
+        call["logits"],
+        call["labels"],
         _tensor_parallel_group(),
         with_entropy=request is not None,
         inplace_backward=True,
@@ -42,41 +41,36 @@ def vocab_parallel_log_probs_from_logits(
     return log_probs_n
 
 
-def vocab_parallel_entropy(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def vocab_parallel_entropy(call: Call) -> Tensor:
     """Return entropies in the dtype of the logits."""
-    logits = bind(wrapped, args, kwargs, defaults=True).arguments["vocab_parallel_logits"]
+    logits = call["vocab_parallel_logits"]
     return log_probs.entropy(logits, _tensor_parallel_group()).to(logits.dtype)
 
 
-def vocab_parallel_entropy_with_chunking(
-    wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def vocab_parallel_entropy_with_chunking(call: Call) -> Tensor:
     """Return entropies in float32 for logits of any dtype, as verl does for its chunks."""
-    logits = bind(wrapped, args, kwargs, defaults=True).arguments["vocab_parallel_logits"]
-    return log_probs.entropy(logits, _tensor_parallel_group())
+    return log_probs.entropy(call["vocab_parallel_logits"], _tensor_parallel_group())
 
 
-def lm_head_logits_processor(
-    wrapped: Callable[..., Any], engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def lm_head_logits_processor(call: Call) -> dict[str, Any]:
     """Take entropy and log-probabilities in one pass, from logits that need not be cloned in between.
 
-    The log-probabilities must come from :func:`vocab_parallel_log_probs_from_logits`.
+    Where the log-probabilities are not those of :func:`vocab_parallel_log_probs_from_logits`, since another
+    function is in its place, the method runs as it is.
     """
-    bound = bind(wrapped, args, kwargs, defaults=True)
-    arguments = bound.arguments
-    if isinstance(arguments["logits"], DeferredLogits):
-        arguments["temperature"] = _also_for_padding(arguments["temperature"])
-    if not arguments["calculate_entropy"] or arguments["distillation_only"]:
-        result: dict[str, Any] = call(wrapped, bound)
-        return result
+    log_probs_of_verl = inspect.unwrap(call.function).__globals__.get("vocab_parallel_log_probs_from_logits")
+    if not is_patched(log_probs_of_verl, "lean-loss"):
+        return call()
+    changes = {}
+    if isinstance(call["logits"], DeferredLogits):
+        changes["temperature"] = _also_for_padding(call["temperature"])
+    if not call["calculate_entropy"] or call["distillation_only"]:
+        return call(**changes)
     with _request.enter(EntropyRequest()) as request:
-        result = call(wrapped, bound, calculate_entropy=False)
+        result = call(**changes, calculate_entropy=False)
     assert request.entropy is not None
-    in_float32 = getattr(engine.engine_config, "entropy_from_logits_with_chunking", False)
-    entropy = request.entropy if in_float32 else request.entropy.to(arguments["logits"].dtype)
+    in_float32 = getattr(call.instance.engine_config, "entropy_from_logits_with_chunking", False)
+    entropy = request.entropy if in_float32 else request.entropy.to(call["logits"].dtype)
     return {**result, "entropy": entropy}
 
 

@@ -64,7 +64,7 @@ def switch_on() -> None:
     import _megatron_rl_patches_startup as startup
 
     from ..activation import activate_from_environment
-    from ..settings import VARIABLE
+    from ..engine.settings import VARIABLE
 
     is_set = os.environ.get(VARIABLE, "").strip()
     if not (is_set and startup.has_fired()):  # type: ignore[no-untyped-call]

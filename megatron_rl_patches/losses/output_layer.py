@@ -62,21 +62,19 @@ def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0)
     if layer is None or not is_column_parallel(layer):
         yield
         return
-    own = functools.partial(type(layer).forward, layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return column_parallel_forward(own, layer, args, kwargs)
+        own = functools.partial(type(layer).forward, layer, *args, **kwargs)
+        return column_parallel_forward(own, layer, *args, **kwargs)
 
     with replaced(layer, forward=forward), _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
         yield
 
 
 def language_model_forward(
-    wrapped: Callable[..., Any],
+    forward: Callable[[], Any],
     model: Any,
     arguments: Mapping[str, Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
     *,
     tile_bytes: int | None = None,
     keep_bytes: int = 0,
@@ -84,30 +82,34 @@ def language_model_forward(
     """Call a model's forward, whose output layer defers its logits where the call returns them.
 
     Args:
-        arguments: the arguments of the call by name.
+        forward: the model's own, with the arguments of the call.
+        arguments: these arguments by name.
     """
     if _returns_no_logits(arguments):
         with _deferral.enter(_NO_LAYER):
-            return wrapped(*args, **kwargs)
+            return forward()
     layer = getattr(model, "output_layer", None)
     with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
-        return wrapped(*args, **kwargs)
+        return forward()
 
 
-def column_parallel_forward(
-    wrapped: Callable[..., Any], layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Return deferred logits if the layer is to defer them and can, otherwise the layer's own result."""
+def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return deferred logits if the layer is to defer them and can, otherwise the layer's own result.
+
+    Args:
+        forward: the layer's own, with the same arguments.
+    """
     deferral = _deferral.get()
     if deferral is None or layer is not deferral.layer or _converts_or_records():
-        return wrapped(*args, **kwargs)
-    return _deferred_output(deferral, layer, *args, **kwargs) or wrapped(*args, **kwargs)
+        return forward()
+    return _deferred_output(deferral, layer, *args, **kwargs) or forward()
 
 
-def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
+def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
     """Return a model's cross entropy, as multi-token prediction uses it, without making deferred logits.
 
     Args:
+        compute: the model's own function, with the same arguments.
         layer: the output layer, whose group the vocabulary is split over.
         labels: ``[b, s]``. The loss of a label that is no token id is zero; Megatron relies on the loss mask
             for these.
@@ -118,7 +120,7 @@ def loss_of_labels(wrapped: Callable[..., Any], layer: Any, labels: Tensor, logi
     """
     # Whether somebody has read or written the logits on this rank alone must not decide about collectives.
     if not isinstance(logits, DeferredLogits):
-        return wrapped(labels, logits)
+        return compute()
     group = _tensor_parallel_group(layer)
     vocabulary = logits.shape[-1] * (1 if group is None else dist.get_world_size(group))
     tokens_sb = labels.transpose(0, 1)

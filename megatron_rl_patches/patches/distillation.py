@@ -21,14 +21,12 @@ a custom one.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from ..engine.options import build
-from ..engine.spec import Patch
+from ..engine.patch import Patch
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
-from ..frameworks.arguments import bind, calls
 
 Combination = Literal["mixture", "average", "route"]
 
@@ -84,73 +82,40 @@ patch = Patch(
 )
 
 
-# --- adapters
-
-
-def _arguments_provider(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks import distillation_arguments
-
-    return distillation_arguments.with_loss_type(wrapped(*args, **kwargs))
-
-
-def _validate(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: OpdOptions,
-) -> Any:
-    from ..frameworks import distillation_arguments
-
-    framework_args = bind(wrapped, args, kwargs).arguments["args"]
-    if framework_args.loss_type != distillation_arguments.LOSS_TYPE:
-        return wrapped(*args, **kwargs)
-    distillation_arguments.select_loss(framework_args, asdict(options))
-    result = wrapped(*args, **kwargs)  # may read a file that overrides the options
-    chosen = build(OpdOptions, {name: getattr(framework_args, name) for name in asdict(options)})
-    distillation_arguments.set_options(framework_args, asdict(chosen))
-    distillation_arguments.check_arguments(framework_args)
-    return result
-
-
-def _train_actor(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks import distillation_arguments
-
-    if not distillation_arguments.scores_teachers(instance.args):
-        return wrapped(*args, **kwargs)
-    from ..frameworks import distillation_teachers
-
-    with distillation_teachers.scorer.enter(distillation_teachers.TeacherScorer(instance)):
-        return wrapped(*args, **kwargs)
-
-
 # --- sites: two in the driver, whose arguments the workers get, and three on every worker
 
 for _framework in WITH_MEGATRON_UTILS:
     _arguments = f"{_framework}.utils.arguments"
     _utils = f"{_framework}.backends.megatron_utils"
-    _data = "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data"
     patch.wrap(
         _arguments,
         f"get_{_framework}_extra_args_provider",
+        ".frameworks.distillation_arguments:with_loss_type",
         requires_names=(f"add_{_framework}_arguments",),
-    )(_arguments_provider)
-    patch.wrap(_arguments, f"{_framework}_validate_args", parameters=("args",), pass_options=True)(_validate)
+    )
+    patch.wrap(
+        _arguments,
+        f"{_framework}_validate_args",
+        ".frameworks.distillation_arguments:validate",
+        parameters=("args",),
+    )
     patch.wrap(
         f"{_utils}.actor",
         "MegatronTrainRayActor.train_actor",
+        ".frameworks.distillation_teachers:train_actor",
         requires_names=("train", "weights_backuper"),
-    )(_train_actor)
+    )
     patch.wrap(
         f"{_utils}.model",
         "train",
+        ".frameworks.distillation_teachers:train",
         parameters=("model", "data_iterator", "num_microbatches"),
         requires_names=("train_one_step",),
-    )(calls("distillation_teachers.train"))
+    )
     patch.wrap(
-        _data,
+        "miles.backends.training_utils.data" if _framework == "miles" else f"{_utils}.data",
         "get_batch",
+        ".frameworks.distillation_teachers:get_batch",
         parameters=("data_iterator", "keys"),
         requires_names=("get_next",),
-    )(calls("distillation_teachers.get_batch"))
+    )

@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..engine.spec import Patch
+from ..engine.patch import Patch
 from ..errors import PatchError
-from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
     from ..engine.judge import SiteStatus
@@ -85,22 +84,6 @@ patch = Patch(
 )
 
 
-def _model(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: LeanHeadOptions
-) -> Any:
-    from ..losses.output_layer import language_model_forward
-
-    return language_model_forward(
-        wrapped,
-        instance,
-        bind(wrapped, args, kwargs).arguments,
-        args,
-        kwargs,
-        tile_bytes=options.lean_head_tile_bytes or None,
-        keep_bytes=options.lean_head_keep_bytes,
-    )
-
-
 for _module, _model_class in (
     ("gpt.gpt_model", "GPTModel"),
     ("mamba.mamba_model", "MambaModel"),
@@ -109,35 +92,23 @@ for _module, _model_class in (
     patch.wrap(
         f"megatron.core.models.{_module}",
         f"{_model_class}.forward",
+        ".frameworks.megatron_models:forward",
         parameters=("labels",),
-        pass_options=True,
         optional_module=_model_class != "GPTModel",
         # From megatron-core 0.18 on, mamba_model.py only gives HybridModel its old name MambaModel. It has no
         # output_layer then, and the site is not needed.
         introduced_with="output_layer",
-    )(_model)
-
-
-@patch.wrap(
+    )
+patch.wrap(
     "megatron.core.tensor_parallel.layers",
     "ColumnParallelLinear.forward",
+    ".frameworks.megatron_models:column_parallel_forward",
     parameters=("input_", "weight", "runtime_gather_output"),
     requires_names=("_forward_impl", "sequence_parallel"),
 )
-def _layer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..losses.output_layer import column_parallel_forward
-
-    return column_parallel_forward(wrapped, instance, args, kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
+    ".frameworks.megatron_models:loss_of_labels",
     parameters=("labels", "logits"),
 )
-def _loss(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..losses.output_layer import loss_of_labels
-
-    arguments = bind(wrapped, args, kwargs).arguments
-    layer = getattr(instance, "output_layer", None)
-    return loss_of_labels(wrapped, layer, arguments["labels"], arguments["logits"])

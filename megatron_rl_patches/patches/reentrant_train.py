@@ -16,7 +16,7 @@ any            ``Settings(train_functions=...)``             ``TrainGuard``
 =============  ============================================  =========================  ==================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What is around the
-functions is in :mod:`..reentry`.
+functions is in :mod:`..frameworks.training` and :mod:`..reentry`.
 
 Not patched: FSDP chunks (they have no forward pre-hooks), SkyRL, AReaL and NeMo-RL's policy worker
 (re-entrant already), ms-swift and ROLL (one-shot trainers), and anything that ends the process. NeMo-RL's
@@ -25,23 +25,24 @@ value worker calls the methods of ``DistributedDataParallel`` and needs no site 
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.call import Call
+from ..engine.patch import Patch, Site
 from ..engine.sources import PROGRAM, is_the_program
-from ..engine.spec import Patch, Site
+from ..engine.target_source import TargetSource
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
-from ..frameworks.arguments import bind
 
 if TYPE_CHECKING:
     from ..engine.judge import SiteStatus
-    from ..engine.target_source import TargetSource
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
+_MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
+_TRAIN = ".frameworks.training:train"
 _HANDLES = "remove_forward_pre_hook_handles"
 _FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
@@ -77,29 +78,14 @@ class ReentrantTrainOptions:
 
 
 def _disable_is_harmless(target: TargetSource) -> str | None:
-    """Return why the site is left alone; ``None`` if a loop looks up a handle for every submodule.
-
-    The look-up raises ``KeyError`` for a submodule without a handle.
-    """
-    for loop in _walk(target, ast.For):
-        looked_up = [
-            node
-            for node in ast.walk(loop)
-            if isinstance(node, ast.Subscript) and _named(node.value, _HANDLES)
-        ]
-        guarded = any(isinstance(node, ast.If | ast.Try) for node in ast.walk(loop))
-        if looked_up and not guarded and not _tests_handles_first(target):
-            return None
-    return "upstream disables without assuming that the hooks are on"
+    """Return why the site is left alone; ``None`` if a submodule without a handle makes it raise."""
+    fails = target.looks_up_unchecked(_HANDLES)
+    return None if fails else "upstream disables without assuming that the hooks are on"
 
 
 def _enable_is_harmless(target: TargetSource) -> str | None:
-    asserts = any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.Assert))
-    return None if asserts else "upstream enables without assuming that the hooks are off"
-
-
-def _tests_handles_first(target: TargetSource) -> bool:
-    return any(_mentions(node.test, _HANDLES) for node in _walk(target, ast.If))
+    fails = target.asserts(_HANDLES)
+    return None if fails else "upstream enables without assuming that the hooks are off"
 
 
 def _train_is_reentrant(target: TargetSource) -> str | None:
@@ -107,27 +93,20 @@ def _train_is_reentrant(target: TargetSource) -> str | None:
 
     A loop that does not clean up leaves state behind when it raises.
     """
-    fails = _asserts_no_sync_func(target.function) or _calls_interval_timer(target, "start")
-    cleans_up = any(node.finalbody or node.handlers for node in _walk(target, ast.Try))
-    if fails or not cleans_up:
+    fails = target.asserts("no_sync_func") or _calls_interval_timer(target, "start")
+    if fails or not target.cleans_up():
         return None
     return "it does not fail after an earlier call, and cleans up when it raises"
 
 
 def _setup_is_reentrant(target: TargetSource) -> str | None:
-    fails = _asserts_no_sync_func(target.function)
+    fails = target.asserts("no_sync_func")
     return None if fails else "it does not assert that no_sync_func is None"
 
 
 def _chunks_may_share_a_config(target: TargetSource) -> str | None:
-    fails = any(_asserts_no_sync_func(loop) for loop in _walk(target, ast.For))
+    fails = target.asserts("no_sync_func", in_loop=True)
     return None if fails else "it does not assert that no_sync_func is None for each chunk"
-
-
-def _asserts_no_sync_func(tree: ast.AST | None) -> bool:
-    assert tree is not None
-    asserts = (node for node in ast.walk(tree) if isinstance(node, ast.Assert))
-    return any(_mentions(node.test, "no_sync_func") for node in asserts)
 
 
 def _save_is_safe(target: TargetSource) -> str | None:
@@ -135,116 +114,38 @@ def _save_is_safe(target: TargetSource) -> str | None:
 
     ``None`` if it stops a timer that only ``train()`` starts, or switches hooks as up to 0.15.
     """
-    hooks = _restores_hooks(target)
-    return None if _calls_interval_timer(target, "stop") else hooks
+    return None if _calls_interval_timer(target, "stop") else _restores_hooks(target)
 
 
 def _calls_interval_timer(target: TargetSource, method: str) -> bool:
     """Return whether the function calls ``timers('interval-time', ...).method(...)``."""
-    return any(
-        isinstance(call.func, ast.Attribute)
-        and call.func.attr == method
-        and any(
-            isinstance(node, ast.Constant) and node.value == "interval-time" for node in ast.walk(call.func)
-        )
-        for call in _walk(target, ast.Call)
-    )
+    return any("'interval-time'" in call.function for call in target.calls(method))
 
 
 def _restores_hooks(target: TargetSource) -> str | None:
-    toggles = {"disable_forward_pre_hook", "enable_forward_pre_hook"} & target.names
-    if not toggles:
+    if not any(map(target.mentions, ("disable_forward_pre_hook", "enable_forward_pre_hook"))):
         return "it does not switch forward pre-hooks"
-    finals = [node for attempt in _walk(target, ast.Try) for node in attempt.finalbody]
-    if any(_mentions(node, "enable_forward_pre_hook") for node in finals):
-        return "it restores the hooks when saving raises"
-    return None
+    restores = target.cleans_up("enable_forward_pre_hook")
+    return "it restores the hooks when saving raises" if restores else None
 
 
-def _walk(target: TargetSource, kind: type[Any]) -> Iterator[Any]:
-    assert target.function is not None
-    return (node for node in ast.walk(target.function) if isinstance(node, kind))
-
-
-def _mentions(tree: ast.AST, name: str) -> bool:
-    return any(_named(node, name) for node in ast.walk(tree))
-
-
-def _named(node: ast.AST, name: str) -> bool:
-    return (isinstance(node, ast.Attribute) and node.attr == name) or (
-        isinstance(node, ast.Name) and node.id == name
-    )
-
-
-# --- adapters
-
-
-def _arguments(wrapped: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return bind(wrapped, args, kwargs, defaults=True).arguments
-
-
-def _train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-    timers: Any = None,
-    installs: bool = True,
-) -> Any:
-    from ..reentry.guard import TrainGuard
-    from ..reentry.training_warnings import watched
-
-    bound = _arguments(wrapped, args, kwargs)
-    guard = TrainGuard(
-        bound["model"],
-        optimizer=bound.get("optimizer"),
-        timers=timers,
-        config=bound.get("config"),
-        installs=installs,
-    )
-    if not options.warn:
-        with guard:
-            return wrapped(*args, **kwargs)
-    from ..frameworks import rollout_log_probs
-
-    rollout_log_probs.check(bound.get("data_iterator"))
-    with watched(bound["model"], bound.get("optimizer")), guard:
-        return wrapped(*args, **kwargs)
-
-
-def _forward_step(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.training_warnings import note_tokens
-
-    result = wrapped(*args, **kwargs)
-    note_tokens(result)
-    return result
-
-
-def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.forward_pre_hooks import preserved_hooks
-
-    with preserved_hooks(_arguments(wrapped, args, kwargs)["model"]):
-        return wrapped(*args, **kwargs)
+# --- sites
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = [path.split(":") for path in options.train_functions]
     # A file that runs as the program is not imported under its own name, unless another module does so.
     paths += [[PROGRAM, function] for module, function in paths if is_the_program(module)]
-    functions = [
-        Site(module, name, _train, parameters=("model",), pass_options=True) for module, name in paths
-    ]
+    sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
     # The engine looks at the program whenever a patched function is called. This one is called by every loop
     # after it has defined its functions, and before it trains.
-    if any(site.module == PROGRAM for site in functions):
-        functions.append(Site(_DDP, "DistributedDataParallel.__init__", _unchanged))
-    return tuple(functions)
+    if any(site.module == PROGRAM for site in sites):
+        sites.append(Site(_DDP, "DistributedDataParallel.__init__", _unchanged))
+    return tuple(sites)
 
 
-def _unchanged(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return wrapped(*args, **kwargs)
+def _unchanged(call: Call) -> Any:
+    return call()
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -253,8 +154,6 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
 
     return training_warnings.reported()
 
-
-# --- sites
 
 patch = Patch(
     name="reentrant-train",
@@ -265,138 +164,63 @@ patch = Patch(
     notes=_notes,
 )
 
-
-@patch.wrap(
+patch.wrap(
     _DDP,
     "DistributedDataParallel.disable_forward_pre_hook",
+    ".frameworks.training:disable_forward_pre_hook",
     parameters=("param_sync",),
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_disable_is_harmless,
 )
-def disable_forward_pre_hook(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry import forward_pre_hooks
-
-    forward_pre_hooks.disable(wrapped, instance, *args, **kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     _DDP,
     "DistributedDataParallel.enable_forward_pre_hook",
+    ".frameworks.training:enable_forward_pre_hook",
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_enable_is_harmless,
 )
-def enable_forward_pre_hook(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry import forward_pre_hooks
-
-    forward_pre_hooks.enable(wrapped, instance)
-
-
 patch.wrap(
     "megatron.core.pipeline_parallel.schedules",
     "forward_step",
+    ".frameworks.training:forward_step",
     introduced_with="forward_step",
     optional_module=True,
-)(_forward_step)
-
-for _framework in WITH_MEGATRON_UTILS:
-    _module = f"{_framework}.backends.megatron_utils.model"
-    patch.wrap(
-        _module,
-        "train",
-        parameters=("model", "optimizer"),
-        skip_if=_train_is_reentrant,
-        pass_options=True,
-    )(_train)
-    patch.wrap(_module, "save", parameters=("model",), skip_if=_restores_hooks)(_save)
-
-
-@patch.wrap(
+)
+patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
+patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
+patch.wrap(
     "megatron.training.training",
     "train",
+    ".frameworks.training:megatron_train",
     parameters=("model", "optimizer", "config"),
     skip_if=_train_is_reentrant,
-    pass_options=True,
 )
-def megatron_train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-) -> Any:
-    from megatron.training.global_vars import get_timers
-
-    return _train(wrapped, instance, args, kwargs, options=options, timers=get_timers())
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.training.training",
     "save_checkpoint_and_time",
+    ".frameworks.training:megatron_save",
     parameters=("model",),
     skip_if=_save_is_safe,
 )
-def megatron_save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from megatron.training.global_vars import get_timers
-
-    from ..reentry.guard import INTERVAL_TIMER
-    from ..reentry.timers import started
-
-    with started(get_timers(), INTERVAL_TIMER):
-        return _save(wrapped, instance, args, kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.bridge.training.train",
     "train",
+    ".frameworks.training:bridge_train",
     parameters=("model", "optimizer", "global_state"),
     skip_if=_train_is_reentrant,
-    pass_options=True,
 )
-def bridge_train(
-    wrapped: Any,
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: ReentrantTrainOptions,
-) -> Any:
-    timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    # setup() has installed the sync functions, once.
-    return _train(wrapped, instance, args, kwargs, options=options, timers=timers, installs=False)
-
-
-@patch.wrap(
+patch.wrap(
     "megatron.bridge.training.setup",
     "_update_model_config_funcs",
+    ".frameworks.training:bridge_update_model_config_funcs",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
 )
-def bridge_update_model_config_funcs(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    from ..reentry.sync_functions import clear_installed
-
-    bound = _arguments(wrapped, args, kwargs)
-    clear_installed(bound["model"], bound["model_config"])
-    return wrapped(*args, **kwargs)
-
-
-@patch.wrap(
+patch.wrap(
     "verl.utils.megatron_utils",
     "register_megatron_training_hooks",
+    ".frameworks.training:verl_register_megatron_training_hooks",
     parameters=("model", "optimizer"),
     skip_if=_chunks_may_share_a_config,
     introduced_with="no_sync_func",
 )
-def verl_register_megatron_training_hooks(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    from ..reentry.sync_functions import install_per_config
-
-    bound = _arguments(wrapped, args, kwargs)
-    install_per_config(lambda chunks: wrapped(**{**bound, "model": chunks}), bound["model"])

@@ -17,44 +17,17 @@ opposite fault, which never restore a schedule that was saved.
 
 from __future__ import annotations
 
-import ast
-from typing import TYPE_CHECKING, Any
-
-from ..engine.spec import Patch
+from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
 from ..frameworks import WITH_MEGATRON_UTILS
-from ..frameworks.arguments import bind
 
-if TYPE_CHECKING:
-    from ..engine.target_source import TargetSource
+_UTILS = [f"{framework}.backends.megatron_utils" for framework in WITH_MEGATRON_UTILS]
 
 
 def _leaves_the_schedule_alone(target: TargetSource) -> str | None:
     """Return why the site is left alone; ``None`` if it has the fault, ``opt_param_scheduler.step(...)``."""
-    assert target.function is not None
-    advances = any(
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "step"
-        and isinstance(node.func.value, ast.Name)
-        and "scheduler" in node.func.value.id
-        for node in ast.walk(target.function)
-    )
+    advances = any("scheduler" in call.function for call in target.calls("step"))
     return None if advances else "it does not advance the scheduler after loading"
-
-
-def _initialize(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks.resumed_scheduler import keep_loaded_step
-
-    with keep_loaded_step():
-        return wrapped(*args, **kwargs)
-
-
-def _load_checkpoint(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..frameworks.resumed_scheduler import record_loaded_step
-
-    result = wrapped(*args, **kwargs)
-    record_loaded_step(bind(wrapped, args, kwargs).arguments.get("opt_param_scheduler"))
-    return result
 
 
 patch = Patch(
@@ -63,14 +36,15 @@ patch = Patch(
     upstream=("THUDM/slime#1546", "THUDM/slime#1761", "THUDM/slime#1775", "radixark/miles#1627"),
 )
 
-for _framework in WITH_MEGATRON_UTILS:
-    patch.wrap(
-        f"{_framework}.backends.megatron_utils.model",
-        "initialize_model_and_optimizer",
-        skip_if=_leaves_the_schedule_alone,
-    )(_initialize)
-    patch.wrap(
-        f"{_framework}.backends.megatron_utils.checkpoint",
-        "load_checkpoint",
-        parameters=("opt_param_scheduler",),
-    )(_load_checkpoint)
+patch.wrap(
+    [f"{utils}.model" for utils in _UTILS],
+    "initialize_model_and_optimizer",
+    ".frameworks.resumed_scheduler:initialize",
+    skip_if=_leaves_the_schedule_alone,
+)
+patch.wrap(
+    [f"{utils}.checkpoint" for utils in _UTILS],
+    "load_checkpoint",
+    ".frameworks.resumed_scheduler:load_checkpoint",
+    parameters=("opt_param_scheduler",),
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from tests.docs.pages import ROOT
 
 HEADINGS = ("What it changes", "What it does not change", "Upstream", "Is it active?", "Switch it off")

@@ -6,8 +6,9 @@ import json
 import re
 from pathlib import Path
 
-from megatron_rl_patches import available, settings
-from megatron_rl_patches.settings import Settings, parse_selection
+from megatron_rl_patches import available
+from megatron_rl_patches.engine import settings
+from megatron_rl_patches.engine.settings import Settings, parse_selection
 from tests.docs import pages
 from tests.docs.pages import ROOT
 

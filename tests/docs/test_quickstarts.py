@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from megatron_rl_patches import __version__, available
-from megatron_rl_patches.settings import VARIABLE
+from megatron_rl_patches.engine.settings import VARIABLE
 from tests.docs import pages
 from tests.docs.pages import ROOT
 

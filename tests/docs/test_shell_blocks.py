@@ -19,7 +19,7 @@ import typer
 
 from megatron_rl_patches import available
 from megatron_rl_patches.cli.commands import app
-from megatron_rl_patches.settings import VARIABLE, Settings, parse_selection
+from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
 from tests.docs import pages
 from tests.docs.pages import ROOT, Block
 from tests.docs.sandbox import Call, Sandbox

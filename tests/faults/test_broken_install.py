@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl_patches.settings import VARIABLE
+from megatron_rl_patches.engine.settings import VARIABLE
 
 from .environments import FIRES, IMPORTS_MEGATRON, UNRELATED, Environment, set_aside
 
@@ -80,7 +80,7 @@ def test_a_damage_that_shows_only_when_the_framework_is_imported(
     """Files that end early, between two functions: what is missing is missed in the middle of an import."""
     for name, last in [
         ("announce", "_log_line"),
-        ("records", "OptionsInForce"),
+        ("records", "waiting"),
         ("target_source", "_parse"),
         ("wrapper", "_find_disabled"),
         ("sources", "_find_spec"),

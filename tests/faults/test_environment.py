@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import PatchError, Settings, activation, doctor
-from megatron_rl_patches import settings as settings_module
 from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine import settings as settings_module
+from megatron_rl_patches.engine.settings import STRICT_VARIABLE, VARIABLE
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
-from megatron_rl_patches.settings import STRICT_VARIABLE, VARIABLE
 
 from .environments import FIRES, UNRELATED, Environment
 

@@ -39,10 +39,10 @@ patch = Patch("early-reduce", "a fault", upstream=())
     "_ParamAndGradBucketGroup.register_grad_ready",
     parameters=("param",),
 )
-def register(wrapped, instance, args, kwargs):
-    result = wrapped(*args, **kwargs)
-    if instance.grad_reduce_handle is None:
-        instance.start_grad_sync()
+def register(call):
+    result = call()
+    if call.instance.grad_reduce_handle is None:
+        call.instance.start_grad_sync()
     return result
 """
 FILES = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.frameworks.log_probs import log_probs_and_entropy
 from megatron_rl_patches.losses import (
@@ -53,7 +54,7 @@ def _tensor_parallel_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
 
 
 def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
-    def megatrons(labels: Tensor, logits: Tensor) -> Tensor:
+    def megatrons() -> Tensor:
         raise AssertionError("its collectives are others")
 
     look(logits)
@@ -70,13 +71,13 @@ def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
             chunk = logits[0].div(0.7)[start : start + 5]
             arguments = chunk, TOKENS[start : start + 5], group
             log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(
-                _naive, arguments, {"with_entropy": True}
+                Call(_naive, arguments, {"with_entropy": True})
             )
             parts += [log_probs.squeeze(-1), entropy]
             look(logits)
         return torch.cat(parts).sum()
 
-    return slime_losses.get_log_probs_and_entropy(framework, (logits, Namespace()), {})  # type: ignore[no-any-return]
+    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))  # type: ignore[no-any-return]
 
 
 def _naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:

@@ -18,7 +18,7 @@ from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.cli.output import check_writable
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 
 TARGET = "mrp_framework.model.train"
 
@@ -27,9 +27,7 @@ TARGET = "mrp_framework.model.train"
 def _one_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry with one patch, no variables, and the output of a pipe."""
     patch = Patch("test-patch", "it can be called again", upstream=("owner/project#1",))
-    patch.wrap("mrp_framework.model", "train", parameters=("model",))(
-        lambda wrapped, instance, args, kwargs: None
-    )
+    patch.wrap("mrp_framework.model", "train", parameters=("model",))(lambda call: None)
     monkeypatch.setattr(registry, "patches", lambda: {patch.name: patch})
     for name in [name for name in os.environ if name.startswith("MEGATRON_RL_PATCHES")]:
         monkeypatch.delenv(name)

@@ -20,9 +20,9 @@ from megatron_rl_patches import PatchError, apply, doctor
 from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.judge import SiteStatus, judge_all
+from megatron_rl_patches.engine.patch import Patch
+from megatron_rl_patches.engine.settings import Settings
 from megatron_rl_patches.engine.sources import Environment
-from megatron_rl_patches.engine.spec import Patch
-from megatron_rl_patches.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
     patch = Patch("test-patch", "for tests")
     for module, qualname in sites:
-        patch.wrap(module, qualname, **options)(lambda wrapped, instance, args, kwargs: None)
+        patch.wrap(module, qualname, **options)(lambda call: None)
     return patch
 
 

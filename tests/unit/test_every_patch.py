@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from _megatron_rl_patches_startup import finder
 from megatron_rl_patches import Settings, available
 from megatron_rl_patches.engine import installer, registry
-from megatron_rl_patches.engine.spec import Patch, Site
+from megatron_rl_patches.engine.patch import Patch, Site, imported
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
 PATCHES = registry.patches()
@@ -44,6 +45,11 @@ def test_targets_are_distinct_and_none_is_in_a_root_package(patch: Patch) -> Non
     assert all("." in site.module for site in patch.sites)
 
 
+def test_adapters_that_are_named_as_text_are_there() -> None:
+    for site in (site for _, site in SITES if isinstance(site.adapter, str)):
+        assert callable(imported(site.adapter)), site.adapter
+
+
 def test_the_startup_trigger_knows_every_root() -> None:
     import _megatron_rl_patches_startup as startup
 
@@ -61,6 +67,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(finder, "_listeners", {})  # every order has an engine of its own, which listens
     yield "stand_in.module"
     for name in ("stand_in", "stand_in.module"):
         sys.modules.pop(name, None)
@@ -83,6 +90,7 @@ def test_every_order_wraps_at_most_once_and_restores_identity(
     here = Patch("here", "")
     here.sites.append(Site(stand_in, site.qualname, site.adapter, parameters=site.parameters))
     for order in ORDERS:
+        finder._listeners.clear()
         sys.modules.pop(stand_in, None)
         engine = installer.Installer()
         engine.announcer.done = True

@@ -14,7 +14,7 @@ import pytest
 from megatron_rl_patches import Patch, PatchError, Settings, activation, applied
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.installer import Installer
-from megatron_rl_patches.settings import Selection, parse_selection, variables
+from megatron_rl_patches.engine.settings import Selection, parse_selection, variables
 
 KNOWN = ("reentrant-train", "lean-loss")
 
@@ -283,9 +283,9 @@ without_default = Patch("without-default", "", options=WithoutDefault)
 no_dataclass = Patch("no-dataclass", "", options=NoDataclass)
 same = Patch("same", "", options=Options)
 
-@patch.wrap("third_party_options", "speak", pass_options=True)
-def speak(wrapped, instance, args, kwargs, *, options):
-    return options
+@patch.wrap("third_party_options", "speak")
+def speak(call):
+    return call.options
 
 def speak():
     return None

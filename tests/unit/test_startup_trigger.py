@@ -19,7 +19,7 @@ import pytest
 import wrapt
 
 import _megatron_rl_patches_startup as startup
-from megatron_rl_patches.settings import parse_selection
+from megatron_rl_patches.engine.settings import parse_selection
 
 _numbers = itertools.count()
 

@@ -15,7 +15,8 @@ import pytest
 
 from megatron_rl_patches import apply
 from megatron_rl_patches.engine import installer, registry
-from megatron_rl_patches.engine.spec import Patch, Site
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.engine.patch import Patch, Site
 
 Framework = Callable[..., str]
 Tagged = Callable[..., str]
@@ -82,9 +83,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     fresh.remove(patches)
 
 
-def tag(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def tag(call: Call) -> Any:
     """An adapter that shows in the result how often it was there."""
-    return ("patched", wrapped(*args, **kwargs))
+    return ("patched", call())
+
+
+def roles(call: Call) -> Any:
+    """An adapter that shows an option in place of the result."""
+    return call.options.inference_roles
 
 
 def patch_of(

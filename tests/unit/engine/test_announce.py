@@ -16,7 +16,7 @@ import pytest
 from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 
 from .conftest import Engine, Tagged, tag
 
@@ -107,8 +107,8 @@ from megatron_rl_patches.engine import installer, registry
 {handler}
 registry.patches = lambda: {{"tagging": patch}}
 patch = Patch("tagging", "")
-patch.wrap("exiting_framework.model", "train")(lambda wrapped, instance, args, kwargs: None)
-patch.wrap("exiting_framework.other", "train")(lambda wrapped, instance, args, kwargs: None)
+patch.wrap("exiting_framework.model", "train")(lambda call: None)
+patch.wrap("exiting_framework.other", "train")(lambda call: None)
 patch.wrap("exiting_framework.optional", "train", optional_module=True)(lambda *call: None)
 import megatron_rl_patches
 megatron_rl_patches.apply()

@@ -16,7 +16,7 @@ import pytest
 import wrapt
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
 from .conftest import Engine, Framework, Tagged, patch_of, sites_in, tag

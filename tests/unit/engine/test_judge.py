@@ -11,9 +11,10 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer, target_source
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.judge import judge, judge_all, judge_site
+from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.sources import Folder, open_source
-from megatron_rl_patches.engine.spec import Site
 
 from .conftest import MODEL, Engine, Framework, Options, Tagged, patch_of, tag
 
@@ -166,20 +167,21 @@ class TestAdapters:
     def test_are_given_the_call_as_it_is(self, framework: Framework, engine: Engine) -> None:
         name, calls = framework(), []
 
-        def noting(wrapped: Any, instance: Any, args: Any, kwargs: Any, **more: Any) -> Any:
-            calls.append((instance, args, kwargs, more))
-            return wrapped(*args, **kwargs)
+        def noting(call: Call) -> Any:
+            calls.append((call.instance, call.args, call.kwargs, call.options))
+            return call()
 
         engine["plain"] = patch_of(name, "Trainer.step", name="plain", adapter=noting)
-        engine["set"] = patch_of(name, "train", name="set", adapter=noting, pass_options=True)
-        apply(settings=Settings(train_functions=("pkg.mod:train",)))
+        engine["set"] = patch_of(name, "train", name="set", adapter=noting)
+        options = Options(train_functions=("pkg.mod:train",))
+        apply(settings=Settings(train_functions=options.train_functions))
         module = importlib.import_module(f"{name}.model")
         trainer = module.Trainer()
         assert trainer.step(x=3) == ("step", 3)
         assert module.train("m", steps=2) == ("trained", "m", 2)
         assert calls == [
-            (trainer, (), {"x": 3}, {}),
-            (None, ("m",), {"steps": 2}, {"options": Options(train_functions=("pkg.mod:train",))}),
+            (trainer, (), {"x": 3}, options),
+            (None, ("m",), {"steps": 2}, options),
         ]
 
     def test_asked_for_by_name_stays_a_must(

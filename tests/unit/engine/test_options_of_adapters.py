@@ -1,4 +1,4 @@
-"""Adapters that ask for options get those that their patch was last applied with."""
+"""Adapters get the options that their patch was last applied with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ import pytest
 from megatron_rl_patches import PatchError, Settings, apply, revert
 from megatron_rl_patches.engine import installer
 
-from .conftest import Engine, Framework, Options, patch_of
-
-
-def roles(wrapped: Any, instance: Any, args: Any, kwargs: Any, *, options: Options) -> Any:
-    return options.inference_roles
+from .conftest import Engine, Framework, patch_of, roles
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def other(train: Callable[[], Any]) -> Settings:
 @pytest.fixture
 def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
     name = framework()
-    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles, pass_options=True)
+    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
     engine["tagging"] = patch_of(name, "save")
     module = importlib.import_module(f"{name}.model")
     return lambda: module.train("m")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.errors import PatchError
 
 from .conftest import Engine

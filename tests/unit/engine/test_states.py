@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.target_source import TargetSource
 
 from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
@@ -244,11 +246,11 @@ def test_an_adapter_that_raises_does_so_at_its_caller_and_stays_usable(
 ) -> None:
     calls = []
 
-    def adapter(wrapped, instance, args, kwargs):
-        calls.append(args)
+    def adapter(call: Call) -> Any:
+        calls.append(call)
         if len(calls) == 1:
             raise ZeroDivisionError("of the adapter")
-        return wrapped(*args, **kwargs)
+        return call()
 
     name = framework()
     engine["tagging"] = patch_of(name, "train", adapter=adapter)

@@ -15,7 +15,7 @@ import pytest
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
 
-from .conftest import Engine, Framework, Options, Tagged, patch_of
+from .conftest import Engine, Framework, Tagged, patch_of, roles
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
@@ -86,7 +86,7 @@ def broken(framework: Framework, engine: Engine, pause_at: Callable[[str], Pause
     """A patch that fits by its source, and not when it is put in place; that is found out after the pause."""
     name, late = conflict(framework).__name__.partition(".")[0], framework()
     engine["broken"] = patch_of(name, "train", name="broken")
-    engine["broken"].wrap(f"{late}.model", "train")(lambda wrapped, instance, args, kwargs: None)
+    engine["broken"].wrap(f"{late}.model", "train")(lambda call: None)
     pause = installer.installer._lock = pause_at(f"{late}.model")  # type: ignore[assignment]
     return pause
 
@@ -200,11 +200,8 @@ class TestApplied:
 
     @pytest.fixture
     def train(self, framework: Framework, engine: Engine) -> Callable[[], Any]:
-        def roles(wrapped: Any, instance: Any, args: Any, kwargs: Any, *, options: Options) -> Any:
-            return options.inference_roles
-
         name = framework()
-        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles, pass_options=True)
+        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
         module = importlib.import_module(f"{name}.model")
         return lambda: module.train("m")
 
@@ -242,13 +239,16 @@ class TestApplied:
             assert train() == ("c",)
         assert train() == ("c",)
 
-    def test_an_apply_without_options_inside_a_block_has_those_of_the_environment_after_it(
+    def test_an_apply_without_options_inside_a_block_keeps_those_of_the_block(
         self, train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MEGATRON_RL_PATCHES_INFERENCE_ROLES", "env")
         with applied("roles", settings=Settings(inference_roles=("a",))):
             apply("roles")
             assert train() == ("a",)
+        assert train() == ("a",)
+        revert("roles")
+        apply("roles")
         assert train() == ("env",)
 
     def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:

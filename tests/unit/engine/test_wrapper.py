@@ -13,14 +13,15 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import wrapt
 
 from megatron_rl_patches import apply, revert
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.target_source import layers
-from megatron_rl_patches.frameworks.arguments import bind
 
 from .conftest import MODEL, patch_of, tag
 
@@ -76,11 +77,9 @@ def test_a_method_that_others_call_through_the_class_binds_by_name(
 ) -> None:
     """As miles does with ``MambaModel.forward``: the adapter gets the function bound to the instance."""
 
-    def binding(
-        wrapped: object, instance: object, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> object:
-        assert wrapped.__self__ is instance  # type: ignore[attr-defined]
-        return bind(wrapped, args, kwargs).arguments  # type: ignore[arg-type]
+    def binding(call: Call) -> dict[str, Any]:
+        assert call.function.__self__ is call.instance  # type: ignore[attr-defined]
+        return call.arguments
 
     name = framework()
     engine["tagging"] = patch_of(name, "Trainer.step", adapter=binding)

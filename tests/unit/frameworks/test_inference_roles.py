@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import random
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 from megatron.core import ModelParallelConfig
 
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.frameworks import inference_roles as roles
 from megatron_rl_patches.frameworks.role_checkpoints import load_weights, preserved_globals
@@ -35,21 +35,29 @@ def build(model: str = "m", wrap_with_ddp: bool = True, use_torch_fsdp2: bool = 
 
 
 def get_model(*args: Any, global_args: Any = None, **kwargs: Any) -> Any:
-    return roles.get_model(build, inspect.signature(build).bind(*args, **kwargs), global_args)
+    return roles.get_model(Call(build, args, kwargs), global_args)
+
+
+def optimizer_of(model: Any, build: Any = lambda model_chunks: "optimizer") -> Any:
+    return roles.get_megatron_optimizer(Call(build, (model,)))
+
+
+def scheduler_of(build: Any = lambda: "scheduler") -> Any:
+    return roles.get_optimizer_param_scheduler(Call(build))
 
 
 def test_outside_everything_is_as_ever() -> None:
     assert get_model("m") == ("m", True)
-    assert roles.optimizer(lambda: "optimizer", [Chunk(None)]) == "optimizer"
-    assert roles.scheduler(lambda: "scheduler") == "scheduler"
+    assert optimizer_of([Chunk(None)]) == "optimizer"
+    assert scheduler_of() == "scheduler"
     assert not roles.in_inference_role()
 
 
 def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     with roles.inference_role("ref") as scope:
-        assert roles.optimizer(lambda: "optimizer", []) == "optimizer"
+        assert optimizer_of([]) == "optimizer"
         assert get_model("m") == ("m", False)
-        optimizer, scheduler = roles.optimizer(lambda: 1 / 0, []), roles.scheduler(lambda: 1 / 0)
+        optimizer, scheduler = optimizer_of([], lambda model_chunks: 1 / 0), scheduler_of(lambda: 1 / 0)
     assert scope.ddp_skipped
     optimizer.reload_model_params()
     assert not list(optimizer.chained_optimizers)
@@ -72,8 +80,8 @@ def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
 def test_what_says_otherwise_is_left_to_build_as_ever(options: dict[str, Any], why: str) -> None:
     with roles.inference_role("ref") as scope:
         assert get_model("m", **options) == ("m", True)
-        assert roles.optimizer(lambda: "optimizer", []) == "optimizer"
-        assert roles.scheduler(lambda: "scheduler") == "scheduler"
+        assert optimizer_of([]) == "optimizer"
+        assert scheduler_of() == "scheduler"
     assert (scope.ddp_skipped, scope.reason_skipped) == (False, why)
 
 
@@ -162,7 +170,7 @@ def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
     with pytest.raises(InferenceOnlyError, match="zero_grad_buffer"):
         copy.deepcopy(model[0]).zero_grad_buffer()
     with pytest.raises(InferenceOnlyError, match="get_megatron_optimizer"):
-        roles.optimizer(lambda: "optimizer", [Chunk(None), model[1]])
+        optimizer_of([Chunk(None), model[1]])
     for options in (model, model[0], torch.nn.ModuleList(model)):
         with pytest.raises(InferenceOnlyError, match="train: "):
             refuse_to_train(options, "train")
@@ -197,9 +205,8 @@ def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any
         during()
         return iteration, 0.5
 
-    bound = inspect.signature(loader).bind("model", "optimizer", opt_param_scheduler="scheduler")
-    bound.apply_defaults()
-    return load_weights(loader, bound, args), seen
+    call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
+    return load_weights(call, args), seen
 
 
 def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.losses import deferred_logits
 
@@ -87,14 +88,14 @@ class Framework:
 
     def patched(self, logits: Tensor, temperature: float = 0.7, **args: Any) -> dict[str, list[Tensor]]:
         def calculate(*args: Any, **kwargs: Any) -> Any:
-            return slime_losses.calculate_log_probs_and_entropy(naive, args, kwargs)
+            return slime_losses.calculate_log_probs_and_entropy(Call(naive, args, kwargs))
 
         def get_log_probs_and_entropy(logits: Tensor, *, args: Namespace) -> Any:
             return self.score(calculate, logits, args)
 
         options = {"args": Namespace(rollout_temperature=temperature, **args)}
         function = slime_losses.get_log_probs_and_entropy
-        return function(get_log_probs_and_entropy, (logits,), options)  # type: ignore[no-any-return]
+        return function(Call(get_log_probs_and_entropy, (logits,), options))  # type: ignore[no-any-return]
 
 
 def gradient_of(scores: dict[str, list[Tensor]], logits: Tensor, entropy_grad: bool = True) -> Tensor:
@@ -177,12 +178,12 @@ def calculate_all(calculate: Callable[..., Any], x: Tensor) -> Tensor:
 
 
 def one_by_one(logits: Tensor, *args: Any) -> Tensor:
-    return calculate_all(lambda *a: slime_losses.calculate_log_probs_and_entropy(naive, a, {}), logits)
+    return calculate_all(lambda *a: slime_losses.calculate_log_probs_and_entropy(Call(naive, a)), logits)
 
 
 def with_one_backward(logits: Tensor) -> Tensor:
     function = slime_losses.get_log_probs_and_entropy
-    return function(lambda logits, args: one_by_one(logits), (logits, Namespace()), {})
+    return function(Call(lambda logits, args: one_by_one(logits), (logits, Namespace())))
 
 
 def test_all_samples_cost_one_gradient() -> None:
@@ -216,9 +217,10 @@ def test_code_that_reads_the_memory_itself_gets_the_logits() -> None:
         return one_by_one_sample(logits)
 
     def one_by_one_sample(logits: Tensor) -> Tensor:
-        return slime_losses.calculate_log_probs_and_entropy(naive, (logits[0, 1:5], TOKENS[:4], None), {})[0]
+        call = Call(naive, (logits[0, 1:5], TOKENS[:4], None))
+        return slime_losses.calculate_log_probs_and_entropy(call)[0]
 
-    scores = slime_losses.get_log_probs_and_entropy(function, (logits, Namespace()), {})
+    scores = slime_losses.get_log_probs_and_entropy(Call(function, (logits, Namespace())))
     torch.testing.assert_close(
         scores.squeeze(-1), logits[0, 1:5].log_softmax(-1).gather(1, TOKENS[:4, None])[:, 0]
     )
@@ -229,9 +231,9 @@ def test_an_error_after_a_score_is_raised() -> None:
     calls = []
 
     def function(logits: Tensor, args: Namespace) -> None:
-        calls.append(slime_losses.calculate_log_probs_and_entropy(naive, (logits[0], TOKENS, None), {}))
+        calls.append(slime_losses.calculate_log_probs_and_entropy(Call(naive, (logits[0], TOKENS, None))))
         raise RuntimeError("on this rank only")
 
     with pytest.raises(RuntimeError, match="on this rank only"):
-        slime_losses.get_log_probs_and_entropy(function, (model_logits(1, T, V), Namespace()), {})
+        slime_losses.get_log_probs_and_entropy(Call(function, (model_logits(1, T, V), Namespace())))
     assert len(calls) == 1

@@ -42,10 +42,10 @@ def defers(layer: Any, *, model: Any = None, arguments: Any = None, **options: A
     """Call the layer in the forward of a model, as the patch does; return whether the logits are deferred."""
 
     def forward() -> Any:
-        return column_parallel_forward(lambda *_, **__: OWN, layer, (HIDDEN,), options)
+        return column_parallel_forward(lambda: OWN, layer, HIDDEN, **options)
 
     model = model or SimpleNamespace(output_layer=layer)
-    output = language_model_forward(forward, model, arguments or {}, (), {})
+    output = language_model_forward(forward, model, arguments or {})
     assert output is OWN or is_deferred(output)
     return output is not OWN
 
@@ -210,4 +210,4 @@ def test_a_layer_defers_for_the_length_of_a_block(is_of_megatron: bool) -> None:
     own = layer(HIDDEN)
     assert [is_deferred(deferred), is_deferred(own)] == [True, False]
     torch.testing.assert_close(dense(deferred[0]), own[0])
-    assert column_parallel_forward(lambda _: OWN, layer, (HIDDEN,), {}) is OWN
+    assert column_parallel_forward(lambda: OWN, layer, HIDDEN) is OWN

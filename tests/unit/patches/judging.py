@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from megatron_rl_patches.engine.judge import judge
-from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.target_source import from_source
 
 

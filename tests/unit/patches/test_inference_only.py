@@ -75,4 +75,5 @@ def test_areal() -> None:
 
 
 def test_every_role_site_is_there_whatever_the_roles() -> None:
-    assert patch.sites_for(Settings(inference_roles=())) == patch.sites_for(Settings())
+    without_roles = Settings(inference_roles=()).options_of(patch)
+    assert patch.sites_for(without_roles) == patch.sites_for(Settings().options_of(patch))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.frameworks.megatron_models import loss_of_labels
 from megatron_rl_patches.patches.lean_head import patch
 
 MODEL = "megatron.core.models.gpt.gpt_model.GPTModel.forward"
@@ -55,9 +57,9 @@ def test_whether_the_logits_are_made(states: dict[str, str], notes: list[str]) -
 
 def test_a_model_without_an_output_layer_computes_its_own_loss() -> None:
     """T5 has a head of another kind, and inherits the function that computes the loss."""
-    (site,) = [site for site in patch.sites if site.qualname.endswith("compute_language_model_loss")]
 
     def loss(labels: str, logits: str) -> tuple[str, str]:
         return labels, logits
 
-    assert site.adapter(loss, object(), ("labels",), {"logits": "logits"}) == ("labels", "logits")
+    call = Call(loss, ("labels",), {"logits": "logits"}, instance=object())
+    assert loss_of_labels(call) == ("labels", "logits")

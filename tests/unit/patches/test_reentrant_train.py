@@ -176,7 +176,7 @@ def test_a_verl_that_does_not_install_the_function_yet_has_nothing_to_mend() -> 
 
 def test_train_functions_of_unknown_frameworks_are_sites() -> None:
     settings = Settings(train_functions=("fork.backends.model:train", "fork.loop:Trainer.fit"))
-    extra = patch.sites_for(settings)[len(patch.sites) :]
+    extra = patch.sites_for(settings.options_of(patch))[len(patch.sites) :]
     assert [(site.module, site.qualname, site.framework) for site in extra] == [
         ("fork.backends.model", "train", "fork"),
         ("fork.loop", "Trainer.fit", "fork"),

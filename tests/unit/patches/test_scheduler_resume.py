@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_rl_patches.engine.call import Call
+from megatron_rl_patches.frameworks import resumed_scheduler
 from megatron_rl_patches.patches.scheduler_resume import patch
 
 from .judging import judged
@@ -61,17 +65,27 @@ def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
     return schedule.num_steps, round(group["lr"], 6), round(group["weight_decay"], 6)
 
 
-def test_a_schedule_stays_where_loading_left_it() -> None:
-    from megatron_rl_patches.frameworks.resumed_scheduler import keep_loaded_step, record_loaded_step
+def load(schedule: SimpleNamespace | None) -> None:
+    resumed_scheduler.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
 
+
+def initialize(body: Callable[[], Any]) -> Any:
+    return resumed_scheduler.initialize(Call(body))
+
+
+def test_a_schedule_stays_where_loading_left_it() -> None:
     loaded, fresh = scheduler(), scheduler()
-    with keep_loaded_step():
+
+    def framework() -> str:
         loaded.load_state_dict(loaded.state_dict() | {"num_steps": 28})
         for schedule in (loaded, fresh, None):
-            record_loaded_step(schedule)
+            load(schedule)
         loaded.step(increment=28)
         fresh.step(increment=28)
         assert state_of(loaded) == (56, 0.44, 0.56)
+        return "model"
+
+    assert initialize(framework) == "model"
     assert state_of(loaded) == (28, 0.72, 0.28)
     assert state_of(fresh) == (0, 1.0, 0.0)
 
@@ -80,17 +94,17 @@ def test_a_schedule_stays_where_loading_left_it() -> None:
 
 
 def test_outside_nothing_is_noted() -> None:
-    from megatron_rl_patches.frameworks.resumed_scheduler import keep_loaded_step, record_loaded_step
-
     schedule = scheduler()
-    record_loaded_step(schedule)
-    with keep_loaded_step():
-        schedule.step(increment=5)
-    assert state_of(schedule)[0] == 5
-    with pytest.raises(OSError), keep_loaded_step():
-        record_loaded_step(schedule)
+
+    def failing() -> None:
+        load(schedule)
         raise OSError
+
+    load(schedule)
+    initialize(lambda: schedule.step(increment=5))
+    assert state_of(schedule)[0] == 5
+    with pytest.raises(OSError):
+        initialize(failing)
     schedule.step(increment=5)
-    with keep_loaded_step():
-        pass
+    initialize(lambda: None)
     assert state_of(schedule)[0] == 10

@@ -15,12 +15,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .engine import registry
-from .engine.options import OFF, ON, build, convert, field_types, items, read
-from .errors import PatchError
-
-if TYPE_CHECKING:
-    from .engine.spec import Patch
+from ..errors import PatchError
+from . import registry
+from .options import OFF, ON, build, convert, field_types, items, read
+from .patch import Patch
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import PatchError
+from .call import Call
+from .target_source import TargetSource
 
-if TYPE_CHECKING:
-    from ..settings import Settings
-    from .target_source import TargetSource
-
-#: wrapt's convention: ``adapter(wrapped, instance, args, kwargs)``.
-Adapter = Callable[..., Any]
+#: Called in place of a function.
+Adapter = Callable[[Call], Any]
+Decorator = Callable[[Adapter], Adapter]
 #: Returns the reason why a site is to be left alone, or ``None``.
-SkipIf = Callable[["TargetSource"], "str | None"]
+SkipIf = Callable[[TargetSource], "str | None"]
 
 # Distributions that share the namespace package ``megatron`` are frameworks of their own.
 _NAMESPACES = frozenset({"megatron"})
@@ -28,28 +28,26 @@ class Site:
     Attributes:
         module: the module that *defines* the target; a root package will do, too.
         qualname: ``function`` or ``Class.method`` in that module.
-        adapter: called in place of the target, with the target as its first argument.
-        parameters: parameters of the target that the adapter binds by name.
+        adapter: what is called in place of the target; as text, see :func:`imported`, it is imported at the
+            first call.
+        parameters: parameters of the target that the adapter reads or changes.
         requires_names: names that the target's body must contain for the adapter to make sense.
         skip_if: returns a reason if the target's code shows that there is nothing to fix; it must not import
             anything.
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
-        pass_options: the adapter is also given ``options=``, an instance of the dataclass that the patch
-            declares, as the patch was last applied with it.
         patch: name of the patch; :class:`Patch` fills it in.
     """
 
     module: str
     qualname: str
-    adapter: Adapter
+    adapter: Adapter | str
     parameters: tuple[str, ...] = ()
     requires_names: tuple[str, ...] = ()
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
-    pass_options: bool = False
     patch: str = ""
 
     @property
@@ -87,26 +85,41 @@ class Patch:
     sites: list[Site] = field(default_factory=list)
     explicit: bool = False
 
-    def wrap(self, module: str, qualname: str, **options: Any) -> Callable[[Adapter], Adapter]:
-        """Attach the decorated adapter to ``module.qualname``; ``options`` are fields of :class:`Site`."""
+    def wrap(self, modules: str | Sequence[str], qualname: str, to: str = "", **options: Any) -> Decorator:
+        """Attach an adapter to ``qualname`` in one module, or in several that have the same function.
 
-        def attach(adapter: Adapter) -> Adapter:
-            self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
+        Args:
+            to: the adapter as text; without it, the decorated function is the adapter.
+            **options: fields of :class:`Site`.
+        """
+
+        def attach(adapter: Any) -> Any:
+            for module in (modules,) if isinstance(modules, str) else modules:
+                self.sites.append(Site(module, qualname, adapter, patch=self.name, **options))
             return adapter
 
+        if to:
+            attach(to)
         return attach
 
-    def sites_for(self, settings: Settings) -> tuple[Site, ...]:
+    def sites_for(self, options: Any) -> tuple[Site, ...]:
         """Return all sites: those of the table, and those that follow from the options.
 
         Raises:
             PatchError: ``configured`` raises.
         """
         try:
-            configured = self.configured(settings.options_of(self)) if self.configured else ()
+            configured = self.configured(options) if self.configured else ()
         except Exception as error:
             reason = f"its function `configured` raised {type(error).__name__}: {error}"
             raise PatchError(f"patch {self.name!r} is left out: {reason}") from error
         known = {site.target for site in self.sites}
         sites = (*self.sites, *(site for site in configured if site.target not in known))
         return tuple(replace(site, patch=self.name) for site in sites)
+
+
+def imported(path: str) -> Adapter:
+    """Import ``"package.module:function"``; with a leading dot, the module is one of this package."""
+    module, _, name = path.partition(":")
+    function: Adapter = getattr(importlib.import_module(module, __package__.partition(".")[0]), name)
+    return function
