@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.loss_functions import LossFunc
-from megatron_rl_patches.losses.objectives.distillation import Divergence
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax
 
@@ -270,7 +270,7 @@ def distillation_loss_func(divergence: Any, inplace: bool) -> LossFunc:
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("loss", ["policy", *get_args(Divergence)])
+@pytest.mark.parametrize("loss", ["policy", *DIVERGENCES])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace: bool, value: float) -> None:
     counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)

@@ -40,8 +40,7 @@ def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
         tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
         tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
         from tests.frameworks.real_jobs import JOBS
-        from tests.real.live_bytes import live_bytes as bytes_in_use
-        from tests.unit.losses.live_bytes import live_bytes
+        from tests.unit.losses.live_bytes import live_bytes, reachable_bytes
 
         class PolicyJob(JOBS[framework]):  # type: ignore[misc]
             def __init__(self) -> None:
@@ -55,11 +54,11 @@ def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
                 return super()._data_iterator(rollout, indices)
 
         def run(patches: tuple[str, ...]) -> dict[str, Any]:
-            before = bytes_in_use()
+            before = reachable_bytes()
             with applied("reentrant-train", *patches), _LogitWarnings() as warnings:
                 job = PolicyJob()
                 parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
-                built = bytes_in_use() - before - parameters
+                built = reachable_bytes() - before - parameters
                 steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
                 one_step = job.module.train_one_step
 

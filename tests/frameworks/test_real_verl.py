@@ -116,17 +116,17 @@ def _engine(paths: list[str], tp: int) -> dict[str, Any]:
     with cpu_backend():
         from tests.frameworks.verl_jobs import EngineJob
         from tests.real import tiny_gpt
-        from tests.real.largest_tensor import LargestTensor
+        from tests.unit.losses.logits.sizes import Sizes
 
         # With these sizes the logits have more than twice the elements of any other tensor.
         tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE, tiny_gpt.LAYERS, tiny_gpt.HEADS = 2048, 256, 1, 2
         settings = Settings(lean_head_tile_bytes=2**17)
         seen: dict[str, Any] = {"logits": tiny_gpt.SEQUENCE * tiny_gpt.VOCABULARY // tp}
         for name, patches in WAYS.items():
-            with applied("reentrant-train", *patches, settings=settings), LargestTensor() as largest:
+            with applied("reentrant-train", *patches, settings=settings), Sizes() as sizes:
                 job = EngineJob(tp=tp)
                 seen[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
-            seen[f"{name}, largest"] = largest.elements
+            seen[f"{name}, largest"] = sizes.largest
         seen["file"] = importlib.import_module(job.module.__name__).__file__
         return seen
 
