@@ -21,8 +21,8 @@ CORE = {
     "test_train_goes_on_where_a_batch_broke[slime]",
     "test_bridge_and_nemo_rl",
     "test_verl_with_chunks_that_share_a_config[before]",
-    "test_policy_and_teachers_side_by_side[before-2-openclaw]",
-    "test_policy_and_teachers_side_by_side[after-1-miles]",
+    "test_policy_and_teachers_side_by_side[2-openclaw]",
+    "test_policy_and_teachers_side_by_side[1-miles]",
     "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-1]",
     "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-2]",
     "test_nemo_rl",
@@ -81,6 +81,12 @@ def checkouts(request: pytest.FixtureRequest) -> Checkouts:
         return paths
 
     return given
+
+
+@pytest.fixture
+def paths(framework: str, checkouts: Checkouts) -> list[str]:
+    """The folders to import the framework of the test from."""
+    return checkouts(framework)
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ from megatron_rl_patches.inference.memory.estimate import (
 )
 from megatron_rl_patches.inference.memory.training import Memory
 from megatron_rl_patches.testing import spawn_ranks
-from tests.unit.losses.live_bytes import reachable_bytes
 from tests.real.one_device import gpu_or_cpu
+from tests.unit.losses.live_bytes import reachable_bytes
 
 DENSE = GPTDescription(
     num_layers=4,
