@@ -81,7 +81,8 @@ def test_policy_and_teacher_side_by_side(
     assert len(set(everywhere(weights))) == 1
     # The teacher as the framework loads a policy.
     others = real_roles.global_arguments(load=teacher)
-    assert _same(chunk, model.initialize_model_and_optimizer(others, "actor")[0])
+    [other], *_ = model.initialize_model_and_optimizer(others, "actor")
+    assert _same(chunk, other)
     arguments = dict.fromkeys(inspect.signature(model.train).parameters) | {"model": [chunk]}
     with pytest.raises(InferenceOnlyError, match=f"^train: the model of role '{TEACHER}'"):
         model.train(**arguments)
