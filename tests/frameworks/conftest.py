@@ -33,7 +33,7 @@ CORE = {
     "test_all_gather_cp[miles]",
     "test_recomputed_loss[openclaw]",
     "test_verl[before-2]",
-    "test_the_student_approaches_its_teachers[slime-1-24-mixture]",
+    "test_what_happens_around_the_training",
     "test_the_student_approaches_its_teachers[slime-2-full-mixture]",
     "test_the_student_approaches_its_teachers[miles-2-24-mixture]",
     "test_the_student_approaches_its_teachers[miles-1-full-mixture]",
