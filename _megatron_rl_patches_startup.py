@@ -9,98 +9,219 @@ _ROOTS = ("megatron", "slime", "vime", "miles", "verl", "nemo_rl", "areal")
 _ON = ("1", "true", "on", "yes")
 _OFF = ("", "0", "false", "off", "no", "none")
 _PATIENCE_SECONDS = 60.0
+_FORK_PATIENCE_SECONDS = 5.0
 
 
 def main() -> None:
     """Arm the trigger if `MEGATRON_RL_PATCHES` is on; safe to call any number of times, never raises."""
     try:
-        import sys
-
-        if _value("MEGATRON_RL_PATCHES") in _OFF or any(isinstance(f, _Trigger) for f in sys.meta_path):
-            return
-        sys.meta_path.insert(0, _Trigger(_roots()))
+        if _value("MEGATRON_RL_PATCHES") not in _OFF:
+            finder.arm(_roots())
     except Exception as error:
         _complain(error)
 
 
-class _Trigger:
-    """A finder that finds what the others find, and has the first framework loaded by `_Loader`."""
+class Listener:
+    """What is called at the end of imports."""
 
-    def __init__(self, roots: frozenset[str]) -> None:
+    def loaded(self, name: str) -> None:
+        """A watched module has just been imported, or reloaded; an exception makes that fail."""
+
+    def import_ended(self) -> None:
+        """The import of a module that was half imported when it was watched has ended."""
+
+
+class Finder:
+    """Finds what the others find: activates the patches before the first framework, and calls import hooks.
+
+    Nothing is done in `find_spec`, which runs under the global import lock: if another thread were half way
+    through a module that the activation or a hook needs, the two would wait for each other. That also leaves
+    those alone who only look whether a framework is installed. `_Loader` does it all.
+    """
+
+    def __init__(self) -> None:
         from _thread import RLock
 
-        self._roots = roots
         self._lock = RLock()
+        self._roots: frozenset[str] | None = None
+        self._activate = activate
         self._activating = False
+        self._listeners: dict[str, list[Listener]] = {}
+        self._half_imported: set[str] = set()
+        self._executed: set[str] = set()
+        self._locked_for_fork: dict[int, bool] = {}
 
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] not in self._roots or target is not None:
-            return None
-        spec = self.ask_others(fullname, path)
-        # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
-        if hasattr(getattr(spec, "loader", None), "exec_module"):
-            spec.loader = _Loader(spec.loader, path, self)
-        return spec
+    def arm(self, roots) -> None:
+        """Activate the patches when one of these root packages is imported; does nothing the second time."""
+        import os
 
-    def ask_others(self, fullname, path):
+        if self._roots is None:
+            self._roots = roots
+            self._install()
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(
+                    before=self._before_fork,
+                    after_in_parent=self._after_fork,
+                    after_in_child=self._after_fork_in_child,
+                )
+
+    @property
+    def has_fired(self) -> bool:
+        """Whether the first framework has been imported, and the patches activated."""
+        return self._roots is not None and not self._roots
+
+    def _install(self) -> None:
         import sys
 
-        for finder in tuple(sys.meta_path):
-            find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec = find_spec and find_spec(fullname, path, None)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    # --- import hooks
+
+    def watch(self, name, listener) -> None:
+        """Have `listener.loaded(name)` called at the end of every import of this module, and of every reload.
+
+        Python offers no call-back for an import that had begun before. `listener.import_ended()` is called
+        in the next import of any module after that one has ended.
+        """
+        import sys
+
+        self._listeners.setdefault(name, [])
+        if listener not in self._listeners[name]:
+            self._listeners[name].append(listener)
+        self._install()
+        if name in sys.modules and not self.is_imported(name):
+            self._half_imported.add(name)
+
+    def forget(self, name, listener) -> None:
+        """Call the listener no longer."""
+        listeners = self._listeners.get(name, [])
+        if listener in listeners:
+            listeners.remove(listener)
+
+    def is_imported(self, name) -> bool:
+        """Return whether the module has been executed; a module whose hooks run at this moment has."""
+        import sys
+
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        return name in sys.modules and (name in self._executed or not getattr(spec, "_initializing", False))
+
+    def executed(self, name, module) -> None:
+        """Call the listeners of a module; what they raise makes the import fail."""
+        import sys
+
+        if self._listeners.get(name) and name in sys.modules:  # not one that is loaded under no name
+            if sys.modules[name] is module:
+                self._executed.add(name)
+            try:
+                for listener in tuple(self._listeners[name]):
+                    listener.loaded(name)
+            finally:
+                self._executed.discard(name)
+        self.look_for_ended_imports()
+
+    def look_for_ended_imports(self) -> None:
+        ended = [name for name in tuple(self._half_imported) if self.is_imported(name)]
+        self._half_imported.difference_update(ended)
+        for listener in {listener for name in ended for listener in self._listeners[name]}:
+            listener.import_ended()
+
+    # --- what Python calls
+
+    def find_spec(self, fullname, path=None, target=None):
+        import sys
+
+        self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
+        is_awaited = self._listeners.get(fullname) or self._half_imported
+        if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
+            return None
+        spec = self._ask_others(fullname, path, target)
+        # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
+        if hasattr(getattr(spec, "loader", None), "exec_module"):
+            spec.loader = _Loader(spec.loader, fullname, self)
+        return spec
+
+    def _ask_others(self, fullname, path, target):
+        import sys
+
+        for other in tuple(sys.meta_path):
+            find_spec = None if other is self else getattr(other, "find_spec", None)
+            spec = find_spec and find_spec(fullname, path, target)
             if spec is not None:
                 return spec
         return None
 
-    def fire(self) -> None:
-        """Activate once.  Raises, and stays armed, only if that fails and strict mode is on."""
-        # A second thread waits until the hooks are in place.  Not for ever: it may hold the import lock
-        # of a module that the activation needs; hooks that come late still fire.
-        if not self._roots or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+    # --- activation
+
+    def fire(self, name) -> None:
+        """Activate once, before a framework is executed. Raises, and stays armed, only in strict mode."""
+        if name.partition(".")[0] not in (self._roots or ()):
             return
+        # A second thread waits until the hooks are in place. Not for ever: it may hold the import lock
+        # of a module that the activation needs; hooks that come late still fire.
+        if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            return
+        lock = self._lock
         try:
             if self._roots and not self._activating:  # the activation itself may import a framework
                 self._activating = True
                 try:
-                    activate()
+                    self._activate()
                 finally:
                     self._activating = False
-                # Disarmed, but left on sys.meta_path: removing it would shift that list under the feet
-                # of every thread that is walking it, and make them skip a finder.
                 self._roots = frozenset()
         finally:
+            lock.release()
+
+    def _before_fork(self) -> None:
+        from _thread import get_ident
+
+        # The child of a fork has no other threads: what they have begun would never end there.
+        self._locked_for_fork[get_ident()] = self._lock.acquire(timeout=_FORK_PATIENCE_SECONDS)
+
+    def _after_fork(self) -> bool:
+        from _thread import get_ident
+
+        has_lock = self._locked_for_fork.pop(get_ident())
+        if has_lock:
             self._lock.release()
+        return has_lock
+
+    def _after_fork_in_child(self) -> None:
+        from _thread import RLock
+
+        if not self._after_fork():
+            self._lock, self._activating, self._activate = RLock(), False, _refuse_after_fork
 
 
 class _Loader:
-    """Fires the trigger, then hands over to the real loader.
+    """Fires the trigger, hands over to the real loader, then calls the import hooks."""
 
-    Not done in `find_spec`, which runs under the global import lock: if another thread were half way
-    through a module that the activation imports, the two would wait for each other.  It also leaves those
-    alone who only look whether a framework is installed.
-    """
-
-    def __init__(self, loader, path, trigger):
-        self._loader, self._path, self._trigger = loader, path, trigger
+    def __init__(self, loader, name, finder):
+        self._loader, self._name, self._finder = loader, name, finder
         self._module = None
 
     def create_module(self, spec):
         from sys import modules
 
-        is_reload = spec.name in modules
-        self._trigger.fire()
-        # wrapt's finder is on sys.meta_path only now; with its loader a hook on this very module fires, too.
-        spec_now = self._trigger.ask_others(spec.name, self._path)
-        self._loader = getattr(spec_now, "loader", None) or self._loader
-        if spec.loader is self:
-            spec.loader = self._loader
+        was_imported = self._name in modules
+        self._finder.look_for_ended_imports()
+        self._finder.fire(self._name)
         # The activation imported this very module: a second copy would be one that nobody patches.
-        self._module = None if is_reload else modules.get(spec.name)
+        self._module = None if was_imported else modules.get(self._name)
         return self._module or self._loader.create_module(spec)
 
     def exec_module(self, module):
-        if self._module is None:
+        self._leave_no_mark(module)
+        if module is not self._module:
             self._loader.exec_module(module)
+        self._module = None
+        self._finder.executed(self._name, module)
+
+    def _leave_no_mark(self, module) -> None:
+        for owner, attribute in (module, "__loader__"), (getattr(module, "__spec__", None), "loader"):
+            if getattr(owner, attribute, None) is self:
+                setattr(owner, attribute, self._loader)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -108,9 +229,7 @@ class _Loader:
 
 def has_fired():
     """Return whether the first framework has been imported, and the patches activated."""
-    import sys
-
-    return any(isinstance(finder, _Trigger) and not finder._roots for finder in sys.meta_path)
+    return finder.has_fired
 
 
 def activate() -> None:
@@ -122,6 +241,16 @@ def activate() -> None:
         activate_from_environment()
 
     unless_strict_never_raise(import_and_call)
+
+
+def _refuse_after_fork() -> None:
+    def refuse() -> None:
+        raise RuntimeError(
+            "this process was forked while another thread activated the patches; import a framework, "
+            "or call megatron_rl_patches.apply(), before that thread or this process starts"
+        )
+
+    unless_strict_never_raise(refuse)
 
 
 def unless_strict_never_raise(activate):
@@ -170,3 +299,7 @@ def _complain(error: Exception) -> None:
             f"megatron_rl_patches: not activated, going on without: {reason} "
             "(MEGATRON_RL_PATCHES_STRICT=1 makes this an error)\n"
         )
+
+
+#: Of this process; the engine registers its import hooks with it.
+finder = Finder()

@@ -2,4 +2,5 @@
 
 from .cli import main
 
-main()
+if __name__ == "__main__":  # and not in the ranks of the demo, which import this module, too
+    main()

@@ -6,8 +6,6 @@ import logging
 import os
 from collections.abc import Mapping
 
-import _megatron_rl_patches_startup as startup
-
 from .engine import registry
 from .engine.installer import installer
 from .errors import PatchError
@@ -20,23 +18,18 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Put in place what ``MEGATRON_RL_PATCHES`` selects. Registers import hooks only.
 
     Raises:
-        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise all bad values cost one warning.
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise bad values cost one warning, and
+            leave the defaults of their variables.
     """
-    messages = []
-    try:
-        settings = Settings.from_environment(environ)
-    except PatchError as error:
-        if startup.is_strict(environ):  # type: ignore[no-untyped-call]
-            raise
-        messages.append(f"{error}; going on with the defaults")
-        settings = Settings()
+    settings, refused = Settings.without_bad_values(environ)
+    messages = list(refused.values())
     selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
     if selection.unknown:
         messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
-        if settings.strict:
-            raise PatchError(messages[-1])
+    if messages and settings.strict:
+        raise PatchError("; ".join(messages))
     if messages:
-        _log.warning("megatron_rl_patches: %s", "; ".join(messages))
+        _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
     if selection:
         # Options of an apply() that the program has called itself stay in force.
         claim = installer.add(selection.patches(), settings, required=settings.strict, replace_options=False)

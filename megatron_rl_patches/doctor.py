@@ -10,7 +10,7 @@ import shlex
 import site
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,10 +22,10 @@ import _megatron_rl_patches_startup as startup_trigger
 from . import __version__
 from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
-from .engine.options import ON, items
-from .engine.sources import Environment
+from .engine.options import items
+from .engine.sources import PROGRAM, Environment
 from .engine.spec import Patch
-from .errors import PatchError
+from .engine.target_source import functions_in
 from .settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
 
 WRAPT_RANGE = ">=1.16,<3"
@@ -52,15 +52,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the environment variables ask for, and what is wrong with them.
-
-    ``value`` is that of ``MEGATRON_RL_PATCHES``.
-    """
+    """What the environment variables ask for, and what is wrong with them."""
 
     patches: tuple[str, ...]
     settings: Settings
     problems: tuple[Problem, ...]
-    value: str = ""
+    variables: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,8 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
     """Gather everything; this starts one child process."""
     choice = choice_of(environ)
     patches = registry.patches().values()
-    statuses = judge_all(Environment(), patches, choice.settings)
+    # The program of this process is not the one that trains.
+    statuses = [s for s in judge_all(Environment(), patches, choice.settings) if s.framework != PROGRAM]
     startup = examine_startup(environ)
     wrapt = _version_of("wrapt")
     return Diagnosis(
@@ -112,8 +110,8 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
         executable=sys.executable,
         torch=_version_of("torch"),
         wrapt=wrapt,
-        frameworks=tuple(examine_framework(name) for name in framework_names(patches, choice.settings)),
-        variables=variables_in(environ),
+        frameworks=tuple(examine_framework(name) for name in framework_names(patches, statuses)),
+        variables=dict(choice.variables),
         selected=choice.patches,
         sites=tuple(statuses),
         startup=startup,
@@ -124,46 +122,27 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
 
 def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     """Return what the variables select. A value that does not parse is reported as a problem, not raised."""
-    known = sorted(variables())
-    unknown = {name: value for name, value in variables_in(environ).items() if name not in known}
-    problems = [_unknown_variable(name, value, known) for name, value in unknown.items()]
-    try:
-        chosen = Settings.from_environment(environ)
-    except PatchError as error:
-        problems += _bad_values(environ, error)
-        chosen = Settings()
-    value = environ.get(VARIABLE, "")
-    selection = parse_selection(value, registry.patches())
+    ours = {name: value for name, value in sorted(environ.items()) if name.startswith(VARIABLE)}
+    problems = [_unknown_variable(name, ours[name]) for name in ours if name not in variables()]
+    settings, refused = Settings.without_bad_values(environ)
+    problems += [Problem(message, f"unset {name}") for name, message in refused.items()]
+    value, known = ours.get(VARIABLE, ""), registry.patches()
+    selection = parse_selection(value, known)
     if selection.unknown:
+        corrected = _corrected(value, selection.unknown, [*known, *(f"-{name}" for name in known)])
         message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, _with_known_names(value))))
+        problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
     names = tuple(patch.name for patch in selection.patches())
-    return Choice(names, chosen, tuple(problems), value)
+    return Choice(names, settings, tuple(problems), ours)
 
 
-def _unknown_variable(name: str, value: str, known: Sequence[str]) -> Problem:
+def _unknown_variable(name: str, value: str) -> Problem:
     unset = f"unset {shlex.quote(name)}"
-    endings = [variable.removeprefix(VARIABLE) for variable in known]
-    nearest = difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1)
-    if not nearest:
-        return Problem(f"{name}: no such variable; known: {', '.join(known)}", unset)
-    meant = VARIABLE + nearest[0]
-    return Problem(f"{name}: no such variable; there is {meant}", f"{unset}; {_export(meant, value)}")
-
-
-def _bad_values(environ: Mapping[str, str], error: PatchError) -> Iterator[Problem]:
-    """Yield a problem for every variable that is refused on its own; ``error`` if only all together are."""
-    refused = {}
-    ours = [name for name in variables_in(environ) if name in variables()]
-    for name in ours:
-        try:
-            Settings.from_environment({name: environ[name]})
-        except PatchError as alone:
-            refused[name] = str(alone)
-    if not refused:
-        yield Problem(str(error), f"unset {' '.join(name for name in ours if name != VARIABLE)}")
-    for name, message in refused.items():
-        yield Problem(message, f"unset {name}")
+    endings = [known.removeprefix(VARIABLE) for known in variables()]
+    if meant := difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1):
+        known = VARIABLE + meant[0]
+        return Problem(f"{name}: no such variable; there is {known}", f"{unset}; {_export(known, value)}")
+    return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
 
 
 def problems_of(
@@ -178,46 +157,65 @@ def problems_of(
     if choice.patches and not startup.fires:
         message = f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}"
         problems.append(Problem(message, _install_this_package()))
-    selected = _of_selected_patches(choice, statuses)
+    selected = [status for status in statuses if status.patch in choice.patches]
+    problems += _problems_of_roots(choice, selected)
+    # Sites that share the state of a fault are left out, as the fault itself is in the list.
+    faults = [s for s in selected if s.is_fault and not s.reason.startswith(IN_COMPANY)]
+    configured = _configured_functions(choice)
+    misnamed = [s for s in selected if s.state in ("absent", "missing") and s.target in configured]
+    problems += [_misnamed_function(s, *configured[s.target], choice) for s in misnamed]
+    others = [fault for fault in faults if fault not in misnamed]
+    unfit = sorted({fault.patch for fault in others})
+    without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
+    remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")
+    return problems + [Problem(str(fault), remedy) for fault in others]
+
+
+def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterator[Problem]:
+    """Compare the packages whose import activates the patches with those that the patches are for."""
     # The import trigger knows the frameworks of this package's patches. The frameworks of other packages'
     # patches must be named in a variable.
     known = startup_trigger._roots() | {"megatron_rl_patches"}
-    roots = dict.fromkeys(s.target.partition(".")[0] for s in selected if s.state != "absent")
-    unknown = [root for root in roots if root not in known]
-    named = ",".join([*items(os.environ.get(ROOTS_VARIABLE, "")), *unknown])
-    problems += [
-        Problem(
-            f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}",
-            _export(ROOTS_VARIABLE, named),
-        )
-        for root in unknown
-    ]
-    # Sites that share the state of a fault are left out, as the fault itself is in the list.
-    faults = [s for s in selected if s.is_fault and not s.reason.startswith(IN_COMPANY)]
-    leaving_out = _export(VARIABLE, _value_without(choice.value, {fault.patch for fault in faults}))
-    return problems + [Problem(str(fault), leaving_out) for fault in faults]
+    needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
+    named = choice.variables.get(ROOTS_VARIABLE, "")
+    absent = [root for root in items(named) if not Environment().finds(root)]
+    corrected = items(_corrected(named, absent, needed))
+    remedy = _export(ROOTS_VARIABLE, ",".join([*corrected, *sorted(needed - known - {*corrected})]))
+    for root in absent:
+        yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
+    for root in sorted(needed - known):
+        message = f"the import of {root} does not activate anything: add it to {ROOTS_VARIABLE}"
+        yield Problem(message, remedy)
 
 
-def _value_without(value: str, patches: Collection[str]) -> str:
-    """Return the value of the variable that selects what ``value`` does, but for these patches."""
-    selection = parse_selection(value, registry.patches())
-    if selection.names is not None:
-        return ",".join(name for name in selection.names if name not in {*patches, *selection.exclude}) or "0"
-    chosen = ["all" if item.lower() in ON else item for item in items(value) if item not in patches]
-    return ",".join([*chosen, *(f"-{name}" for name in sorted(patches))])
+def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
+    """Return variable and item, such as ``my_rl.model:train``, by the target that it names."""
+    return {
+        item.replace(":", "."): (variable, item)
+        for variable, value in choice.variables.items()
+        for item in items(value)
+        if ":" in item
+    }
 
 
-def _with_known_names(value: str) -> str:
-    """Return the value of the variable with the nearest known name for every unknown one, or without it."""
-    known = registry.patches()
-    unknown = parse_selection(value, known).unknown
-    corrected = []
-    for item in items(value):
-        sign = "-" if item.startswith("-") else ""
-        nearest = difflib.get_close_matches(item.removeprefix("-"), known, 1) if item in unknown else []
-        if item not in unknown or nearest:
-            corrected.append(sign + nearest[0] if nearest else item)
-    return ",".join(corrected) or "all"
+def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
+    module, _, function = item.partition(":")
+    package, _, _ = module.rpartition(".")
+    environment = Environment()
+    if text := environment.read(module):
+        known = [f"{module}:{name}" for name in functions_in(text)]
+    else:
+        known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
+    message = f"{status}; {variable} names it"
+    if status.state == "absent" and not known:
+        return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')
+    return Problem(message, _export(variable, _corrected(choice.variables[variable], [item], known)))
+
+
+def _corrected(value: str, wrong: Iterable[str], known: Iterable[str]) -> str:
+    """Return a list of items with the nearest known one in the place of each wrong one, or without it."""
+    nearest = {item: difflib.get_close_matches(item, [*known], 1) for item in wrong}
+    return ",".join(part for item in items(value) for part in nearest.get(item, [item]))
 
 
 def _export(variable: str, value: str) -> str:
@@ -241,7 +239,9 @@ def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     names = dict.fromkeys((*choice.patches, *_in_this_process()))
     of_these = [status for status in statuses if status.patch in names]
     patches = (registry.patches()[name] for name in names)
-    return [note for patch in patches if patch.notes for note in patch.notes(of_these)]
+    functions = (item for _, item in _configured_functions(choice).values() if item.startswith(f"{PROGRAM}:"))
+    of_program = [f"{item} is looked at in the program that runs, and not by doctor" for item in functions]
+    return of_program + [note for patch in patches if patch.notes for note in patch.notes(of_these)]
 
 
 def _in_this_process() -> list[str]:
@@ -251,19 +251,10 @@ def _in_this_process() -> list[str]:
     return [status.patch for status in statuses if status.state != "reverted"]
 
 
-def _of_selected_patches(choice: Choice, statuses: Iterable[SiteStatus]) -> list[SiteStatus]:
-    return [status for status in statuses if status.patch in choice.patches]
-
-
-def variables_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return all variables of ours that are set."""
-    return {name: value for name, value in sorted(environ.items()) if name.startswith(VARIABLE)}
-
-
-def framework_names(patches: Iterable[Patch], settings: Settings) -> list[str]:
-    """Return every package that a patch changes, or in which it looks for copies of the changed functions."""
-    sites = [site for patch in patches for site in patch.sites_for(settings)]
-    return sorted({name for site in sites for name in (site.framework, *site.reexported_by)})
+def framework_names(patches: Iterable[Patch], statuses: Iterable[SiteStatus]) -> list[str]:
+    """Return every package that a patch changes."""
+    # A patch whose own code fails stands in the place of a framework.
+    return sorted({s.framework for s in statuses} - {patch.name for patch in patches})
 
 
 def examine_framework(name: str) -> Framework:
@@ -274,8 +265,10 @@ def examine_framework(name: str) -> Framework:
 
 def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
     """Find the startup file, and try it in a child process."""
-    in_site, elsewhere = find_startup_file()
-    file = str(in_site) if in_site else None
+    folders_read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
+    files = [Path(folder, STARTUP_FILE) for folder in sorted(folders_read.union(sys.path))]
+    files = sorted(filter(Path.is_file, files), key=lambda file: str(file.parent) not in folders_read)
+    file = str(files[0]) if files else None
     try:
         command = [sys.executable, "-c", _PROBE]
         child = subprocess.run(
@@ -285,24 +278,17 @@ def examine_startup(environ: Mapping[str, str] = os.environ) -> Startup:
         return Startup(file, False, f"a child process could not be tried: {error}")
     if child.stdout.split()[-1:] == ["True"]:
         return Startup(file, True, "a new process of this Python has the import trigger")
-    if file:
-        complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
-        return Startup(file, False, complaint[0])
-    if elsewhere:
-        reason = f"{elsewhere.parent} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
-        return Startup(str(elsewhere), False, f"{reason}: Python reads no .pth file there")
-    reason = f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
-    return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
-
-
-def find_startup_file() -> tuple[Path | None, Path | None]:
-    """Return the startup file in a folder where Python reads it, and one in a folder where it does not."""
-    read = {*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])}
-    candidates = [Path(folder, STARTUP_FILE) for folder in sorted(read.union(sys.path))]
-    files = [file for file in candidates if file.is_file()]
-    in_site = (file for file in files if str(file.parent) in read)
-    elsewhere = (file for file in files if str(file.parent) not in read)
-    return next(in_site, None), next(elsewhere, None)
+    if file is None:
+        reason = (
+            f"site-packages holds no {STARTUP_FILE}: the package is found on PYTHONPATH or in a source tree"
+        )
+        return Startup(None, False, f"{reason}; install it with pip (an editable install will do)")
+    folder = str(Path(file).parent)
+    if folder not in folders_read:
+        reason = f"{folder} is on sys.path but is no site-packages (PYTHONPATH or pip --target?)"
+        return Startup(file, False, f"{reason}: Python reads no .pth file there")
+    complaint = child.stderr.strip().splitlines()[-1:] or ["a new process of this Python ignores it"]
+    return Startup(file, False, complaint[0])
 
 
 def _version_of(distribution: str, file: str | None = None) -> str | None:

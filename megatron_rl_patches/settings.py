@@ -90,6 +90,27 @@ class Settings:
         chosen = {name: text for name, text in texts.items() if text.strip()}
         return cls(**{name: read(variable_of(name), text, types[name]) for name, text in chosen.items()})
 
+    @classmethod
+    def without_bad_values(cls, environ: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, str]]:
+        """Read the settings without values that are refused; return the reasons, too, by variable."""
+        chosen, accepted = cls(), dict[str, str]()
+        names = [STRICT_VARIABLE, *map(variable_of, registry.option_types())]
+        untried = {name: environ[name] for name in names if environ.get(name, "").strip()}
+        while untried:
+            refused = {}
+            for name, text in untried.items():
+                try:
+                    chosen = cls.from_environment({**accepted, name: text})
+                except PatchError as error:
+                    refused[name] = str(error)
+                else:
+                    accepted[name] = text
+            # Some values are good only beside others, so those that were refused are tried once more.
+            if len(refused) == len(untried):
+                return chosen, refused
+            untried = {name: environ[name] for name in refused}
+        return chosen, {}
+
     def __setattr__(self, name: str, value: object) -> None:
         raise FrozenInstanceError(name)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
-import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,25 +10,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from .. import __version__
-from ..doctor import OUT_OF_REACH, choice_of, examine, find_startup_file
+from ..common.scopes import replaced
+from ..doctor import OUT_OF_REACH, choice_of, examine
 from ..engine import registry
 from ..engine.judge import judge_all
 from ..engine.sources import Environment, open_source
 from ..errors import MegatronRLPatchesError
-from ..settings import STRICT_VARIABLE, VARIABLE, parse_selection
+from ..settings import Settings
 from .compatibility import Judged, as_json, as_markdown
 from .conformance import conformance
 from .estimate import estimate
-from .output import check_plot, output_file, show_json, show_judged, show_table
-from .screens import show_diagnosis, show_problems, show_status
+from .output import check_plot, output_file, show_json, show_judged
+from .screens import show_diagnosis
 
 FOUND_FAULTS = 1
 CANNOT_START = 2
-NOT_EXECUTABLE = 126
-NOT_FOUND = 127
 
 app = typer.Typer(
     name="megatron-rl-patches",
@@ -70,49 +65,6 @@ def _root(
     pass
 
 
-@app.command("list")
-def list_patches(json: Json = False) -> None:
-    """List the patches: what each one does, and the functions that it wraps.
-
-    Exit code: 0.
-    """
-    settings = choice_of().settings
-    patches = registry.patches().values()
-    listed = []
-    for patch in patches:
-        sites = [{"framework": site.framework, "target": site.target} for site in patch.sites_for(settings)]
-        facts = {name: getattr(patch, name) for name in ("name", "summary", "upstream", "explicit")}
-        listed.append({**facts, "sites": sites})
-        if not json:
-            explicit = f" (not among `all`: {VARIABLE}={patch.name})" if patch.explicit else ""
-            typer.echo(f"{patch.name}{explicit}: {patch.summary}")
-            typer.echo(f"upstream: {', '.join(patch.upstream) or 'none'}")
-            show_table(("framework", "site"), [tuple(site.values()) for site in sites])
-    if json:
-        show_json(listed)
-
-
-@app.command()
-def status(json: Json = False) -> None:
-    """Show which patches the environment variables select, and whether they fit the installed frameworks.
-
-    The frameworks are judged by their source; nothing is imported.
-
-    Exit code: 0, whatever the states are. `doctor` turns problems into an exit code.
-    """
-    choice = choice_of()
-    patches = [registry.patches()[name] for name in choice.patches]
-    statuses = judge_all(Environment(), patches, choice.settings)
-    if json:
-        sites = [asdict(status) for status in statuses]
-        problems = [asdict(problem) for problem in choice.problems]
-        show_json({"selected": choice.patches, "problems": problems, "sites": sites})
-        return
-    show_status(os.environ.get(VARIABLE), choice, statuses)
-    if choice.problems:
-        show_problems(choice.problems, Console(stderr=True, highlight=False))
-
-
 @app.command()
 def doctor(json: Json = False) -> None:
     """Find out why patches do not take effect in this environment.
@@ -126,7 +78,9 @@ def doctor(json: Json = False) -> None:
       judged; the variable is set, but the startup file does not fire; a variable has a bad value; or wrapt
       is absent or out of range
     """
-    diagnosis = examine()
+    # A program finds what is in its own folder, where most people call this command, too.
+    with replaced(sys, path=[*sys.path, ""]):
+        diagnosis = examine()
     if json:
         show_json({**asdict(diagnosis), "out_of_reach": OUT_OF_REACH})
     else:
@@ -138,12 +92,12 @@ def doctor(json: Json = False) -> None:
 @app.command()
 def check(
     sources: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="[NAME=]SOURCE...",
+            metavar="[[NAME=]SOURCE]...",
             help="A wheel, a folder, or REPOSITORY@REVISION of a git repository (a bare one will do).",
         ),
-    ],
+    ] = None,
     markdown: Annotated[
         Path | None, output_file("--markdown", "Write the tables as a Markdown page.")
     ] = None,
@@ -151,7 +105,8 @@ def check(
 ) -> None:
     """Say whether the patches fit a release or checkout of a framework, judged by its code.
 
-    Neither the frameworks nor torch need be installed; nothing of them is imported.
+    Without a source, list the patches and judge the frameworks of this environment. Neither the frameworks
+    nor torch need be installed; nothing of them is imported.
 
     Exit codes:
 
@@ -159,7 +114,15 @@ def check(
     - 1: some site is missing, drifted, or cannot be judged
     - 2: a source cannot be read, or none of them contains a framework
     """
-    judged = _judge(sources)
+    settings, patches = choice_of().settings, registry.patches().values()
+    if sources:
+        judged = _judge(sources, settings)
+    else:
+        here = Environment()
+        judged = [Judged(here.name, judge_all(here, patches, settings))]
+        for patch in () if json else patches:
+            explicit = " (only where it is named)" if patch.explicit else ""
+            typer.echo(f"{patch.name}{explicit}: {patch.summary}")
     if markdown:
         markdown.write_text(as_markdown(judged), encoding="utf-8")
     if json:
@@ -168,48 +131,6 @@ def check(
         show_judged(judged)
     if any(status.is_fault for one in judged for status in one.statuses):
         raise typer.Exit(FOUND_FAULTS)
-
-
-@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to execute.")],
-    patches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help=f"Value for {VARIABLE}; by default the one that is set, or 1 where that is off.",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="A patch that cannot take effect is an error, not a warning.")
-    ] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="First write the variables and the command to stderr, as JSON.")
-    ] = False,
-) -> None:
-    """Execute a command with the patches switched on in it and in its child processes.
-
-    Exit codes: those of the command, and
-
-    - 2: `--patches` names a patch that does not exist
-    - 126: the command cannot be executed
-    - 127: the command is not found
-    """
-    known = registry.patches()
-    if unknown := parse_selection(patches or "", known).unknown:
-        raise MegatronRLPatchesError(registry.unknown_names(unknown))
-    chosen = os.environ.get(VARIABLE, "")
-    variables = {VARIABLE: patches or (chosen if parse_selection(chosen, known) else "1")}
-    if strict:
-        variables[STRICT_VARIABLE] = "1"
-    if json:
-        typer.echo(jsonlib.dumps({"variables": variables, "command": command}), err=True)
-    if find_startup_file()[0] is None:
-        _complain(
-            "no startup file in this environment, so the variable may do nothing; "
-            "see `megatron-rl-patches doctor`"
-        )
-    _execute(command, {**os.environ, **variables})
 
 
 app.command()(estimate)
@@ -259,8 +180,7 @@ def demo(
     )
 
 
-def _judge(sources: Sequence[str]) -> list[Judged]:
-    settings = choice_of().settings
+def _judge(sources: Sequence[str], settings: Settings) -> list[Judged]:
     patches = registry.patches().values()
     opened = [open_source(source) for source in sources]
     twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
@@ -269,23 +189,12 @@ def _judge(sources: Sequence[str]) -> list[Judged]:
     judged = [Judged(source.name, judge_all(source, patches, settings)) for source in opened]
     empty = [one.source for one in judged if all(status.state == "absent" for status in one.statuses)]
     if len(empty) == len(judged):
-        raise MegatronRLPatchesError(f"no framework that a patch knows is in {', '.join(empty)}")
+        raise MegatronRLPatchesError(
+            f"no framework that a patch knows is in {', '.join(empty)}; pass the root of a checkout"
+        )
     for name in empty:
         _complain(f"no framework that a patch knows is in {name}")
     return judged
-
-
-def _execute(command: Sequence[str], environ: dict[str, str]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        os.execvpe(command[0], list(command), environ)
-    except (FileNotFoundError, ValueError):  # the latter for an empty name
-        _complain(f"command not found: {shlex.quote(command[0])}")
-        raise typer.Exit(NOT_FOUND) from None
-    except OSError as error:
-        _complain(f"{shlex.join(command)}: {error.strerror}")
-        raise typer.Exit(NOT_EXECUTABLE) from None
 
 
 def _complain(message: str) -> None:

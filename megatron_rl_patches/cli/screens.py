@@ -1,8 +1,7 @@
-"""The screens of `doctor` and `status`: what one has to know, and the lines to copy. JSON has the details."""
+"""The screen of `doctor`: what one has to know, and the lines to copy. JSON has the details."""
 
 from __future__ import annotations
 
-import shlex
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
@@ -12,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..doctor import OUT_OF_REACH, Choice, Diagnosis, Problem
-from ..engine import registry
+from ..doctor import OUT_OF_REACH, Diagnosis, Problem
 from ..engine.judge import IN_COMPANY, SiteStatus
 from ..settings import VARIABLE
 from .output import STYLES, plain_table
@@ -62,8 +60,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     reported = {problem.message for problem in diagnosis.problems}
     _show_reasons(screen, [s for s in diagnosis.sites if s.is_fault and str(s) not in reported])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
-        variable = f"{VARIABLE}={shlex.quote(diagnosis.variables.get(VARIABLE, ''))}"
-        screen.line(f"why a site is not needed: {variable} megatron-rl-patches status", "dim")
+        screen.line("why a site is not needed: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
         screen.line(note)
     if diagnosis.selected and not diagnosis.startup.fires:
@@ -75,20 +72,6 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
         show_problems(diagnosis.problems, console)
     else:
         screen.line("no problems in this Python with these variables", "bold green")
-
-
-def show_status(
-    variable: str | None, choice: Choice, statuses: Sequence[SiteStatus], console: Console | None = None
-) -> None:
-    """Print what the variables select, and whether it fits."""
-    screen = Screen(console)
-    _show_selected(screen, variable, choice.patches)
-    by_name = [p.name for p in registry.patches().values() if p.explicit and p.name not in choice.patches]
-    if by_name:
-        screen.line(f"selected by name only: {', '.join(by_name)}")
-    if statuses:
-        _show_sites(screen, statuses, choice.patches)
-        _show_reasons(screen, statuses)
 
 
 def show_problems(problems: Sequence[Problem], console: Console | None = None) -> None:

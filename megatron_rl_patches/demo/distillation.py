@@ -14,9 +14,8 @@ import torch
 from ..losses import TopKDistribution, mix_teachers, reverse_kl, route_teachers
 from ..losses.logits.distributions import Distribution
 from . import digits, policy
-from .objectives import distillation_loss
 from .teachers import Teachers
-from .training import shuffled, train
+from .training import distillation_loss, shuffled, train
 
 #: The target of a sample: the teacher for its order, or a mixture of that teacher with the other one.
 TARGETS = ("routed", "mixture")

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from ..inference.memory.estimate import MemoryEstimate
     from . import distillation, program
 
-#: Name of the file that rank 0 writes.
-FIGURES = "figures.json"
-
 # Rollouts over which the table averages first and last values.
 _WINDOW = 3
 _ROLLOUTS = "rollout, one train() call each"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 from ..doctor import examine_startup
 from ..errors import MegatronRLPatchesError
 from ..settings import VARIABLE, variable_of
-from .figures import FIGURES, DistillationFigures, LearningFigures
+from ..testing.rank_pool import RankPool, Send
+from ..testing.ranks import failure
+from .figures import DistillationFigures, LearningFigures
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
-# torch's launcher kills ranks that do not end within 30 seconds.
-_STOPPING_SECONDS = 40.0
+_PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 _UPSTREAM_ERROR = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 _EXPLANATION = """\
@@ -37,9 +37,9 @@ def run_demo(
     tensor_parallel_size: int = 1,
     pipeline_parallel_size: int = 1,
     distill: bool = False,
-    json_file: Path | None,
-    plot_file: Path | None,
-    without_patches: bool,
+    json_file: Path | None = None,
+    plot_file: Path | None = None,
+    without_patches: bool = False,
     without_lean_head: bool = False,
 ) -> int:
     """Run the demo on this machine, with progress and results on stdout and the ranks' errors on stderr.
@@ -55,17 +55,14 @@ def run_demo(
             this environment.
     """
     _check_sizes(ranks, tensor_parallel_size, pipeline_parallel_size)
-    environ = {
-        # The machine's own name often does not resolve on a laptop without a network.
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        **os.environ,
+    variables = {
         # The patches know the train() of frameworks. The program's own must be named.
         variable_of("train_functions"): _TRAIN_FUNCTION,
         VARIABLE: "0" if without_patches else "all,-lean-head" if without_lean_head else "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    startup = examine_startup(environ)
+    startup = examine_startup({**os.environ, **variables})
     if not (without_patches or startup.fires):
         raise MegatronRLPatchesError(f"{VARIABLE}=1 has no effect in this environment: {startup.reason}")
     from rich.console import Console
@@ -74,10 +71,17 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         options = {"rollouts": rollouts, "seed": seed, "sizes": sizes, "distill": distill, "folder": folder}
-        if code := _run_ranks(ranks, {"pid": os.getpid(), **options}, environ):
-            print(f"the demo failed with exit code {code}: see the root cause above", file=sys.stderr)
-            return 1
-        figures = (DistillationFigures if distill else LearningFigures).read(Path(folder, FIGURES))
+        # Each rank is a new interpreter, in which the patches start as in any program.
+        pool = RankPool(ranks, Path(folder), _run_rank, context=SpawnContext(), env=variables)
+        try:
+            outcome = pool.run(options, _PATIENCE_SECONDS, once=True)
+        finally:
+            pool.stop()
+    if not outcome.went_well:
+        root_cause = failure(outcome, _PATIENCE_SECONDS)
+        print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
+        return 1
+    figures = (DistillationFigures if distill else LearningFigures)(**outcome.sent[0].value)
     figures.seconds = round(time.monotonic() - started, 1)
     if figures.error:
         print(figures.error, flush=True)
@@ -107,21 +111,13 @@ def _check_sizes(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: 
         )
 
 
-def _run_ranks(ranks: int, options: Mapping[str, Any], environ: Mapping[str, str]) -> int:
-    """Run :mod:`.worker` on all ranks and return the exit code of torch's launcher."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"),
-        *("--module", "megatron_rl_patches.demo.worker", json.dumps(options)),
-    ]
-    # The launcher has a session of its own, so that an interrupt from the keyboard reaches this process only.
-    # The ranks have sessions of their own too, so only the launcher can end them.
-    with subprocess.Popen(command, env=environ, start_new_session=True) as launcher:
-        try:
-            return launcher.wait()
-        finally:
-            launcher.terminate()
-            try:
-                launcher.wait(_STOPPING_SECONDS)
-            except subprocess.TimeoutExpired:
-                launcher.kill()
+def _run_rank(options: dict[str, Any], send: Send) -> None:
+    from . import worker  # which imports torch, and this process need not
+
+    try:
+        figures = worker.run(**options)
+    except BaseException:
+        send(traceback.format_exc(), True)
+    else:
+        if figures:
+            send(figures, False)

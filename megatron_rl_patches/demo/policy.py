@@ -108,12 +108,6 @@ def answer(
     return tokens_bs, broadcast_from_last_stage(log_probs_bd)
 
 
-def tensor_parallel_size() -> int:
-    """Return the number of ranks that share each layer."""
-    size: int = parallel_state.get_tensor_model_parallel_world_size()
-    return size
-
-
 def microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: int = DIGITS) -> Batch:
     """Return prompts with answers as a microbatch for the scoring functions."""
     count = len(tokens_bs)

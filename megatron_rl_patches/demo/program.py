@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron.core import parallel_state
+
 from . import digits
-from .objectives import policy_loss
-from .policy import answer, build, make_generator, mean_over_ranks, tensor_parallel_size
+from .policy import answer, build, make_generator, mean_over_ranks
 from .teachers import Teachers
-from .training import shuffled, train
+from .training import policy_loss, shuffled, train
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
@@ -34,7 +35,8 @@ class Rollout(NamedTuple):
 
 def logits_bytes() -> int:
     """Return the size of a microbatch's logits in float32 on one rank of the last pipeline stage."""
-    return 4 * _MICROBATCH * digits.LENGTH * digits.VOCABULARY // tensor_parallel_size()
+    ranks: int = parallel_state.get_tensor_model_parallel_world_size()
+    return 4 * _MICROBATCH * digits.LENGTH * digits.VOCABULARY // ranks
 
 
 def rollouts(count: int, seed: int, teachers: Teachers) -> Iterator[Rollout]:

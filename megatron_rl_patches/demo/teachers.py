@@ -23,8 +23,7 @@ from ..inference import (
 from ..inference.memory.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
 from ..losses import FullDistribution, TopKDistribution
 from . import digits, policy
-from .objectives import policy_loss
-from .training import train
+from .training import policy_loss, train
 
 _STEPS, _BATCH = 150, 64
 

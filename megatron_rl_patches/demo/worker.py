@@ -1,17 +1,14 @@
-"""One rank of the demo: it chooses a backend, runs the program, and reports progress on rank 0.
-
-:mod:`.launch` starts it through ``torch.distributed.run``, with its options as JSON.
-"""
+"""One rank of the demo: it chooses a backend, runs the program, and reports progress on rank 0."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import sys
+import threading
 import traceback
 import warnings
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -19,33 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
-from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from .. import __version__, status
 from ..engine.announce import summary
 from ..settings import VARIABLE
-from ..testing._processes import end_with
-from .figures import FIGURES, DistillationFigures, Figures, LearningFigures
+from .figures import DistillationFigures, Figures, LearningFigures
 
 if TYPE_CHECKING:
     from .teachers import Teachers
 
 
-@record  # so that the launcher prints the traceback of the rank that failed first
-def main() -> None:
-    """Run this rank; rank 0 writes the figures."""
-    options = json.loads(sys.argv[1])
-    end_with(options.pop("pid"), Path(options["folder"]))
+def run(folder: str, **options: Any) -> dict[str, Any] | None:
+    """Run this rank and return the figures, on rank 0 only."""
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
     warnings.simplefilter("ignore")
     with _device():
         torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))
-        figures = _run(**options)
-        if torch.distributed.get_rank() == 0:
-            figures.write(Path(options["folder"], FIGURES))
+        figures = _run(folder=folder, **options)
+        is_first = torch.distributed.get_rank() == 0
         # Skipped after an exception, since it may wait for a rank that has exited.
         torch.distributed.destroy_process_group()
+        return asdict(figures) if is_first else None
 
 
 def _device() -> AbstractContextManager[Any]:
@@ -127,6 +119,7 @@ def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> No
 
 
 def _progress(count: int) -> tqdm[Any]:
+    tqdm.set_lock(threading.RLock())  # tqdm's own is for several processes, and would be left behind
     return tqdm(total=count, unit="rollout", disable=torch.distributed.get_rank() != 0)
 
 
@@ -136,7 +129,3 @@ def _log(bar: tqdm[Any], text: str) -> None:
     if not bar.disable:
         bar.write(f"rollout {bar.n:3d}  {text}")
     bar.set_postfix_str(text, refresh=False)
-
-
-if __name__ == "__main__":
-    main()

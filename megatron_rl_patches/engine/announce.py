@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from .. import __version__
-from .._scoped import replaced
+from ..common.scopes import replaced
 from .judge import SiteStatus
 
 _log = logging.getLogger("megatron_rl_patches")
@@ -76,7 +76,8 @@ def without_logging_errors() -> Iterator[None]:
 
 
 def _log_line(level: int, line: str) -> None:
-    if _rank() != 0:
+    is_muted = _log.disabled or _log.level > level  # by the user, as nothing else sets a level of this logger
+    if is_muted or _rank() != 0:
         return
     with suppress(Exception):  # a handler that raises; no stderr, or a closed one
         if _log.hasHandlers() and _log.isEnabledFor(level):

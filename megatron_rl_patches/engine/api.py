@@ -62,9 +62,7 @@ def _apply(
     patches = registry.select(names, exclude)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
-        faults = [status for status in judge_all(Environment(), patches, chosen) if status.is_fault]
-        if faults:
-            raise engine.incompatible(faults)
+        engine.refuse_faults(judge_all(Environment(), patches, chosen))
     return engine.installer.add(patches, chosen, required, replace_options=settings is not None)
 
 

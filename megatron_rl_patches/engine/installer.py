@@ -9,14 +9,15 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PatchError
+from . import copies, imports
 from .announce import Announcer, without_logging_errors
-from .imports import ImportHooks
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
 from .records import Claim, OptionsInForce, Record, waiting
-from .sources import Environment
+from .sources import PROGRAM, Environment
 from .spec import Adapter, Patch, Site
 from .wrapper import PatchedAttribute
 
@@ -26,15 +27,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("megatron_rl_patches")
 
 
-class Installer:
+class Installer(imports.Listener):
     """The state of one process. All functions of :mod:`.api` act on one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._records: dict[tuple[str, str], Record] = {}
         self._options = OptionsInForce()
-        self._imports = ImportHooks(loaded=self._loaded, import_ended=self._import_ended)
         self._has_failed = False
+        #: Sites that the program has not defined yet.
+        self._awaited_of_program: list[Record] = []
+        #: Old and new function of what has been wrapped or unwrapped, while copies are not rebound yet.
+        self._moved: list[tuple[Any, Any]] = []
         self.announcer = Announcer()
 
     def add(
@@ -51,24 +55,30 @@ class Installer:
             the claim of this call, for :meth:`keep` or :meth:`release`.
         """
         claim = Claim()
-        sites = [(patch, site) for patch in patches for site in patch.sites_for(settings)]
-        # Hooks are registered first. A module whose import ends before its record exists is found in
-        # sys.modules below. One whose import ends later fires its hook, which waits for the lock.
-        for module in sorted({site.module for _, site in sites}):
-            self._imports.watch(module)
+        sites: list[tuple[Patch, Site]] = []
+        for patch in patches:
+            try:
+                sites += [(patch, site) for site in patch.sites_for(settings)]
+            except PatchError as error:
+                if required:
+                    raise
+                _log.warning("megatron_rl_patches: %s", error)
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
             before = dict(self._records)
             try:
+                # Hooks are registered first. A module whose import has ended by now is found in sys.modules
+                # below. One whose import ends later calls its hook, which waits for the lock.
+                for module in {site.module for _, site in sites}:
+                    imports.watch(module, self)
                 records = [self._select(site) for _, site in sites]
                 for record in records:
                     record.claims[claim] = required
                 for patch in patches:
                     self._options.set(patch.name, claim, settings.options_of(patch), replace_options)
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported())
-                if required and (faults := [s for s in map(self._current, records) if s.is_fault]):
-                    raise incompatible(faults)
+                refuse_faults(self._current(record) for record in records if required)
             except BaseException as error:
                 self.release(claim)
                 self._records = before
@@ -83,6 +93,8 @@ class Installer:
         record = self._records.get(key)
         if record is None or record.is_reverted:
             record = self._records[key] = Record(site)
+            if site.module == PROGRAM:
+                self._awaited_of_program.append(record)
         return record
 
     def keep(self, claim: Claim) -> None:
@@ -117,6 +129,10 @@ class Installer:
         for record in reversed([*records]):
             self._unwrap(record)
             record.status = status_of(record.site, "reverted", "reverted", record.status.fingerprint)
+        self._rebind_copies()
+        awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
+        for module in {record.site.module for record in self._records.values()} - awaited:
+            imports.forget(module, self)
 
     def status(self) -> list[SiteStatus]:
         """Return the states of all selected sites, read from the live objects."""
@@ -136,20 +152,20 @@ class Installer:
 
     # --- called by hooks
 
-    def _loaded(self, module_name: str) -> None:
+    def loaded(self, module_name: str) -> None:
         """A watched module has just been imported; an exception makes that import fail."""
         faults: list[SiteStatus] = []
         with self._lock:
             records = [record for record in self._records.values() if record.site.module == module_name]
             required = any(record.is_required for record in records)
-            with self._log_internal_errors(required), _in_import_hook(records):
-                faults = self._apply_ready(record for record in records if record.is_open)
-                refused = [s for s in faults if self._records[s.patch, s.target].is_required]
-                if refused:
-                    raise incompatible(refused)
+            with self._log_internal_errors(required):
+                # Nobody outside of the package can have copied names of a module whose import ends now.
+                package = module_name.partition(".")[0]
+                faults = self._apply_ready((r for r in records if r.is_open and r.is_imported()), package)
+                refuse_faults(s for s in faults if self._records[s.patch, s.target].is_required)
         self.announcer.warn(faults)
 
-    def _import_ended(self) -> None:
+    def import_ended(self) -> None:
         with self._log_internal_errors():
             self._apply_missed()
 
@@ -179,6 +195,7 @@ class Installer:
         """
         with self._lock:
             faults = self._apply_ready(self._missed())
+            self._awaited_of_program = [r for r in self._awaited_of_program if r.status.state == "waiting"]
         self.announcer.warn(faults)
 
     def _missed(self) -> list[Record]:
@@ -186,10 +203,28 @@ class Installer:
         missed = (r for r in self._records.values() if r.is_open and r.attribute is None)
         return [record for record in missed if record.is_imported()]
 
-    def _apply_ready(self, records: Iterable[Record]) -> list[SiteStatus]:
-        """Judge and wrap the groups that these records belong to; return the faults."""
+    def _apply_ready(self, records: Iterable[Record], package: str = "") -> list[SiteStatus]:
+        """Judge and wrap the groups that these records belong to; return the faults.
+
+        Args:
+            package: the only package in which copies are looked for.
+        """
         groups = dict.fromkeys(record.group for record in records)
-        return [fault for group in groups for fault in self._apply_group(group)]
+        try:
+            return [fault for group in groups for fault in self._apply_group(group)]
+        finally:
+            self._rebind_copies(package)
+
+    def _rebind_copies(self, package: str = "") -> None:
+        """Have modules that hold copies of what was wrapped hold the wrapper, or the original again."""
+        copies.rebind(self._moved, lambda module: not package or module.partition(".")[0] == package)
+        wrappers = {id(new) for _, new in self._moved}
+        self._moved.clear()
+        for record in () if package else self._records.values():
+            wrapper = record.attribute and record.attribute.wrapper
+            if id(wrapper) in wrappers and (holders := copies.out_of_reach(wrapper)):
+                reason = f"in place, but not where it was copied before: {', '.join(holders)}"
+                record.status = replace(record.status, reason=reason)
 
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
         """Put one patch in place in one framework, or leave it out there altogether.
@@ -205,9 +240,14 @@ class Installer:
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
         imported = {record for record in group if record.is_imported()}
         statuses = all_or_nothing({record: self._judge(record, record in imported) for record in group})
-        for record in group:
-            if statuses[record].state == "fits" and record in imported:
+        fitting = [r for r in group if statuses[r].state == "fits" and r in imported]
+        try:
+            for record in fitting:
                 statuses[record] = self._wrap(record, statuses[record])
+        except BaseException:  # KeyboardInterrupt, say
+            for record in reversed(fitting):
+                self._unwrap(record)
+            raise
         if any(status.is_fault for status in statuses.values()):
             for record in reversed(group):
                 self._unwrap(record)
@@ -230,14 +270,15 @@ class Installer:
         site = record.site
         self._unwrap(record)
         try:
-            record.attribute = PatchedAttribute.wrap(sys.modules[site.module], site, self._adapter_of(site))
+            record.attribute = PatchedAttribute.of(sys.modules[site.module], site, self._adapter_of(site))
+            self._moved.append(record.attribute.wrap())
         except Exception as error:
             return status_of(site, "failed", f"wrapping it raised {type(error).__name__}: {error}")
         return status_of(site, "applied", "in place", status.fingerprint)
 
     def _unwrap(self, record: Record) -> None:
         if record.attribute:
-            record.attribute.unwrap()
+            self._moved.append(record.attribute.unwrap())
             record.attribute = None
 
     def _adapter_of(self, site: Site) -> Adapter:
@@ -253,6 +294,8 @@ class Installer:
             if not announcer.done:
                 with self._log_internal_errors():
                     announcer.once(self.status())
+            elif self._awaited_of_program:
+                self.import_ended()
             if site.pass_options:
                 return adapter(wrapped, instance, args, kwargs, options=options[site.patch])
             return adapter(wrapped, instance, args, kwargs)
@@ -275,27 +318,15 @@ class Installer:
             self.announcer.at_exit(statuses)
 
 
-@contextmanager
-def _in_import_hook(records: Iterable[Record]) -> Iterator[None]:
-    """Count the module of these records as imported. Python does so only after its import hooks have run."""
-    records = [*records]
-    for record in records:
-        record.import_hook_runs = True
-    try:
-        yield
-    finally:
-        for record in records:
-            record.import_hook_runs = False
-
-
-def incompatible(faults: Iterable[SiteStatus]) -> PatchError:
-    """Return the error for sites that must take effect and cannot."""
-    sites = "\n  ".join(map(str, faults))
-    return PatchError(
-        f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written for. "
-        "Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
-        "docs/compatibility.md."
-    )
+def refuse_faults(statuses: Iterable[SiteStatus]) -> None:
+    """Raise ``PatchError`` if a site of these, which must take effect, cannot."""
+    if faults := [status for status in statuses if status.is_fault]:
+        sites = "\n  ".join(map(str, faults))
+        raise PatchError(
+            f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written "
+            "for. Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
+            "docs/compatibility.md."
+        )
 
 
 installer = Installer()

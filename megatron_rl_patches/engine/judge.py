@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
+from ..errors import PatchError
 from . import target_source
 from .sources import Source
 from .spec import Patch, Site
@@ -114,10 +115,18 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
     statuses: list[SiteStatus] = []
     for patch in patches:
         by_framework: dict[str, list[Site]] = {}
-        for site in patch.sites_for(settings):
+        try:
+            sites_of_patch = patch.sites_for(settings)
+        except PatchError as error:
+            statuses.append(
+                SiteStatus(patch.name, patch.name, f"{patch.name}.configured", "failed", str(error))
+            )
+            continue
+        for site in sites_of_patch:
             by_framework.setdefault(site.framework, []).append(site)
         for framework, sites in by_framework.items():
-            if source.has_package(framework):
+            # A framework may be a bare folder. As any checkout is one, only its modules say that it is there.
+            if any(map(source.has_package, (framework, *(site.module for site in sites)))):
                 statuses += all_or_nothing({site: judge_site(site, source) for site in sites}).values()
             else:
                 reason = f"no {framework} in {source.name}"

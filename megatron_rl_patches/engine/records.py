@@ -5,11 +5,14 @@ A :class:`Claim` stands for a call that may still be undone on its own, ``None``
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .imports import is_imported
 from .judge import SiteStatus, status_of
+from .sources import PROGRAM, Environment
 from .spec import Site
+from .target_source import is_defined
 from .wrapper import PatchedAttribute
 
 
@@ -33,8 +36,6 @@ class Record:
         self.attribute: PatchedAttribute | None = None
         #: Patch and framework: all sites of a group take effect, or none.
         self.group = (site.patch, site.framework)
-        #: The module has been executed, and its import hook runs. Python still marks it as half imported.
-        self.import_hook_runs = False
 
     @property
     def is_required(self) -> bool:
@@ -46,8 +47,14 @@ class Record:
             self.claims[None] = self.claims.pop(claim) or self.claims.get(None, False)
 
     def is_imported(self) -> bool:
-        """Return whether the module has been imported completely."""
-        return self.import_hook_runs or is_imported(self.site.module)
+        """Return whether the module has been imported completely.
+
+        The program never has. It is ready when it has defined the target, until it ends and forgets its file.
+        """
+        if self.site.module == PROGRAM:
+            defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
+            return defined and Environment().has_package(PROGRAM)
+        return is_imported(self.site.module)
 
     @property
     def is_reverted(self) -> bool:
@@ -64,7 +71,8 @@ class Record:
 
 
 def waiting(site: Site, fingerprint: str = "") -> SiteStatus:
-    return status_of(site, "waiting", f"waits for the import of {site.module}", fingerprint)
+    event = "definition in the program's file" if site.module == PROGRAM else f"import of {site.module}"
+    return status_of(site, "waiting", f"waits for the {event}", fingerprint)
 
 
 class OptionsInForce:

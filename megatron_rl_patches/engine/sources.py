@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from ..errors import MegatronRLPatchesError
 
+#: The module that Python executes as the program. It is never imported under this name.
+PROGRAM = "__main__"
 # Packages whose finders are import hooks.
-_HOOKS = frozenset({"wrapt", "megatron_rl_patches", "_megatron_rl_patches_startup"})
+_HOOKS = frozenset({"wrapt", "_megatron_rl_patches_startup"})
 
 
 class Source(Protocol):
@@ -29,7 +32,7 @@ class Source(Protocol):
     name: str
 
     def has_package(self, package: str) -> bool:
-        """Return whether the package is there. A bare folder is not one: any checkout would be."""
+        """Return whether the package or module is there. A bare folder is not: any checkout would be one."""
 
     def read(self, module: str) -> str | None:
         """Return the module's source text, ``None`` when there is no such module."""
@@ -48,18 +51,38 @@ class Environment:
         spec = _find_spec(module)
         return spec.origin if spec is not None and spec.has_location else None
 
+    def finds(self, module: str) -> bool:
+        """Return whether ``import`` would find the module; a bare folder is one, too."""
+        return _find_spec(module) is not None
+
+    def modules_in(self, package: str) -> list[str]:
+        """Return the names of the modules and packages in a package or bare folder."""
+        spec = _find_spec(package)
+        folders = spec.submodule_search_locations if spec else None
+        return [module.name for module in pkgutil.iter_modules(folders or [])]
+
     def read(self, module: str) -> str | None:
         spec = _find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
-        if get_source:
-            return get_source(module)
+        if spec and get_source:
+            return get_source(spec.name)  # the program's own name, if Python runs it by that: python -m NAME
         # The loader of a hook that rewrites modules may not offer their text.
         if spec and spec.has_location and (spec.origin or "").endswith(".py"):
             return importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
         return None
 
 
+def is_the_program(module: str) -> bool:
+    """Return whether the program is the file that ``import`` would execute for this name."""
+    spec, program = _find_spec(PROGRAM), Environment().file_of(module)
+    return module != PROGRAM and spec is not None and program is not None and spec.origin == program
+
+
 def _find_spec(module: str) -> ModuleSpec | None:
+    if module == PROGRAM:
+        program = sys.modules.get(PROGRAM)
+        file = getattr(program, "__file__", None)
+        return getattr(program, "__spec__", None) or (file and spec_from_file_location(PROGRAM, file))
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.
     spec: ModuleSpec | None = None
     parent = ""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import PatchError
+
 if TYPE_CHECKING:
     from ..settings import Settings
     from .target_source import TargetSource
@@ -24,7 +26,7 @@ class Site:
     """One function or method of a framework that a patch wraps.
 
     Attributes:
-        module: the module that *defines* the target; never a root package (wrapt cannot hook those).
+        module: the module that *defines* the target; a root package will do, too.
         qualname: ``function`` or ``Class.method`` in that module.
         adapter: called in place of the target, with the target as its first argument.
         parameters: parameters of the target that the adapter binds by name.
@@ -34,7 +36,6 @@ class Site:
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
-        reexported_by: root packages of *other* frameworks that copy the name (``from module import name``).
         pass_options: the adapter is also given ``options=``, an instance of the dataclass that the patch
             declares, as the patch was last applied with it.
         patch: name of the patch; :class:`Patch` fills it in.
@@ -48,7 +49,6 @@ class Site:
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
-    reexported_by: tuple[str, ...] = ()
     pass_options: bool = False
     patch: str = ""
 
@@ -97,8 +97,16 @@ class Patch:
         return attach
 
     def sites_for(self, settings: Settings) -> tuple[Site, ...]:
-        """Return all sites: those of the table, and those that follow from the options."""
-        configured = self.configured(settings.options_of(self)) if self.configured else ()
+        """Return all sites: those of the table, and those that follow from the options.
+
+        Raises:
+            PatchError: ``configured`` raises.
+        """
+        try:
+            configured = self.configured(settings.options_of(self)) if self.configured else ()
+        except Exception as error:
+            reason = f"its function `configured` raised {type(error).__name__}: {error}"
+            raise PatchError(f"patch {self.name!r} is left out: {reason}") from error
         known = {site.target for site in self.sites}
         sites = (*self.sites, *(site for site in configured if site.target not in known))
         return tuple(replace(site, patch=self.name) for site in sites)

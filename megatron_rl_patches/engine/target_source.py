@@ -77,9 +77,8 @@ class TargetSource:
         """
         owner, name = resolve(module, qualname)
         original = list(layers(vars(owner)[name]))[-1]
-        code = getattr(original, "__code__", None)
-        file = getattr(module, "__file__", None)
-        foreign = code is not None and file is not None and code.co_filename != file
+        namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
+        foreign = namespace is not None and namespace.get("__name__") != module.__name__
         home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
         return replace(self, original=original, replaced_by=home if foreign else None)
 
@@ -103,6 +102,14 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
     return target
 
 
+def functions_in(text: str) -> list[str]:
+    """Return the qualified names of the functions and methods that a module defines."""
+    body = list(_statements(_parse(text).body))
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
+    methods = [f"{c.name}.{node.name}" for c in classes for node in c.body if isinstance(node, FunctionNode)]
+    return [node.name for node in body if isinstance(node, FunctionNode)] + methods
+
+
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     """Return the module or class that defines the target, and the target's name in it.
 
@@ -118,9 +125,20 @@ def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     return owner, name
 
 
+def is_defined(module: ModuleType, qualname: str) -> bool:
+    """Return whether the module defines the target."""
+    try:
+        resolve(module, qualname)
+    except AttributeError:
+        return False
+    return True
+
+
 def layers(function: Any) -> Iterator[Any]:
     """Yield the object itself, and what it wraps, down to the original."""
-    while function is not None:
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:  # a cycle ends where it began
+        seen.add(id(function))
         yield function
         function = getattr(function, "__wrapped__", None)
 

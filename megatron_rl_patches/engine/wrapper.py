@@ -1,12 +1,13 @@
-"""The wrapper around a target, and the attribute that holds it. Only this module changes foreign objects."""
+"""The wrapper around a target, and the attribute that holds it.
+
+Only this module, and :mod:`.copies` for the copies of a target, change foreign objects.
+"""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import operator
+import pkgutil
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,8 +32,11 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = getattr(self.__wrapped__, "__self__", None)
-        # Python copies bound methods alike: the copy is bound to a copy of the instance.
-        return self if owner is None else getattr(copy.deepcopy(owner, memo), self.__name__)
+        if owner is None or isinstance(owner, type):
+            return self
+        # Python copies bound methods alike: the same function, bound to a copy of the instance.
+        copied = copy.deepcopy(owner, memo)
+        return self._self_parent.__get__(copied, type(copied))
 
 
 class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -40,8 +44,8 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     ``switch(False)`` makes it inert wherever copies of it may live; ``path`` is the patch, module and
     qualified name of the target. It pickles by name, as the function that it wraps does, so a process
-    without the patch gets the plain function. ``torch.compile`` looks through it: a compiled caller inlines
-    the original, so no site may be a function that a framework compiles.
+    without the patch, or without this package, gets the plain function. ``torch.compile`` looks through it:
+    a compiled caller inlines the original, so no site may be a function that a framework compiles.
     """
 
     __bound_function_wrapper__ = _BoundWrapper
@@ -49,9 +53,21 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     _self_on: bool
     _self_path: tuple[str, str, str]
 
-    def __init__(self, wrapped: Any, adapter: Adapter, site: Site) -> None:
-        super().__init__(wrapped, adapter, lambda: self._self_on)
-        self._self_on = True
+    def __init__(self, wrapped: Any, adapter: Adapter, site: Site, owner: Any) -> None:
+        is_method = isinstance(owner, type) and not isinstance(wrapped, (staticmethod, classmethod))
+
+        def call(function: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if is_method:
+                # What is given for self may be an object of another class, as in tests of frameworks. wrapt
+                # calls its adapters without an instance then, and before 1.17 as ever.
+                if not isinstance(instance, owner):
+                    return function(*args, **kwargs)
+                # Where it was read from the class, it is a partial, whose signature is wrong before 2.5.
+                function = self.__wrapped__.__get__(instance, type(instance))
+            return adapter(function, instance, args, kwargs)
+
+        super().__init__(wrapped, call, lambda: self._self_on)
+        self._self_on = False
         self._self_path = (site.patch, site.module, site.qualname)
 
     @property
@@ -66,7 +82,8 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_on = on
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _by_name, self._self_path[1:]
+        _, module, qualname = self._self_path
+        return pkgutil.resolve_name, (f"{module}:{qualname}",)
 
     def __copy__(self) -> Any:
         return self
@@ -75,34 +92,33 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return self
 
 
-def _by_name(module: str, qualname: str) -> Any:
-    return operator.attrgetter(qualname)(importlib.import_module(module))
-
-
-@dataclass
+@dataclass(eq=False)
 class PatchedAttribute:
-    """The attribute of a module or class (``owner``) that defines a target, and the wrapper put there."""
+    """The attribute of a module or class (``owner``) that defines a target, and the wrapper for it."""
 
     site: Site
     owner: Any
     name: str
-    original: Any
     wrapper: SwitchableWrapper
 
     @classmethod
-    def wrap(cls, module: ModuleType, site: Site, adapter: Adapter) -> PatchedAttribute:
-        """Wrap the target, and rebind the copies of it that modules of the framework have made already."""
+    def of(cls, module: ModuleType, site: Site, adapter: Adapter) -> PatchedAttribute:
+        """Make the wrapper, and change nothing yet."""
         owner, name = resolve(module, site.qualname)
         current = vars(owner)[name]
-        if isinstance(owner, type) and not isinstance(current, (staticmethod, classmethod)):
-            adapter = _for_instances(owner, adapter)
-        wrapper = _find_disabled(current, site) or SwitchableWrapper(current, adapter, site)
-        attribute = cls(site, owner, name, wrapper.__wrapped__, wrapper)
-        if not attribute.is_in_place():
-            setattr(owner, name, wrapper)
-        attribute._rebind_copies(attribute.original, wrapper)
-        wrapper.switch(True)
-        return attribute
+        wrapper = _find_disabled(current, site) or SwitchableWrapper(current, adapter, site, owner)
+        return cls(site, owner, name, wrapper)
+
+    @property
+    def original(self) -> Any:
+        return self.wrapper.__wrapped__
+
+    def wrap(self) -> tuple[Any, Any]:
+        """Put the wrapper in place; return what was there, and the wrapper."""
+        if not self.is_in_place():
+            setattr(self.owner, self.name, self.wrapper)
+        self.wrapper.switch(True)
+        return self.original, self.wrapper
 
     def is_in_place(self) -> bool:
         return any(layer is self.wrapper for layer in layers(self._current()[1]))
@@ -120,8 +136,8 @@ class PatchedAttribute:
         home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
         return f"overwritten by {home}; in force only if that calls what it replaced"
 
-    def unwrap(self) -> None:
-        """Put the original back; a copy that cannot be reached is inert afterwards."""
+    def unwrap(self) -> tuple[Any, Any]:
+        """Put the original back; return the wrapper, and the original."""
         # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
         # cannot be reached.
         self.wrapper.switch(False)
@@ -131,7 +147,7 @@ class PatchedAttribute:
             original = original.__wrapped__
         if vars(self.owner).get(self.name) is self.wrapper:
             setattr(self.owner, self.name, original)
-        self._rebind_copies(self.wrapper, original)
+        return self.wrapper, original
 
     def _current(self) -> tuple[Any, Any]:
         """Return the current owner of the target, and the target.
@@ -143,32 +159,6 @@ class PatchedAttribute:
             return owner, vars(owner)[name]
         except (KeyError, AttributeError):
             return None, None
-
-    def _rebind_copies(self, old: Any, new: Any) -> None:
-        if not isinstance(self.owner, ModuleType):
-            return
-        roots = (self.site.module.partition(".")[0], *self.site.reexported_by)
-        for module_name, module in list(sys.modules.items()):
-            if not isinstance(module, ModuleType) or module_name.partition(".")[0] not in roots:
-                continue
-            for name in [name for name, value in list(vars(module).items()) if value is old]:
-                # A module that refuses keeps the old function, like other copies that cannot be reached.
-                with suppress(Exception):
-                    setattr(module, name, new)
-
-
-def _for_instances(owner: type, adapter: Adapter) -> Adapter:
-    """Return an adapter for a method, which runs the original for an object that is no instance of the owner.
-
-    wrapt gives such a call to its adapters as one without an instance, and before 1.17 as any other.
-    """
-
-    def of_method(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(instance, owner):
-            return adapter(wrapped, instance, args, kwargs)
-        return wrapped(*args, **kwargs)
-
-    return of_method
 
 
 def _find_disabled(current: Any, site: Site) -> SwitchableWrapper | None:

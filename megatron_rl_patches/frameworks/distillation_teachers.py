@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._chunks import unwrap
-from .._scoped import Scope, replaced
+from ..common.chunks import unwrap
+from ..common.scopes import Scope, replaced
 from ..errors import InvalidInputError
 from ..inference.scoring.hidden_states import hidden_states_of, output_head
 from ..losses import (

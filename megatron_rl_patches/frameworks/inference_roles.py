@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from .._scoped import Scope
-from ..inference.build.frozen import refuse_to_train, refuse_training
-from ..inference.build.model import freeze, without_training
-from ..inference.build.rng import preserved_rng
+from ..common.scopes import Scope
+from ..inference.models.model import freeze, without_training
+from ..inference.models.refusal import refuse_to_train, refuse_training
+from ..inference.models.rng import preserved_rng
 
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._scoped import Scope
+from ..common.scopes import Scope
 
 #: Schedulers, each with the step at which loading a checkpoint left it.
 _loaded: Scope[list[tuple[Any, int]]] = Scope("loaded_schedulers")

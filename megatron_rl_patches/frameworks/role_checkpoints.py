@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._scoped import replaced
+from ..common.scopes import replaced
 from ..errors import CheckpointError
-from ..inference.build.rng import preserved_rng
 from ..inference.checkpoints.load import read_iteration
+from ..inference.models.rng import preserved_rng
 
 # Up to megatron-core 0.14 the loader asserts that these are zero; the policy's checkpoint has set them.
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._scoped import replaced, restore, snapshot
+from ..common.scopes import replaced, restore, snapshot
 from .arguments import bind
 from .inference_roles import freeze_role, in_inference_role, inference_role, initialize
 

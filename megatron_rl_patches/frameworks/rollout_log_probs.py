@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..reentry import checks
+from ..reentry import training_warnings
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
 THRESHOLD = 0.1
@@ -25,12 +25,12 @@ def check(data_iterator: Any) -> None:
         data_iterator: what ``train()`` of a framework takes under this name: iterators, each with its
             ``rollout_data``. Iterators without such data are not looked at.
     """
-    if checks.has_found(_SETTING):
+    if training_warnings.was_reported(_SETTING):
         return
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else None
     rollout = getattr(first, "rollout_data", None)
     if isinstance(rollout, Mapping):
-        with checks.harmless():
+        with training_warnings.harmless():
             _check(rollout)
 
 
@@ -51,7 +51,7 @@ def _check(rollout: Mapping[str, Any]) -> None:
         return
     mean, largest = torch.stack([differences.mean(), differences.max()]).tolist()
     if mean > THRESHOLD:
-        checks.report(
+        training_warnings.report(
             f"rollout_log_probs: the log-probs of the inference engine and of Megatron differ by {mean:.2g} "
             f"nats per token on average and {largest:.2g} at most, on {len(differences)} tokens of this "
             f"rank; up to {THRESHOLD:g} on average is usual. The policy that samples is not the one that is "
@@ -59,7 +59,7 @@ def _check(rollout: Mapping[str, Any]) -> None:
             "temperature, experts that are chosen differently, or a run that samples with older weights by "
             "design",
             setting=_SETTING,
-            log=checks.is_first_of_stage(),
+            log=training_warnings.is_first_of_stage(),
         )
 
 

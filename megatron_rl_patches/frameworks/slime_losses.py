@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._scoped import Scope, replaced
+from ..common.scopes import Scope, replaced
 from ..losses import DeferredLogits, checkpointed
 from ..losses.logits.deferred import dense, rows_of_existing
 from ..losses.logits.log_probs_autograd import JointBackward
@@ -99,12 +99,9 @@ def calculate_log_probs_and_entropy(
     passed_entropy_grad = [arguments[name] for name in _ENTROPY_GRAD if name in arguments]
     context.entropy_grad = context.entropy_grad and all(passed_entropy_grad)
     logits, tokens = arguments["logits"], arguments["tokens"]
-    is_deferred = isinstance(logits, DeferredLogits)
-    if unknown or arguments.get("true_on_policy") or (len(logits) == 0 and not is_deferred):
+    is_empty = len(logits) == 0 and not isinstance(logits, DeferredLogits)
+    if unknown or arguments.get("true_on_policy") or is_empty:
         return call(wrapped, bound, logits=dense(logits))
-    if is_deferred and not logits.is_deferred:
-        # The framework has written into the logits, and may do so again before backward reads them.
-        logits = logits.clone()
     context.has_scored = True
     log_probs, entropy = log_probs_and_entropy(
         logits,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._scoped import Scope
+from ..common.scopes import Scope
 from ..losses import DeferredLogits
 from . import log_probs
 from .arguments import bind, call

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._lazy import lazy_names
+from ..common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .build.model import build_inference_model as build_inference_model
     from .checkpoints.load import load_inference_checkpoint as load_inference_checkpoint
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.usage import memory_report as memory_report
+    from .models.model import build_inference_model as build_inference_model
     from .scoring.forward import forward_hidden_states as forward_hidden_states
     from .scoring.forward import forward_log_probs as forward_log_probs
     from .scoring.forward import forward_topk as forward_topk
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        ".build.model": ["build_inference_model"],
+        ".models.model": ["build_inference_model"],
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["estimate_memory"],
         ".memory.usage": ["memory_report"],

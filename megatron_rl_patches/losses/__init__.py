@@ -8,9 +8,9 @@ from .logits.deferred import DeferredLogits, deferred_logits
 from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
-from .loss_functions import make_loss_func
+from .loss_functions import make_distillation_loss_func, make_loss_func
 from .objectives.advantages import group_advantages
-from .objectives.distillation import distillation_loss, make_distillation_loss_func
+from .objectives.distillation import distillation_loss
 from .objectives.distillation_batch import DistillationBatch, DistillationOptions
 from .objectives.divergences import (
     forward_kl,

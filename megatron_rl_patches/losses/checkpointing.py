@@ -11,11 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 import torch.distributed
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ..errors import InvalidInputError
+from .logits.deferred import DeferredLogits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,14 +78,41 @@ def checkpointed(
     def recomputed(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.is_grad_enabled():
             return loss_fn(*args, **kwargs)
-        # Keyword arguments are bound here, since checkpoint() takes some of these names for its own options.
-        function = functools.partial(loss_fn, **kwargs) if kwargs else loss_fn
+        function, others = _bound(loss_fn, args, kwargs)
         # A context manager, since older releases of torch have no such argument. Only forward reads it.
         stop = False if early_stop is None and _several_ranks() else early_stop
         with nullcontext() if stop is None else set_checkpoint_early_stop(stop):
-            return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            return checkpoint(function, *others, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
     return recomputed
+
+
+def _bound(
+    loss_fn: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., R], list[Any]]:
+    """Return a function of those arguments that ``checkpoint()`` is to save, and these.
+
+    Keyword arguments are bound, since ``checkpoint()`` takes some of these names for its own options. So are
+    deferred logits: hooks of saved tensors, such as ``save_on_cpu``, would give back others, without a graph.
+    """
+    deferred = {place: x for place, x in enumerate(args) if isinstance(x, DeferredLogits)}
+    versions = [_version(logits) for logits in deferred.values()]
+
+    def function(*others: Any) -> R:
+        if versions != [_version(logits) for logits in deferred.values()]:
+            raise InvalidInputError(
+                "deferred logits were overwritten after a checkpointed loss had been computed from them, so "
+                "backward cannot compute it again: write to them before, or to a clone"
+            )
+        remaining = iter(others)
+        arguments = [deferred[place] if place in deferred else next(remaining) for place in range(len(args))]
+        return loss_fn(*arguments, **kwargs)
+
+    return function, [x for place, x in enumerate(args) if place not in deferred]
+
+
+def _version(logits: DeferredLogits) -> int:
+    return 0 if logits.is_inference() else logits._version
 
 
 def _several_ranks() -> bool:

@@ -10,10 +10,13 @@ import torch.distributed
 
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
+from .objectives.comparison import comparison
+from .objectives.distillation import summed
+from .objectives.distillation_batch import DistillationBatch, DistillationOptions
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount
 from .sequences.layout import SequenceLayout
-from .sequences.responses import packed_log_probs_and_entropy
+from .sequences.responses import packed_log_probs_and_entropy, rows_of
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]
 
@@ -64,7 +67,7 @@ def make_loss_func(
     batch.check_for(options)
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
-    divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
+    divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
         log_probs, entropies = packed_log_probs_and_entropy(
@@ -91,7 +94,45 @@ def make_loss_func(
     return checkpointed(loss_func, enabled=recompute)
 
 
-def checked_divisor(
+def make_distillation_loss_func(
+    layout: SequenceLayout,
+    batch: DistillationBatch,
+    options: DistillationOptions | None = None,
+    *,
+    tp_group: torch.distributed.ProcessGroup | None = None,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    inplace_backward: bool = False,
+    recompute: bool = False,
+    normalizer: float | None = None,
+) -> LossFunc:
+    """Return the function ``logits -> (loss, num_tokens, metrics)`` that a Megatron forward step returns.
+
+    The student is scored at the teachers' ids. Under context parallelism each rank compares its own tokens
+    with the teachers', and three numbers per token are gathered over ``cp_group``, so that every rank
+    computes the whole loss. Arguments and errors are those of :func:`make_loss_func`, except for:
+
+    Args:
+        layout: where the responses stand in the logits.
+        batch: teachers and masks of the full responses.
+        options: which loss to compute; the reverse KL by default.
+        inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
+    """
+    options = options or DistillationOptions()
+    batch.check_for(options)
+    divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
+    how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
+    compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
+
+    def loss_func(logits: torch.Tensor) -> LossAndCount:
+        values = layout.gather_responses(compare(rows_of(logits, layout)), cp_group)
+        loss, count, metrics = summed(torch.cat(values), batch, options)
+        return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
+
+    return checkpointed(loss_func, enabled=recompute)
+
+
+def _checked_divisor(
     response_lengths: list[int],
     layout: SequenceLayout,
     cp_group: torch.distributed.ProcessGroup | None,

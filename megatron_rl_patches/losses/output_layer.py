@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._chunks import has_base
-from .._scoped import Scope, replaced
+from ..common.chunks import has_base
+from ..common.scopes import Scope, replaced
 from .logits.collectives import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
 from .logits.head import TileOptions

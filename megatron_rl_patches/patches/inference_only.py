@@ -110,7 +110,7 @@ def _scheduler(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 def _train(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..inference.build.frozen import refuse_to_train
+    from ..inference.models.refusal import refuse_to_train
 
     refuse_to_train(bind(wrapped, args, kwargs).arguments["model"], "train")
     return wrapped(*args, **kwargs)
@@ -151,7 +151,6 @@ for _framework in SLIME_LIKE:
     f"{_TRAINING}.training",
     "get_model",
     parameters=("wrap_with_ddp",),
-    reexported_by=WITH_MEGATRON_UTILS,
 )
 def megatron_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import inference_roles
@@ -168,7 +167,6 @@ def megatron_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwarg
     "load_checkpoint",
     parameters=("optimizer", "opt_param_scheduler", "load_arg"),
     requires_names=("finetune", "no_load_optim", "no_load_rng"),
-    reexported_by=WITH_MEGATRON_UTILS,
 )
 def megatron_load_checkpoint(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,7 +186,6 @@ def megatron_load_checkpoint(
     "megatron.core.optimizer",
     "get_megatron_optimizer",
     parameters=("model_chunks",),
-    reexported_by=WITH_MEGATRON_UTILS,
 )
 def get_megatron_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import inference_roles
@@ -201,7 +198,6 @@ def get_megatron_optimizer(wrapped: Any, instance: Any, args: tuple[Any, ...], k
     "megatron.bridge.models.model_provider",
     "get_model",
     parameters=("wrap_with_ddp",),
-    reexported_by=("nemo_rl",),
 )
 def bridge_get_model(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from ..frameworks import inference_roles

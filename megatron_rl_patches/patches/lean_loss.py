@@ -187,6 +187,6 @@ def verl_logits_processor(wrapped: Any, instance: Any, args: tuple[Any, ...], kw
 
 def _is_ours(function: Any) -> bool:
     """Return whether the function is this patch's wrapper, without another wrapper around it."""
-    from ..engine.wrapper import SwitchableWrapper  # here, since `list` and `doctor` work without wrapt
+    from ..engine.wrapper import SwitchableWrapper  # here, since `check` and `doctor` work without wrapt
 
     return type(function) is SwitchableWrapper and function.is_on and function.path[0] == patch.name

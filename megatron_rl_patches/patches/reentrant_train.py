@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..engine.sources import PROGRAM, is_the_program
 from ..engine.spec import Patch, Site
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _HANDLES = "remove_forward_pre_hook_handles"
-_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
+_FUNCTION_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class ReentrantTrainOptions:
     Attributes:
         train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
             that this package has never seen. Each takes the list of model chunks as a parameter named
-            ``model``.
+            ``model``. That of a single file is ``"file:function"`` or, in the program itself,
+            ``"__main__:function"``.
         warn: look for settings that silently spoil reinforcement learning, and warn once of each.
 
     Raises:
@@ -66,8 +68,8 @@ class ReentrantTrainOptions:
         for path in self.train_functions:
             if not _FUNCTION_PATH.fullmatch(path):
                 raise PatchError(
-                    f"train function {path!r}: expected 'package.module:function', for example "
-                    "'my_rl.megatron.model:train'"
+                    f"train function {path!r}: expected 'module:function', for example "
+                    "'my_rl.megatron.model:train', or '__main__:train' for the program itself"
                 )
 
 
@@ -189,9 +191,10 @@ def _train(
     *,
     options: ReentrantTrainOptions,
     timers: Any = None,
+    installs: bool = True,
 ) -> Any:
-    from ..reentry.checks import watched
-    from ..reentry.guard import TrainGuard, installs_sync_functions
+    from ..reentry.guard import TrainGuard
+    from ..reentry.training_warnings import watched
 
     bound = _arguments(wrapped, args, kwargs)
     guard = TrainGuard(
@@ -199,7 +202,7 @@ def _train(
         optimizer=bound.get("optimizer"),
         timers=timers,
         config=bound.get("config"),
-        installs=installs_sync_functions(wrapped),
+        installs=installs,
     )
     if not options.warn:
         with guard:
@@ -212,7 +215,7 @@ def _train(
 
 
 def _forward_step(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ..reentry.checks import note_tokens
+    from ..reentry.training_warnings import note_tokens
 
     result = wrapped(*args, **kwargs)
     note_tokens(result)
@@ -227,17 +230,28 @@ def _save(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
-    paths = (path.split(":") for path in options.train_functions)
-    return tuple(
-        Site(module, qualname, _train, parameters=("model",), pass_options=True) for module, qualname in paths
-    )
+    paths = [path.split(":") for path in options.train_functions]
+    # A file that runs as the program is not imported under its own name, unless another module does so.
+    paths += [[PROGRAM, function] for module, function in paths if is_the_program(module)]
+    functions = [
+        Site(module, name, _train, parameters=("model",), pass_options=True) for module, name in paths
+    ]
+    # The engine looks at the program whenever a patched function is called. This one is called by every loop
+    # after it has defined its functions, and before it trains.
+    if any(site.module == PROGRAM for site in functions):
+        functions.append(Site(_DDP, "DistributedDataParallel.__init__", _unchanged))
+    return tuple(functions)
+
+
+def _unchanged(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return wrapped(*args, **kwargs)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     """Return what ``train()`` has warned of in this process."""
-    from ..reentry import checks
+    from ..reentry import training_warnings
 
-    return checks.found()
+    return training_warnings.reported()
 
 
 # --- sites
@@ -352,7 +366,8 @@ def bridge_train(
     options: ReentrantTrainOptions,
 ) -> Any:
     timers = _arguments(wrapped, args, kwargs)["global_state"].timers
-    return _train(wrapped, instance, args, kwargs, options=options, timers=timers)
+    # setup() has installed the sync functions, once.
+    return _train(wrapped, instance, args, kwargs, options=options, timers=timers, installs=False)
 
 
 @patch.wrap(
@@ -360,7 +375,6 @@ def bridge_train(
     "_update_model_config_funcs",
     parameters=("model", "model_config"),
     skip_if=_setup_is_reentrant,
-    reexported_by=("nemo_rl",),
 )
 def bridge_update_model_config_funcs(
     wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._chunks import Chunk, Model, as_chunks, bucket_groups
+from ..common.chunks import Chunk, Model, as_chunks, bucket_groups
 
 
 def enable(original: Callable[[], Any], chunk: Chunk) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import gc
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, TypeVar, overload
 
-from .._chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
-from .._scoped import restore, snapshot
+from ..common.chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
+from ..common.scopes import restore, snapshot
 from ..errors import MegatronRLPatchesError
 from . import timers as megatron_timers
 from .recovery import recover, synchronize_interrupted
@@ -23,7 +21,6 @@ from .sync_functions import belongs_to, clear_installed
 _log = logging.getLogger("megatron_rl_patches")
 #: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
 INTERVAL_TIMER = "interval-time"
-_CALLS_DEEP = 2
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -108,7 +105,8 @@ class TrainGuard:
                 config.no_sync_func = installed
                 _log.warning(
                     "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
-                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does."
+                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
+                    "or guard the loop with reentrant_train(..., installs=False)."
                 )
 
 
@@ -116,18 +114,6 @@ def _rerun_state_machine() -> Any:
     # get_rerun_state_machine() would create one, and log that it did.
     module = sys.modules.get("megatron.core.rerun_state_machine")
     return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
-
-
-def installs_sync_functions(function: Callable[..., Any]) -> bool:
-    """Return whether the function sets ``no_sync_func``, as Megatron's ``train`` does, or one it calls does.
-
-    The bytecode decides, two calls deep within the function's package; calls are followed if they are made by
-    a global name, so methods are not.
-
-    This must be decided before the call: a loop that installs needs ``None`` at entry, while one that does
-    not needs the installed function kept.
-    """
-    return _sets_sync_functions(_python_function(function), _CALLS_DEEP)
 
 
 def _python_function(target: Any) -> Any:
@@ -138,30 +124,6 @@ def _python_function(target: Any) -> Any:
     if inspect.ismethod(target):
         return _python_function(target.__func__)
     return target if inspect.isroutine(target) else _python_function(type(target).__call__)
-
-
-@functools.lru_cache(maxsize=256)
-def _sets_sync_functions(function: Callable[..., Any], calls_deep: int) -> bool:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return False
-    if any(op.opname == "STORE_ATTR" and op.argval == "no_sync_func" for op in _operations(code)):
-        return True
-    package = function.__module__.partition(".")[0]
-    called = (function.__globals__.get(op.argval) for op in _operations(code) if op.opname == "LOAD_GLOBAL")
-    return calls_deep > 0 and any(
-        _sets_sync_functions(inspect.unwrap(other), calls_deep - 1)
-        for other in called
-        if inspect.isfunction(other) and other.__module__.partition(".")[0] == package
-    )
-
-
-def _operations(code: CodeType) -> Iterator[dis.Instruction]:
-    """Yield the operations of a function, and of the functions that are defined in it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _operations(constant)
 
 
 @overload
@@ -183,7 +145,7 @@ def reentrant_train(target: Any, **options: Any) -> Any:
             ...
 
     The body is an ordinary Megatron loop: it asserts that ``config.no_sync_func`` is ``None`` and installs
-    it. A decorated function that installs none keeps the one that is installed already.
+    it. One that relies on what others have installed once is guarded with ``installs=False``.
 
     With ``overlap_param_gather`` entry is a collective over the data-parallel group (one integer), so every
     rank of the group must enter.
@@ -207,7 +169,6 @@ def reentrant_train(target: Any, **options: Any) -> Any:
         _check_chunks(chunks)
         return TrainGuard(chunks, **options)
     bind = _model_binder(target)
-    options.setdefault("installs", installs_sync_functions(target))
 
     # A function's attributes are copied to the wrapper. An object's attributes are its own state and are not.
     @functools.wraps(target, updated=("__dict__",) if inspect.isroutine(target) else ())

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .._chunks import Chunk, Model, bucket_groups
+from ..common.chunks import Chunk, Model, bucket_groups
 from ..errors import MegatronRLPatchesError
 from .forward_pre_hooks import synchronize
 
@@ -117,14 +117,16 @@ def _close_abandoned_no_sync(error: BaseException) -> None:
 
 
 def _frames_of(error: BaseException) -> Iterator[types.FrameType]:
-    """Yield the frames of the exception, and of those that it was raised from."""
+    """Yield the frames of the exception, of those that it was raised from, and of those that it groups."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
         current = pending.pop()
         if current is not None and id(current) not in seen:
             seen.add(id(current))
+            grouped = getattr(current, "exceptions", ())  # of an ExceptionGroup
             pending += [current.__cause__, current.__context__]
+            pending += [each for each in grouped if isinstance(each, BaseException)]
             yield from (frame for frame, _ in traceback.walk_tb(current.__traceback__))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._chunks import SYNC_FUNCTIONS, Model, config_of, distinct_configs, is_data_parallel
+from ..common.chunks import SYNC_FUNCTIONS, Model, config_of, distinct_configs, is_data_parallel
 
 
 def clear_installed(model: Model, *configs: Any) -> None:

@@ -23,20 +23,20 @@ def _install() -> ExitStack:
 
     import torch
 
-    from . import _adam, _cuda_redirect, _gloo, _megatron_gaps
+    from . import cuda_redirect, gloo, without_transformer_engine
 
     with ExitStack() as stack:
         for owner, values in [
-            *_cuda_redirect.replacements(),
-            *_gloo.replacements(),
-            *_adam.replacements(),
+            *cuda_redirect.replacements(),
+            *gloo.replacements(),
+            *without_transformer_engine.replacements(),
         ]:
             present = {name: value for name, value in values.items() if hasattr(owner, name)}
             stack.enter_context(mock.patch.multiple(owner, **present))
         if "torch._dynamo" in sys.modules:
             # Functions that the import of megatron.core has compiled already run eagerly inside the block.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_megatron_gaps.filled())
+        stack.enter_context(without_transformer_engine.filled())
         rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
         rng_logger.addFilter(_is_not_about_rng)
         stack.callback(rng_logger.removeFilter, _is_not_about_rng)
@@ -68,7 +68,7 @@ def cpu_backend() -> Iterator[None]:
             _installed = _install()
         _depth += 1
     try:
-        from ._cuda_redirect import CudaToCpu
+        from .cuda_redirect import CudaToCpu
 
         with CudaToCpu():
             yield

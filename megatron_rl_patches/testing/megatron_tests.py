@@ -10,6 +10,7 @@ files nor failures affect what comes after them.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -26,9 +27,9 @@ from unittest import mock
 
 import pytest
 
-from . import _megatron_fixtures, _megatron_ranks, verdicts
-from ._rank_pool import RankPool, StepOutcome, rank_variables
+from . import megatron_ranks, verdicts
 from .cpu_backend import cpu_backend
+from .rank_pool import Outcome, RankPool, group_variables
 from .verdicts import Result
 
 _MESSAGE_LENGTH = 2000
@@ -57,7 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     options = early_config.known_args_namespace
     checkout = _checkout(options.megatron_lm, early_config.rootpath)
-    os.environ.update(rank_variables(options.ranks, rank=0, port=0))
+    os.environ.update(group_variables(options.ranks, port=0), RANK="0", LOCAL_RANK="0")
+    # A group connects its ranks when it is used first. Most groups of a test never are.
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests that miss a file wait for the network otherwise
     sys.path.insert(0, str(checkout))
@@ -68,7 +71,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # The conftest downloads data by a function of this module, which has another name in some releases.
     download = ModuleType(_DOWNLOAD)
     for name in ("download_and_extract_asset", "get_oldest_release_and_assets"):
-        setattr(download, name, _megatron_ranks.do_nothing)
+        setattr(download, name, megatron_ranks.do_nothing)
     sys.modules[_DOWNLOAD] = download
 
     import torch
@@ -84,7 +87,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         import_module("tests.unit_tests.conftest")
     except Exception as error:  # packages of the wrong version raise other errors than ImportError
         options.noconftest = True
-        early_config.pluginmanager.register(_megatron_fixtures)
+        early_config.pluginmanager.register(megatron_ranks)
         early_config.issue_config_time_warning(
             pytest.PytestConfigWarning(f"Megatron's conftest is replaced, as it cannot be imported: {error}"),
             2,
@@ -128,9 +131,9 @@ class _Conductor:
     def pytest_collection(self) -> Generator[None, object, object]:
         # Some files initialize torch.distributed when they are imported, and a fork cannot use its groups.
         nothing: dict[str, Any] = dict.fromkeys(
-            ("initialize_distributed", "initialize_model_parallel"), _megatron_ranks.do_nothing
+            ("initialize_distributed", "initialize_model_parallel"), megatron_ranks.do_nothing
         )
-        with mock.patch.multiple(_megatron_ranks.utils(), **nothing):
+        with mock.patch.multiple(megatron_ranks.utils(), **nothing):
             return (yield)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -168,9 +171,10 @@ class _Conductor:
             pool = RankPool(
                 self.ranks,
                 Path(folder),
-                prepare=partial(_megatron_ranks.prepare, session),
-                run=partial(_megatron_ranks.run_test, session),
+                partial(megatron_ranks.run_test, session),
+                partial(megatron_ranks.prepare, session),
             )
+            gc.freeze()  # or else each fork's first collection would copy most of the memory that they share
             numbered = enumerate(session.items)
             for _, file in groupby(numbered, key=lambda numbered_item: numbered_item[1].path):
                 tests = list(file)
@@ -214,7 +218,7 @@ class _Conductor:
 
 
 def _judge(
-    item: pytest.Item, run: StepOutcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
+    item: pytest.Item, run: Outcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
 ) -> tuple[str, str, str, Iterable[pytest.TestReport]]:
     """Return outcome, reason, message, and the reports that pytest is to show."""
     of = f" of {item.config.option.ranks}"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from .._chunks import bucket_groups
+from ..common.chunks import bucket_groups
 from ..reentry import forward_pre_hooks
 from .mock_bucket_group import MockBucketGroup, require
 from .mock_modules import MockConfig, MockDDPConfig, MockHandle, MockModule, MockParameter, MockProcessGroup

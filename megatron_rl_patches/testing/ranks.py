@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from multiprocessing import connection, get_start_method
+from functools import partial
+from multiprocessing import get_start_method
 from multiprocessing.context import ForkServerContext, SpawnContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 from ..errors import MegatronRLPatchesError
-from ._processes import become_group_leader, free_port, group_variables, kill, stacks_of, stacks_on_request
-
-# How long ranks may go on after the first failure, so that others that fail alike are reported too.
-_GRACE_SECONDS = 2.0
+from .rank_pool import Outcome, RankPool, Send
 
 
 class RanksFailed(MegatronRLPatchesError):
@@ -41,31 +34,6 @@ class RanksFailed(MegatronRLPatchesError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.ranks)
-
-
-class _Outcome(NamedTuple):
-    """Result or traceback, which the rank writes to its file."""
-
-    value: Any
-    traceback: str | None
-    finished: float  # time.monotonic(), which the processes of one machine share
-
-
-class _Rank(NamedTuple):
-    number: int
-    process: BaseProcess
-    outcome_file: Path
-    stack_file: Path
-
-    def outcome(self) -> _Outcome | None:
-        """Return the rank's outcome: ``None`` while it runs, and a failure if it died without a traceback."""
-        if self.process.exitcode is None:
-            return None
-        with suppress(FileNotFoundError, EOFError, pickle.UnpicklingError):
-            return pickle.loads(self.outcome_file.read_bytes())
-        stacks = self.stack_file.read_text() if self.stack_file.exists() else ""
-        death = f"exit code {self.process.exitcode}, no traceback\n{stacks}"
-        return _Outcome(None, death, time.monotonic())
 
 
 def spawn_ranks(
@@ -97,97 +65,63 @@ def spawn_ranks(
     Raises:
         RanksFailed: a rank raised, died, or was not done in time.
     """
-    deadline = time.monotonic() + timeout
     payload = pickle.dumps((function, args, kwargs))
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
-    context = ForkServerContext() if forked else SpawnContext()
-    variables = {**group_variables(world_size, free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        ranks: list[_Rank] = []
+        pool = RankPool(
+            world_size,
+            Path(folder),
+            partial(_call, f"file://{folder}/rendezvous", timedelta(seconds=timeout / 2)),
+            context=ForkServerContext() if forked else SpawnContext(),
+            env={"OMP_NUM_THREADS": "1", **(env or {})},
+        )
         try:
-            for number in range(world_size):
-                outcome_file, stack_file = (Path(folder, f"{kind}{number}") for kind in ("outcome", "stack"))
-                with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
-                    process = context.Process(
-                        target=_run_rank,
-                        args=(payload, dict(os.environ), f"{folder}/rendezvous", outcome_file, stack_file),
-                        kwargs={"collective_timeout": timeout / 2},
-                        name=f"rank {number}",
-                    )
-                    process.start()
-                ranks.append(_Rank(number, process, outcome_file, stack_file))
-            return _collect(ranks, deadline, timeout)
+            outcome = pool.run(payload, timeout, once=True)
         finally:
-            for rank in ranks:
-                kill(rank.process)
+            pool.stop()
+    if not outcome.went_well:
+        raise failure(outcome, timeout)
+    values = {sent.rank: sent.value for sent in outcome.sent}
+    return [pickle.loads(values[rank]) for rank in range(world_size)]
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float, timeout: float) -> list[Any]:
-    outcomes: dict[int, _Outcome] = {}
-    failed: list[int] = []
-    while len(outcomes) < len(ranks) and (remaining := deadline - time.monotonic()) > 0:
-        running = [rank for rank in ranks if rank.number not in outcomes]
-        connection.wait([rank.process.sentinel for rank in running], remaining)
-        outcomes |= {rank.number: outcome for rank in running if (outcome := rank.outcome()) is not None}
-        if not failed and any(outcome.traceback for outcome in outcomes.values()):
-            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        failed = [number for number, outcome in outcomes.items() if outcome.traceback]
-
-    if not failed and len(outcomes) == len(ranks):
-        return [outcomes[rank.number].value for rank in ranks]
-    failed.sort(key=lambda number: outcomes[number].finished)
-    unfinished = [rank for rank in ranks if rank.number not in outcomes]
+def failure(outcome: Outcome, timeout: float) -> RanksFailed:
+    """Return the error for ranks that have failed, or have not been done in time."""
+    failed = outcome.failed
     if failed:
         message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
-        numbers = ", ".join(str(rank.number) for rank in unfinished)
-        message = f"no result after {timeout:g} s; still running: rank {numbers}"
-    for number in failed:
-        message += f"\n--- rank {number} ---\n{outcomes[number].traceback}"
-    for rank in unfinished:
-        stacks = stacks_of(rank.process, rank.stack_file) if rank.stack_file.exists() else "(starting)"
-        message += f"\n--- rank {rank.number}, still running, was here ---\n{stacks}"
-    raise RanksFailed(message, failed)
+        message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
+    tracebacks = {sent.rank: sent.value for sent in outcome.sent if sent.is_failure}
+    for rank in failed:
+        message += f"\n--- rank {rank} ---\n{outcome.died.get(rank) or tracebacks[rank]}"
+    for rank, stacks in outcome.stacks.items():
+        message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
+    return RanksFailed(message, failed)
 
 
-def _run_rank(
-    payload: bytes,
-    variables: Mapping[str, str],
-    rendezvous: str,
-    outcome_file: Path,
-    stack_file: Path,
-    collective_timeout: float,
-) -> None:
-    """Run the function in the process of its rank, and write its outcome."""
-    become_group_leader(outcome_file.parent)
-    os.environ.clear()
-    os.environ.update(variables)
-    with stacks_on_request(stack_file):
-        try:
-            value, failure = _call(payload, rendezvous, collective_timeout), None
-            result = pickle.dumps(_Outcome(value, None, time.monotonic()))
-        except BaseException:
-            failure = traceback.format_exc()
-            result = pickle.dumps(_Outcome(None, failure, time.monotonic()))
-        outcome_file.write_bytes(result)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Destroying the process group would join gloo's threads. These may wait for a rank that has died, and
-        # before torch 2.8 for the GIL, which the destructor holds (pytorch/pytorch#154976).
-        os._exit(1 if failure else 0)
+def _call(rendezvous: str, collective_timeout: timedelta, payload: bytes, send: Send) -> None:
+    """Run the function on this rank, and send what it returns, or the traceback."""
+    try:
+        # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
+        result = pickle.dumps(_result(payload, rendezvous, collective_timeout))
+    except BaseException:
+        send(traceback.format_exc(), True)
+    else:
+        send(result, False)
 
 
-def _call(payload: bytes, rendezvous: str, collective_timeout: float) -> Any:
+def _result(payload: bytes, rendezvous: str, collective_timeout: timedelta) -> Any:
     import torch.distributed
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=f"file://{rendezvous}",
+        init_method=rendezvous,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=collective_timeout),
+        timeout=collective_timeout,
     )
     # A rank that is done at once would close connections that another rank is still making.
     torch.distributed.barrier()

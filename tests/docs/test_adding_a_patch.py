@@ -95,7 +95,7 @@ def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     _add_root(repository)
     output = _tests(repository)
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
-    assert "quiet-eval" in _run("-m", "megatron_rl_patches", "list", path=repository).stdout
+    assert "quiet-eval" in _run("-m", "megatron_rl_patches", "check", path=repository).stdout
 
 
 def test_a_package_of_ones_own(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.unit.losses.objectives.test_full_vocabulary import dense as dense_divergence
 
 pytestmark = pytest.mark.slow
 
@@ -266,3 +268,71 @@ def test_random_programs(make: Callable[..., Tensor]) -> None:
             compared += 1
         seed += 1
     print(f"{compared} programs from PROGRAM_SEED={first} on")
+
+
+def test_random_divergences() -> None:
+    """Divergences of random students and teachers, and gradients of hidden states and weight, in float64."""
+    one = os.environ.get("PROGRAM_SEED")
+    first = int(one) if one else random.SystemRandom().randrange(1 << 30)
+    deadline, seed, compared = time.monotonic() + SECONDS / 3, first, 0
+    while seed == first or (one is None and time.monotonic() < deadline):
+        expected, values = divergence_and_gradients(seed)
+        try:
+            for a, b in zip(expected, values, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+        except AssertionError as error:
+            raise AssertionError(f"PROGRAM_SEED={seed} (the first one was {first})") from error
+        compared, seed = compared + 1, seed + 1
+    print(f"{compared} divergences from PROGRAM_SEED={first} on")
+
+
+def divergence_and_gradients(seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what the formulas give, and what the package gives."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    name = draw.choice([name for name in DIVERGENCES if name != "generalized_kl"])
+    rows, width, beta = draw.randrange(6), draw.randrange(2, 40), draw.uniform(0.05, 0.95)
+    temperature, scale = draw.choice([1.0, 0.6, 1.7]), draw.choice([0.01, 1.0, 6.0])
+    num_ids = draw.choice([width, draw.randrange(1, width + 1)])
+    index = torch.tensor(draw.sample(range(rows), draw.randrange(rows + 1)), dtype=torch.int64)
+    count = draw.choice([1, 1, 2, 3])
+    shares = [draw.uniform(0.1, 1) for _ in range(count)]
+
+    def head(rows: int) -> tuple[Tensor, Tensor]:
+        hidden, weight = draw.randrange(1, 6), scale * draw.uniform(0.5, 1)
+        states = torch.randn(rows, hidden, generator=generator, dtype=torch.float64)
+        return states, weight * torch.randn(width, hidden, generator=generator, dtype=torch.float64)
+
+    def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+        tile_bytes = 8 * draw.randrange(1, 40)
+        return (
+            deferred_logits(hidden, weight, tile_bytes=tile_bytes)
+            if draw.random() < 0.5
+            else linear(hidden, weight)
+        )
+
+    student, *others = head(rows), *(head(len(index)) for _ in range(count + 1))
+    results = []
+    for ours in (False, True):
+        leaves = [tensor.clone().requires_grad_() for tensor in student]
+        if ours:
+            *teachers, old = [logits(*other) for other in others]
+            values = full_vocabulary_divergence(
+                logits(*leaves),
+                teachers,
+                divergence=name,  # type: ignore[arg-type]
+                beta=beta,
+                teacher_weights=shares,
+                old=old,
+                rows=index,
+                temperature=temperature,
+                num_ids=num_ids,
+                block_bytes=draw.choice([None, 1, 100]),
+            )
+        else:
+            *teachers, old = [linear(*other)[:, :num_ids] / temperature for other in others]
+            weights = [share / sum(shares) for share in shares]
+            chosen = linear(*leaves)[index, :num_ids] / temperature
+            values = dense_divergence(name, chosen, teachers, weights, old, beta)
+        slopes = torch.linspace(-1, 2, len(values), dtype=torch.float64)
+        results.append([values.detach(), *torch.autograd.grad((slopes * values).sum(), leaves)])
+    return results[0], results[1]

@@ -116,7 +116,7 @@ def _terminated(exits: bool) -> None:
 @pytest.mark.parametrize(
     ("exits", "end"),
     [
-        (False, "exit code -15, no traceback"),
+        (False, "died with signal SIGTERM, no traceback"),
         pytest.param(True, "SystemExit: 143", marks=pytest.mark.slow),
     ],
 )

@@ -111,4 +111,5 @@ def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: in
         assert sizes.largest < logits / 2 if name == "lean-head" else sizes.largest >= logits
     assert job.module.__file__.startswith(with_tensordict[0])
     for name in ("unpatched", "lean-loss"):
-        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=1e-5, atol=1e-5)
+        # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
+        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)

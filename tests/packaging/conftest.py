@@ -108,7 +108,7 @@ class Environment:
 
 
 def _not_source(folder: str, names: list[str]) -> set[str]:
-    """Return what is not copied of a folder; `megatron_rl_patches/inference/build` is source."""
+    """Return what is not copied of a folder; `megatron_rl_patches/inference/models` is source."""
     return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
 
 

@@ -10,7 +10,7 @@ AFTER_THE_FRAMEWORK = (
 WITHOUT_A_FRAMEWORK = "import json, logging, probe; probe.report(**probe.state())"
 COUNTS_TRIGGERS = (
     "import probe, sys; import _megatron_rl_patches_startup as startup; startup.main();"
-    "probe.report(triggers=sum(isinstance(finder, startup._Trigger) for finder in sys.meta_path))"
+    "probe.report(triggers=sum(finder is startup.finder for finder in sys.meta_path))"
 )
 ON = ("1", "all", "reentrant-train")
 OFF = (None, "", "0", "off", "False", " no ")

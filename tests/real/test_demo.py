@@ -25,7 +25,7 @@ from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 ROLLOUTS = 14
 UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-PROGRAM = ("digits", "policy", "training", "objectives", "program", "distillation", "teachers")
+PROGRAM = ("digits", "policy", "training", "program", "distillation", "teachers")
 
 
 class Run(NamedTuple):
@@ -153,9 +153,6 @@ def test_sizes_that_do_not_fit_are_refused(ranks: int, sizes: tuple[int, int], m
             seed=0,
             tensor_parallel_size=sizes[0],
             pipeline_parallel_size=sizes[1],
-            json_file=None,
-            plot_file=None,
-            without_patches=False,
         )
 
 
@@ -224,7 +221,7 @@ def test_without_lean_head_the_rewards_are_the_same(
 def test_a_failing_rank_surfaces(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "nonsense")  # so that the patches stay away
+    monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.training:another")
     code, figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1)
     assert code == 1
     assert figures is None
@@ -257,7 +254,7 @@ def test_the_ranks_end_with_the_command(end: signal.Signals, teachers_folder: st
 def test_a_variable_without_effect_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "examine_startup", lambda environ: Startup(None, False, "not installed"))
     with pytest.raises(MegatronRLPatchesError, match="no effect in this environment: not installed"):
-        run_demo(rollouts=2, ranks=1, seed=0, json_file=None, plot_file=None, without_patches=False)
+        run_demo(rollouts=2, ranks=1, seed=0)
 
 
 def test_the_program_knows_nothing_of_the_patches() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_rl_patches._chunks import unwrap
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at

@@ -1,4 +1,4 @@
-"""The screens of `doctor` and `status`: what stands on them, and that a terminal of 80 x 24 holds them."""
+"""The screen of `doctor`: what stands on it, and that a terminal of 80 x 24 holds it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 from rich.console import Console
 
 from megatron_rl_patches import doctor
-from megatron_rl_patches.cli.screens import show_diagnosis, show_problems, show_status
-from megatron_rl_patches.doctor import Choice, Diagnosis, Framework, Problem, Startup
+from megatron_rl_patches.cli.screens import show_diagnosis, show_problems
+from megatron_rl_patches.doctor import Diagnosis, Framework, Problem, Startup
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.settings import Settings
 
 FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
 SITES = (
@@ -74,7 +73,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "lean-head  megatron.core  2 drifted (not selected)",
         "no framework for these is here: distillation",
         "lean-head: GPT.forward is drifted: it is gone",
-        "why a site is not needed: MEGATRON_RL_PATCHES=lean-loss megatron-rl-patches status",
+        "why a site is not needed: megatron-rl-patches check",
         "",
         "no problems in this Python with these variables",
     ]
@@ -84,17 +83,6 @@ def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> 
     dead = replace(DIAGNOSIS, startup=Startup(None, False, "why"))
     assert "- python -S: startup files of site-packages are not read" in screen(show_diagnosis, dead)
     assert not any("python -S" in line for line in screen(show_diagnosis, replace(dead, selected=())))
-
-
-def test_status() -> None:
-    choice = Choice(("lean-loss",), Settings(), ())
-    assert screen(show_status, "lean-loss", choice, SITES[:4]) == [
-        "MEGATRON_RL_PATCHES=lean-loss: selected: lean-loss",
-        "selected by name only: distillation",
-        "patch      framework  sites",
-        "lean-loss  slime      2 fit, 1 not needed",
-        "lean-loss: loss.gather is not needed: it gathers nothing",
-    ]
 
 
 def test_problems_with_one_remedy_share_it() -> None:

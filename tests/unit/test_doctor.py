@@ -9,15 +9,18 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches import doctor
+from megatron_rl_patches import PatchError, apply, doctor
 from megatron_rl_patches.doctor import Choice, Problem, Startup, choice_of, problems_of
-from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.engine import installer, registry
+from megatron_rl_patches.engine.judge import SiteStatus, judge_all
+from megatron_rl_patches.engine.sources import Environment
 from megatron_rl_patches.engine.spec import Patch
 from megatron_rl_patches.settings import Settings
 
@@ -57,7 +60,7 @@ class TestChoice:
             ),
             (
                 {"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "nonsense"},
-                "expected 'package.module:function'",
+                "expected 'module:function'",
                 "unset MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS",
             ),
             (
@@ -104,7 +107,7 @@ INSTALL_WRAPT = f"{shlex.quote(sys.executable)} -m pip install 'wrapt>=1.16,<3'"
             FIRES,
             "2.5.2",
             "patch: slime.train: drifted: why",
-            "export MEGATRON_RL_PATCHES=all,-patch",
+            "export MEGATRON_RL_PATCHES=0",
         ),
         (("another",), [FAULT], FIRES, "2.5.2", "", ""),
         (
@@ -129,31 +132,34 @@ def test_problems_of(
     problem: str,
     remedy: str,
 ) -> None:
-    problems = problems_of(Choice(patches, Settings(), (), "1"), findings, startup, wrapt)
+    problems = problems_of(
+        Choice(patches, Settings(), (), {"MEGATRON_RL_PATCHES": "1"}), findings, startup, wrapt
+    )
     assert len(problems) == bool(problem)
     assert all(problem in found.message and found.remedy == remedy for found in problems)
 
 
 @pytest.mark.parametrize(
-    ("value", "without"),
+    ("value", "selected"),
     [
-        ("1", "all,-lean-head,-lean-loss"),
-        ("all,-inference-only", "all,-inference-only,-lean-head,-lean-loss"),
-        ("all,distillation", "all,distillation,-lean-head,-lean-loss"),
-        ("lean-loss,reentrant-train", "reentrant-train"),
-        ("lean-loss", "0"),
+        ("1", ["inference-only", "reentrant-train", "scheduler-resume"]),
+        ("all,-inference-only", ["reentrant-train", "scheduler-resume"]),
+        ("lean-loss,reentrant-train", ["reentrant-train"]),
+        ("lean-loss", []),
     ],
 )
-def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, without: str) -> None:
+def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: list[str]) -> None:
     faults = [replace(FAULT, patch=patch) for patch in ("lean-loss", "lean-head")]
-    choice = Choice(("lean-head", "lean-loss"), Settings(), (), value)
+    choice = choice_of({"MEGATRON_RL_PATCHES": value})
     problems = problems_of(choice, faults, FIRES, "2.5.2")
-    assert [problem.remedy for problem in problems] == [f"export MEGATRON_RL_PATCHES={without}"] * 2
+    (remedy,) = {problem.remedy for problem in problems}
+    variable, _, value = remedy.removeprefix("export ").partition("=")
+    assert sorted(choice_of({variable: value}).patches) == selected
 
 
 def test_without_a_source_tree_the_package_is_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "__file__", "/venv/site-packages/megatron_rl_patches/doctor.py")
-    (problem,) = problems_of(Choice(("patch",), Settings(), ()), [], Startup(None, False, ""), "2.5.2")
+    (problem,) = problems_of(Choice(("patch",), Settings(), (), {}), [], Startup(None, False, ""), "2.5.2")
     assert problem.remedy.endswith(" -m pip install --no-deps --force-reinstall megatron-rl-patches")
 
 
@@ -206,8 +212,9 @@ class TestFramework:
 
 
 def test_the_frameworks_are_those_of_the_patches() -> None:
-    patch = patch_with(("megatron.core.part", "f"), ("framework.model", "g"), reexported_by=("copier",))
-    assert doctor.framework_names([patch], Settings()) == ["copier", "framework", "megatron.core"]
+    patch = patch_with(("megatron.core.part", "f"), ("framework.model", "g"))
+    statuses = judge_all(Environment(), [patch], Settings())
+    assert doctor.framework_names([patch], statuses) == ["framework", "megatron.core"]
 
 
 @pytest.fixture(scope="module")
@@ -291,16 +298,115 @@ def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     assert "could not be tried" in found.reason
 
 
-def test_a_framework_that_the_trigger_does_not_know_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = SiteStatus("patch", "my_framework", "my_framework.loop.train", "fits", "")
-    examined = (Choice(("patch",), Settings(), ()), [status], FIRES, "2.0")
-    assert problems_of(*examined) == [
-        Problem(
-            "the import of my_framework does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS",
-            "export MEGATRON_RL_PATCHES_ROOTS=my_framework",
+def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A framework must be named where the trigger does not know it; a name must be one of a package."""
+    (package(tmp_path) / "framework" / "loop.py").write_text("def train(model): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    status = SiteStatus("patch", "framework", "framework.loop.train", "fits", "")
+
+    def problems(**roots: str) -> tuple[Problem, ...]:
+        for name, value in roots.items():
+            monkeypatch.setenv(name, value)
+        return tuple(problems_of(Choice(("patch",), Settings(), (), roots), [status], FIRES, "2.0"))
+
+    message = "the import of framework does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS"
+    assert problems() == (Problem(message, "export MEGATRON_RL_PATCHES_ROOTS=framework"),)
+    (problem,) = problems(MEGATRON_RL_PATCHES_ROOTS="json")
+    assert problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=json,framework"
+    misspelt, problem = problems(MEGATRON_RL_PATCHES_ROOTS="framwork,json")
+    assert misspelt.message == "MEGATRON_RL_PATCHES_ROOTS names framwork, which is not in this environment"
+    assert misspelt.remedy == problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=framework,json"
+    assert problems(MEGATRON_RL_PATCHES_ROOTS="framework") == ()
+
+
+class TestConfiguredFunctions:
+    """What doctor says of ``MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS``, in a framework that nobody knows."""
+
+    @pytest.fixture(params=["__init__.py", "nothing.txt"], ids=["package", "bare folder"])
+    def problems(
+        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Callable[[str], list[Problem]]:
+        (tmp_path / "mrp_framework").mkdir()
+        (tmp_path / "mrp_framework" / request.param).touch()
+        (tmp_path / "mrp_framework" / "loop.py").write_text(
+            "def train(model): ...\nclass Trainer:\n    def fit(self, model): ..."
         )
+        (tmp_path / "mrp_single.py").write_text("def train(model): ...")
+        monkeypatch.syspath_prepend(tmp_path)
+
+        def examine(functions: str) -> list[Problem]:
+            environ = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": functions}
+            choice = choice_of(environ)
+            patch = registry.patches()["reentrant-train"]
+            statuses = judge_all(Environment(), [patch], choice.settings)
+            monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", functions)
+            return problems_of(choice, statuses, FIRES, "2.0")
+
+        return examine
+
+    @pytest.mark.parametrize(
+        ("functions", "problem", "remedy"),
+        [
+            (
+                "mrp_single:train,mrp_framework.loop:trian",
+                "loop does not define trian",
+                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_single:train,mrp_framework.loop:train",
+            ),
+            (
+                "mrp_framework.loop:Trainer.run",
+                "loop does not define Trainer.run",
+                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:Trainer.fit",
+            ),
+            (
+                "mrp_framework.lop:train",
+                "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
+                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:train",
+            ),
+            (
+                "mrp_nowhere.loop:train,mrp_framework.loop:train",
+                "no mrp_nowhere in this environment; MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
+                'export PYTHONPATH="FOLDER_OF_mrp_nowhere:$PYTHONPATH"',
+            ),
+        ],
+    )
+    def test_one_that_is_not_there(
+        self, problems: Callable[[str], list[Problem]], functions: str, problem: str, remedy: str
+    ) -> None:
+        (only,) = problems(functions)
+        assert problem in only.message
+        assert only.remedy == remedy
+
+    def test_those_that_are_there(self, problems: Callable[[str], list[Problem]]) -> None:
+        assert problems("mrp_framework.loop:train,mrp_framework.loop:Trainer.fit,mrp_single:train") == []
+
+    def test_that_of_the_program_is_left_to_the_program(self) -> None:
+        functions = "__main__:train"
+        diagnosis = doctor.examine({"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": functions})
+        assert not [site for site in diagnosis.sites if site.framework == "__main__"]
+        assert "__main__:train is looked at in the program that runs, and not by doctor" in diagnosis.notes
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_patch_whose_own_code_fails_is_alone(
+    required: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def configured(options: object) -> tuple[Any, ...]:
+        raise ValueError("not today")
+
+    broken = Patch("broken", "", configured=configured)
+    broken.wrap("mrp_nowhere.model", "train")(lambda wrapped, instance, args, kwargs: None)
+    patches = {"test-patch": patch_with(("mrp_nowhere.model", "save")), "broken": broken}
+    monkeypatch.setattr(registry, "patches", lambda: patches)
+    fresh = installer.Installer()
+    monkeypatch.setattr(installer, "installer", fresh)
+    message = "patch 'broken' is left out: its function `configured` raised ValueError: not today"
+    if required:
+        with pytest.raises(PatchError, match=message):
+            apply(strict=True)
+    else:
+        assert [site.target for site in apply()] == ["mrp_nowhere.model.save"]
+        assert message in caplog.text
+    diagnosis = doctor.examine({"MEGATRON_RL_PATCHES": "1"})
+    assert [problem.message for problem in diagnosis.problems if "broken" in problem.message] == [
+        f"broken: broken.configured: failed: {message}"
     ]
-    monkeypatch.setenv("MEGATRON_RL_PATCHES_ROOTS", "another")
-    assert problems_of(*examined)[0].remedy == "export MEGATRON_RL_PATCHES_ROOTS=another,my_framework"
-    monkeypatch.setenv("MEGATRON_RL_PATCHES_ROOTS", "my_framework")
-    assert problems_of(*examined) == []

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches import PatchError, Settings, applied
+from megatron_rl_patches import Patch, PatchError, Settings, activation, applied
 from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.installer import Installer
 from megatron_rl_patches.settings import Selection, parse_selection, variables
 
 KNOWN = ("reentrant-train", "lean-loss")
@@ -102,9 +103,9 @@ def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
 # --- ranges, which the patches declare
 
 
-@pytest.mark.parametrize("path", ["train", "model:train", "my.model.train", "my.model:", "my model:train"])
+@pytest.mark.parametrize("path", ["train", ".model:train", "my.model.train", "my.model:", "my model:train"])
 def test_a_train_function_must_name_module_and_function(path: str) -> None:
-    with pytest.raises(PatchError, match=r"expected 'package\.module:function'"):
+    with pytest.raises(PatchError, match="expected 'module:function'"):
         Settings(train_functions=(path,))
 
 
@@ -190,6 +191,64 @@ def test_a_variable_that_does_not_parse_is_named(option: str, value: str, expect
     with pytest.raises(PatchError) as refused:
         Settings.from_environment({f"MEGATRON_RL_PATCHES_{option}": value})
     assert str(refused.value) == f"MEGATRON_RL_PATCHES_{option}={value!r}: expected {expected}"
+
+
+def test_a_bad_value_leaves_its_own_default_only() -> None:
+    good = {
+        "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "my_rl:train",
+        "MEGATRON_RL_PATCHES_OPD_TEACHERS": "math=/teachers/math",
+    }
+    bad = {
+        "MEGATRON_RL_PATCHES_STRICT": "maybe",
+        "MEGATRON_RL_PATCHES_WARN": "maybe",
+        "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "1,2",
+    }
+    settings, refused = Settings.without_bad_values({**bad, **good})
+    assert settings == Settings(train_functions=["my_rl:train"], opd_teachers={"math": "/teachers/math"})
+    assert {name: message.partition(": expected")[0] for name, message in refused.items()} == {
+        "MEGATRON_RL_PATCHES_STRICT": "MEGATRON_RL_PATCHES_STRICT='maybe'",
+        "MEGATRON_RL_PATCHES_WARN": "MEGATRON_RL_PATCHES_WARN='maybe'",
+        "MEGATRON_RL_PATCHES_OPD_TEACHER_WEIGHTS": "opd_teacher_weights=(1.0, 2.0) of the teachers ['math']",
+    }
+
+
+def test_a_value_that_is_good_beside_another_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        smallest: int = 0
+        largest: int = 1
+
+        def __post_init__(self) -> None:
+            if self.smallest > self.largest:
+                raise ValueError("smallest exceeds largest")
+
+    monkeypatch.setattr(registry, "patches", lambda: {"range": Patch("range", "", options=Options)})
+    environ = {"MEGATRON_RL_PATCHES_SMALLEST": "5", "MEGATRON_RL_PATCHES_LARGEST": "9"}
+    assert Settings.without_bad_values(environ) == (Settings(smallest=5, largest=9), {})
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_bad_value_at_activation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: str
+) -> None:
+    fresh = Installer()
+    monkeypatch.setattr(activation, "installer", fresh)
+    environ = {
+        "MEGATRON_RL_PATCHES": "reentrant-train",
+        "MEGATRON_RL_PATCHES_STRICT": strict,
+        "MEGATRON_RL_PATCHES_WARN": "maybe",
+        "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "mrp_nowhere.model:train",
+    }
+    message = "MEGATRON_RL_PATCHES_WARN='maybe': expected 1 or 0"
+    if strict == "1":
+        with pytest.raises(PatchError, match=message):
+            activation.activate_from_environment(environ)
+        assert fresh.status() == []
+    else:
+        activation.activate_from_environment(environ)
+        assert f"{message}; going on without" in caplog.text
+        assert "mrp_nowhere.model.train" in [site.target for site in fresh.status()]
+        fresh.remove(["reentrant-train"])
 
 
 # --- options of patches that other packages register

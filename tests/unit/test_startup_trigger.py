@@ -6,6 +6,8 @@ import ast
 import importlib
 import importlib.util
 import itertools
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,19 +32,15 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / name / "__init__.py").write_text("")
     (tmp_path / name / "model.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    _disarm()
+    finder = startup.Finder()
+    monkeypatch.setattr(startup, "finder", finder)
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
     monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", f"somewhere.else:train, {name}.model:train")
     monkeypatch.delenv("MEGATRON_RL_PATCHES_STRICT", raising=False)
     yield name
-    _disarm()
+    sys.meta_path[:] = [other for other in sys.meta_path if other is not finder]
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         del sys.modules[module]
-
-
-def _disarm() -> None:
-    # In place: the finder that wrapt adds once, maybe in this test, has to stay.
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, startup._Trigger)]
 
 
 @pytest.fixture
@@ -65,7 +63,7 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], 
 
 
 def armed() -> list[object]:
-    return [finder for finder in sys.meta_path if isinstance(finder, startup._Trigger)]
+    return [finder for finder in sys.meta_path if finder is startup.finder]
 
 
 def test_imports_nothing_at_module_level():
@@ -171,14 +169,42 @@ def test_fires_for_a_submodule_of_a_root_that_was_imported_before(framework, act
     assert calls == [1]
 
 
+class Listener:
+    """Notes the modules whose import has ended."""
+
+    def __init__(self) -> None:
+        self.loaded_modules: list[str] = []
+
+    def loaded(self, name: str) -> None:
+        self.loaded_modules.append(name)
+
+    def import_ended(self) -> None: ...
+
+
 def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, activate):
-    hooked: list[str] = []
-    activate(
-        lambda: wrapt.register_post_import_hook(lambda module: hooked.append(module.__name__), framework)
-    )
+    listener = Listener()
+    activate(lambda: startup.finder.watch(framework, listener))
     startup.main()
     importlib.import_module(framework)
-    assert hooked == [framework]
+    assert listener.loaded_modules == [framework]
+
+
+@pytest.mark.parametrize("wrapt_before", [True, False])
+def test_root_that_the_activation_imports_is_executed_once(
+    framework, activate, tmp_path, monkeypatch, wrapt_before
+):
+    """As the entry point of a framework that ships its own patch does."""
+    (tmp_path / framework / "__init__.py").write_text("class Base: ...\n")
+    (tmp_path / framework / "model.py").write_text(
+        f"import {framework}\nclass Model({framework}.Base): ...\n"
+    )
+    if wrapt_before:  # another package's hooks, whose finder wraps our loader
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+        wrapt.register_post_import_hook(lambda module: None, framework)
+    activate(lambda: importlib.import_module(f"{framework}.model") and None)
+    startup.main()
+    root = importlib.import_module(framework)
+    assert issubclass(importlib.import_module(f"{framework}.model").Model, root.Base)
 
 
 def test_activation_that_imports_a_framework_is_not_started_twice(framework, activate):
@@ -303,3 +329,62 @@ def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(frame
     for thread in threads:
         thread.join(30)
     assert not any(thread.is_alive() for thread in threads) and calls == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("outcome", ["ends", "never ends", "never ends, strict"])
+def test_fork_while_another_thread_activates(tmp_path, outcome):
+    """The child has the patches; it never waits for a thread that it does not have."""
+    (tmp_path / "framework_a.py").write_text("")
+    (tmp_path / "framework_b.py").write_text("")
+    script = f"""
+import os, sys, threading, types
+import _megatron_rl_patches_startup as startup
+startup._PATIENCE_SECONDS, startup._FORK_PATIENCE_SECONDS = 1000, 20 if {outcome == "ends"} else 0.1
+inside, release, activated = threading.Event(), threading.Event(), []
+
+def activate_from_environment():
+    inside.set()
+    release.wait(60)
+    activated.append(1)
+
+activation = types.ModuleType("megatron_rl_patches.activation")
+activation.activate_from_environment = activate_from_environment
+sys.modules["megatron_rl_patches.activation"] = activation
+startup.main()
+threading.Thread(target=lambda: __import__("framework_a"), daemon=True).start()
+inside.wait()
+if {outcome == "ends"}:
+    threading.Timer(0.2, release.set).start()
+if pid := os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+try:
+    import framework_b
+    error = None
+except RuntimeError as raised:
+    error = raised
+print(len(activated), error, flush=True)
+os._exit(0)
+"""
+    environment = {
+        **os.environ,
+        "MEGATRON_RL_PATCHES": "1",
+        "MEGATRON_RL_PATCHES_ROOTS": "framework_a,framework_b",
+        "MEGATRON_RL_PATCHES_STRICT": str(int("strict" in outcome)),
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parent}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    refusal = "this process was forked while another thread activated the patches"
+    if outcome == "ends":
+        assert (done.stdout, done.stderr) == ("1 None\n", "")
+    elif "strict" in outcome:
+        assert done.stdout.startswith(f"0 {refusal}")
+    else:
+        assert done.stdout == "0 None\n" and refusal in done.stderr and len(done.stderr.splitlines()) == 1

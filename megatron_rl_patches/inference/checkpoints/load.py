@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..._chunks import as_chunks, unwrap
-from ..._text import one_line
-from ...errors import CheckpointError, InvalidInputError
+from ...common.chunks import as_chunks, unwrap
+from ...errors import CheckpointError, InvalidInputError, one_line
 from . import torch_legacy
 from .location import FORMATS, TORCH, Location, detect_format, locate
 from .mismatch import Mismatch

@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._text import first, one_line
-from ...errors import CheckpointError
+from ...errors import CheckpointError, first, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..._text import first
+from ...errors import first
 
 #: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
 #: differ by fewer rows than this.

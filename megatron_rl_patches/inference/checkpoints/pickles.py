@@ -23,8 +23,7 @@ import torch
 import torch._utils
 from torch.distributed.checkpoint import filesystem, metadata
 
-from ..._text import one_line
-from ...errors import CheckpointError
+from ...errors import CheckpointError, one_line
 
 _Table = dict[tuple[str, str], Any]
 

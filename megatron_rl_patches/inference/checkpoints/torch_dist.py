@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._text import first, one_line
-from ...errors import CheckpointError
-from ..build.provider import virtual_rank
+from ...errors import CheckpointError, first, one_line
+from ..models.provider import virtual_rank
 from .mismatch import MAX_PADDING, Mismatch
 from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._text import first
-from ...errors import CheckpointError
+from ...errors import CheckpointError, first
 from .pickles import load_dict
 
 FILE = "model_optim_rng.pt"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ..._chunks import unwrap
+from ...common.chunks import unwrap
 from ...errors import InvalidInputError
 from .model import GPTDescription, ParallelSizes
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> Iterator[list[list[Parameter]]]:
-    from ..build.model import build_inference_model
+    from ..models.model import build_inference_model
 
     config = _transformer_config(description, sizes)
     for stage in range(sizes.pipeline_model_parallel_size):

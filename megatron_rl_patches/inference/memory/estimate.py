@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..._chunks import as_chunks
+from ...common.chunks import as_chunks
 from ...errors import InvalidInputError
 from .count import Parameter, count_parameters, parameters_of
 from .model import GPTDescription as GPTDescription

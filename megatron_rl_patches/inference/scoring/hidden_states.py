@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..._chunks import as_chunks, unwrap
+from ...common.chunks import as_chunks, unwrap
 from ...errors import InvalidInputError
 from ...losses import DeferredLogits, OutputHead
 from ...losses.output_layer import is_column_parallel

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._text import first
-from ...errors import InvalidInputError
+from ...errors import InvalidInputError, first
 from ...losses import SequenceLayout
 
 

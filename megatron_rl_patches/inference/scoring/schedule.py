@@ -14,14 +14,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
-from ..._chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
-from ..._scoped import replaced
+from ...common.chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
+from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
 from ...losses.objectives.full_distribution import copied_to
 from ...losses.output_layer import deferring
-from ..build.meta_device import rng_tracker_that_does_not_fork
-from ..build.rng import cuda_rng_tracker
+from ..models.meta_device import rng_tracker_that_does_not_fork
+from ..models.rng import cuda_rng_tracker
 from .microbatches import Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]

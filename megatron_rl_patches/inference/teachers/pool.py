@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._chunks import as_chunks
+from ...common.chunks import as_chunks
 from ...errors import InferenceOnlyError, InvalidInputError
 from ...losses import OutputHead
 from ..checkpoints.mismatch import Mismatch
@@ -224,7 +224,7 @@ class TeacherPool:
         """Return the teacher's copy that the model holds, unless its weights have been changed since."""
         if self._resident is not None:
             layout = self._checked_layout()
-            # Version counters see what sums cannot (rows in another order), and sums what these cannot.
+            # Version counters do not see what is written by way of ``.data``, which many loaders do.
             if layout.versions != self._versions or checksum(layout.storages) != self._resident.checksum:
                 self._resident = None
         return self._resident

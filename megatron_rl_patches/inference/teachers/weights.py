@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from ..._chunks import unwrap
+from ...common.chunks import unwrap
 from ...errors import InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
 _BLOCK_BYTES = 1 << 28
+_SUMMED_BYTES = 1 << 28  # at a time
+_STRETCH_BYTES = 512
+_MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
 
 class Layout(NamedTuple):
@@ -47,11 +50,22 @@ class HostCopy:
 
 
 def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each storage the sum of its 64-bit words, and of the bytes that remain, modulo 2**64."""
+    """Return for each storage a sum, modulo 2**64, of its bytes and of where they are.
+
+    It is the sum of stretches of 64 words, each times an odd number of its own, so that rows which have
+    changed places are noticed. Each word is read once.
+    """
     sums = []
     for storage in storages:
-        whole = len(storage) // 8 * 8
-        sums.append(storage[:whole].view(torch.int64).sum() + storage[whole:].sum())
+        total = storage.new_zeros((), dtype=torch.int64)
+        for start in range(0, len(storage), _SUMMED_BYTES):
+            block = storage[start : start + _SUMMED_BYTES]
+            whole = len(block) // _STRETCH_BYTES * _STRETCH_BYTES
+            stretches = block[:whole].view(torch.int64).view(-1, _STRETCH_BYTES // 8).sum(1)
+            first = start // _STRETCH_BYTES
+            places = torch.arange(first, first + len(stretches), device=storage.device)
+            total += (stretches * (places * _MULTIPLIER | 1)).sum() + block[whole:].sum()
+        sums.append(total)
     return [int(total) for total in sums]
 
 

@@ -43,6 +43,9 @@ def checked_source(
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
         source = logits.source(index, options.block_bytes, options.inplace_backward)
     else:
+        if isinstance(logits, DeferredLogits):
+            # Other code has written to them, and may do so again before backward reads them.
+            logits = logits.clone()
         # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
         logits = dense(logits, to_write=options.inplace_backward)
         logits = logits if divisor == 1 else logits * divisor

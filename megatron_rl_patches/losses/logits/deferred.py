@@ -169,9 +169,9 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
     bias = zeros if head.bias is None else head.bias.detach().clone()
     bias[start:] = float("-inf")
     origin, lazy = replace(old.origin, all_rows=replace(head, bias=bias).detached()), old.lazy
-    hidden = torch.arange(min(start, logits.shape[-1]), logits.shape[-1], device=logits.device)
+    columns = torch.arange(min(start, logits.shape[-1]), logits.shape[-1], device=logits.device)
     contents = Contents(
-        origin, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, hidden, float("-inf"))
+        origin, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, columns, float("-inf"))
     )
     lazy.copies.add(contents.lazy)
     return DeferredLogits(contents, logits._positions)
@@ -434,6 +434,7 @@ class _Defer(torch.autograd.Function):
             save_source(ctx, origin.all_rows)
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
         contents = Contents(origin, None, origin.dtype, 1.0, origin.values)
+        contents.are_existing = origin.exists
         return DeferredLogits(contents, positions, has_gradient=True)
 
     @staticmethod

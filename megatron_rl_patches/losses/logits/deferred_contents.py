@@ -123,6 +123,7 @@ class Contents:
         num_divisions: how often they have been divided in place.
         counts_writes: whether autograd counts the writes to all views of them. It does not under inference
             mode.
+        are_existing: whether their values lie in the memory of the origin's logits, which exist.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Contents:
         self.lazy = LazyValues(origin, compute)
         self.has_graph, self.are_rows = False, True
         self.num_divisions, self.counts_writes = 0, True
+        self.are_existing = False
 
     @property
     def values(self) -> Tensor | None:
@@ -170,7 +172,7 @@ class Contents:
         """
         lazy, origin = self.lazy, self.origin
         lazy.compute_copies()
-        if origin.exists and not lazy.is_shared:
+        if self.are_existing and not lazy.is_shared:
             values = lazy.get()
             if origin.has_losses:
                 lazy.values = values.clone()
@@ -178,7 +180,7 @@ class Contents:
                 origin.is_shared = True
         lazy.is_shared = True
         counts = counts and self.counts_writes and not torch.is_inference_mode_enabled()
-        self.are_rows = self.are_rows and counts and not (writes or origin.exists)
-        if writes and origin.is_shared:
+        self.are_rows = self.are_rows and counts and not (writes or self.are_existing)
+        if writes and self.are_existing and origin.is_shared:
             for logits in origin.all_rows.inputs:
                 torch.autograd.graph.increment_version(logits)  # type: ignore[arg-type]

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._text import first
-from ...errors import InvalidInputError
+from ...errors import InvalidInputError, first
 from .collectives import all_gather
 
 _CLAIM = "_loss_storage_claim"

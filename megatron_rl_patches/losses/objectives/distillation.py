@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..checkpointing import checkpointed
-from ..loss_functions import LossFunc, checked_divisor
-from ..sequences.layout import SequenceLayout
-from ..sequences.responses import rows_of
-from .comparison import Tokens, comparison, per_token
+from .comparison import Tokens, per_token
 from .distillation_batch import DistillationBatch, DistillationOptions
 from .policy import check_lengths
 from .reduction import LossAndCount, metrics_of, token_weights
@@ -49,48 +44,10 @@ def distillation_loss(
     check_lengths("log_probs", [log_probs_lk[..., 0] for log_probs_lk in log_probs], lengths)
     log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
     tokens = Tokens.of(batch, tail_n.device, slice(None))
-    return _summed(per_token(log_probs_nk, tail_n, tokens, options), batch, options)
+    return summed(per_token(log_probs_nk, tail_n, tokens, options), batch, options)
 
 
-def make_distillation_loss_func(
-    layout: SequenceLayout,
-    batch: DistillationBatch,
-    options: DistillationOptions | None = None,
-    *,
-    tp_group: torch.distributed.ProcessGroup | None = None,
-    cp_group: torch.distributed.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    inplace_backward: bool = False,
-    recompute: bool = False,
-    normalizer: float | None = None,
-) -> LossFunc:
-    """Return the function ``logits -> (loss, num_tokens, metrics)`` that a Megatron forward step returns.
-
-    The student is scored at the teachers' ids. Under context parallelism each rank compares its own tokens
-    with the teachers', and three numbers per token are gathered over ``cp_group``, so that every rank
-    computes the whole loss. Arguments and errors are those of :func:`make_loss_func`, except for:
-
-    Args:
-        layout: where the responses stand in the logits.
-        batch: teachers and masks of the full responses.
-        options: which loss to compute; the reverse KL by default.
-        inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
-    """
-    options = options or DistillationOptions()
-    batch.check_for(options)
-    divisor = checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
-    how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
-    compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
-
-    def loss_func(logits: Tensor) -> LossAndCount:
-        values = layout.gather_responses(compare(rows_of(logits, layout)), cp_group)
-        loss, count, metrics = _summed(torch.cat(values), batch, options)
-        return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
-
-    return checkpointed(loss_func, enabled=recompute)
-
-
-def _summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
+def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
     divergence_n, *tails = values_n3.unbind(1)
     masks = [mask.to(values_n3.device) for mask in batch.loss_masks]

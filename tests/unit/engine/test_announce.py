@@ -50,10 +50,20 @@ def test_stderr_when_no_handler_takes_the_line(
 ) -> None:
     name = tagged("train")
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
-    caplog.set_level(logging.WARNING if has_handler else logging.INFO, "megatron_rl_patches")
+    caplog.set_level(logging.WARNING if has_handler else logging.INFO)
     apply()
     importlib.import_module(f"{name}.model").train("m")
     assert capsys.readouterr().err.count("1 applied") == 1
+
+
+def test_a_level_of_our_logger_is_obeyed(
+    tagged: Tagged, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tagged("train", "run")
+    caplog.set_level(logging.ERROR, "megatron_rl_patches")
+    apply()
+    importlib.import_module(f"{name}.model").train("m")
+    assert (capsys.readouterr().err, caplog.messages) == ("", [])
 
 
 def test_a_skipped_site_is_warned_of_once(tagged: Tagged, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,8 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 import wrapt
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
+from megatron_rl_patches.engine.spec import Patch
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
-from .conftest import Engine, Framework, Tagged, patch_of, sites_in
+from .conftest import Engine, Framework, Tagged, patch_of, sites_in, tag
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
@@ -82,16 +85,35 @@ def test_copied_names_are_rebound_and_restored(tagged: Tagged, copied_first: boo
     assert actor.run("m") == PLAIN
 
 
-def test_copies_in_another_frameworks_package_are_rebound_when_named(
-    framework: Framework, engine: Engine
+def test_copies_in_main_and_in_other_packages_are_rebound(
+    framework: Framework, tagged: Tagged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = framework()
-    other, stranger = (framework(actor=f"from {name}.model import train") for _ in range(2))
-    engine["tagging"] = patch_of(name, "train", reexported_by=(other,))
-    load(f"{other}.actor"), load(f"{stranger}.actor")
+    name = tagged("train")
+    other = framework(actor=f"from {name}.model import train")
+    module = load(f"{name}.model")
+    monkeypatch.setattr("__main__.train", module.train, raising=False)
+    before = id(module.train)
+    holders = load(f"{other}.actor"), sys.modules["__main__"]
     apply()
-    assert load(f"{other}.actor").train("m") == PATCHED
-    assert load(f"{stranger}.actor").train("m") == PLAIN
+    assert [holder.train("m") for holder in holders] == [PATCHED, PATCHED]
+    assert status()[0].reason == "in place"
+    revert()
+    assert [id(holder.train) for holder in holders] == [before, before]
+
+
+def test_copies_that_cannot_be_reached_are_named(framework: Framework, tagged: Tagged) -> None:
+    name = tagged("train")
+    table = f"from {name}.model import train\nTABLE = {{'train': train}}\n"
+    closure = "def make(function):\n    return lambda model: function(model)\nrun = make(train)\n"
+    default = "def go(model, function=train): ...\n"
+    module = load(f"{framework(actor=table + closure + default)}.actor")
+    apply()
+    here = module.__name__
+    assert status()[0].reason == (
+        "in place, but not where it was copied before: "
+        f"a closure of {here}.make.<locals>.<lambda>, a dict of {here}.TABLE, a tuple of {here}.go"
+    )
+    assert module.run("m") == PLAIN
 
 
 def test_copies_out_of_reach_are_inert_after_revert(tagged: Tagged) -> None:
@@ -139,16 +161,13 @@ def test_overwriting_is_seen_and_mended_by_another_apply(patched: Any) -> None:
     assert patched.train is original
 
 
-def test_reload_is_seen_and_mended_by_another_apply(tagged: Tagged) -> None:
+def test_a_reload_is_patched(tagged: Tagged) -> None:
     name = tagged("train", "Trainer.step")
     apply()
     module = importlib.reload(load(f"{name}.model"))
-    assert states() == {"train": "lost", "Trainer.step": "lost"}
-    assert module.train("m") == PLAIN
-    apply()
-    assert states() == {"train": "applied", "Trainer.step": "applied"}
     assert module.train("m") == PATCHED
     assert module.Trainer().step(1) == ("patched", ("step", 1))
+    assert states() == {"train": "applied", "Trainer.step": "applied"}
 
 
 HALF = """
@@ -259,7 +278,6 @@ def test_a_module_removed_and_imported_again_is_patched_again(tagged: Tagged) ->
     load(f"{name}.model")
     del sys.modules[f"{name}.model"]
     assert states() == {"train": "lost"}
-    apply()
     assert load(f"{name}.model").train("m") == PATCHED
 
 
@@ -273,6 +291,49 @@ def test_an_import_that_no_hook_saw_is_patched_when_status_is_called(tagged: Tag
     location.loader.exec_module(module)
     assert states() == {"train": "applied"}
     assert module.train("m") == PATCHED
+
+
+def test_an_interrupt_between_two_sites_leaves_none(tagged: Tagged) -> None:
+    interrupts = """
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise KeyboardInterrupt
+
+class Trainer(metaclass=Meta):
+    def step(self, x): ...
+
+def train(model):
+    return ("trained", model, 1)
+"""
+    name = tagged("train", "Trainer.step", files={"model": interrupts})
+    apply()
+    spec = importlib.util.find_spec(f"{name}.model")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    exec(interrupts, vars(module))
+    with pytest.raises(KeyboardInterrupt):
+        status()
+    assert module.train("m") == PLAIN
+
+
+def test_a_load_that_is_not_an_import_does_not_use_up_the_hook(tagged: Tagged) -> None:
+    name = tagged("train")
+    apply()
+    spec = importlib.util.find_spec(f"{name}.model")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert load(f"{name}.model").train("m") == PATCHED
+
+
+def test_an_import_that_fails_does_not_use_up_the_hook(tagged: Tagged, tmp_path: Path) -> None:
+    name = tagged("train", files={"model": "raise ImportError('not yet')"})
+    apply()
+    with pytest.raises(ImportError, match="not yet"):
+        load(f"{name}.model")
+    (tmp_path / name / "model.py").write_text("def train(model): return ('trained', model, 1)  # now")
+    importlib.invalidate_caches()
+    assert load(f"{name}.model").train("m") == PATCHED
 
 
 def test_a_second_apply_adds_sites_and_makes_them_a_must(engine: Engine, tagged: Tagged) -> None:
@@ -310,3 +371,27 @@ def test_a_module_that_refuses_rebinding_keeps_its_copy(tagged: Tagged) -> None:
     apply()
     assert load(f"{name}.model").train("m") == PATCHED
     assert actor.train("m") == PLAIN
+
+
+@pytest.mark.parametrize("name", ["train", "trian"])
+def test_a_function_of_the_program_is_patched_once_it_is_defined(
+    tagged: Tagged, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The program is never imported; it is looked at whenever a patched function is called."""
+    framework = tagged("train")
+    engine["of-program"] = Patch("of-program", "")
+    engine["of-program"].wrap("__main__", name)(tag)
+    program = ModuleType("__main__")
+    program.__file__ = str(tmp_path / "program.py")
+    Path(program.__file__).write_text(definition := "def train(model):\n    return model\n")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    apply()
+    with nullcontext() if name == "train" else pytest.raises(PatchError, match="does not define trian"):
+        apply("of-program")
+    model = importlib.import_module(f"{framework}.model")
+    model.train("m")
+    exec(compile(definition, program.__file__, "exec"), vars(program))
+    before = program.train("m")
+    model.train("m")
+    assert before == "m"
+    assert program.train("m") == (("patched", "m") if name == "train" else "m")

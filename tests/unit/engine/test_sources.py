@@ -193,8 +193,7 @@ class TestEnvironment:
         [
             ("ImportHookFinder", "wrapt.importer"),
             ("ImportHookFinder", "vendored.wrapt.importer"),
-            ("_Trigger", "_megatron_rl_patches_startup"),
-            ("_Observer", "megatron_rl_patches.engine.imports"),
+            ("Finder", "_megatron_rl_patches_startup"),
         ],
     )
     def test_asks_no_import_hook(self, monkeypatch: pytest.MonkeyPatch, name: str, module: str) -> None:

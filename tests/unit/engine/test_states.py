@@ -147,8 +147,9 @@ def test_by_name_after_all_is_a_must(tagged: Tagged) -> None:
     name = tagged("train", files={"model": replaced})
     apply()
     apply("tagging")
-    with pytest.raises(PatchError, match="conflict"):
-        importlib.import_module(f"{name}.model")
+    for _ in range(2):
+        with pytest.raises(PatchError, match="conflict"):
+            importlib.import_module(f"{name}.model")
 
 
 def test_strict_about_a_half_imported_module_does_not_fail_an_unrelated_import(

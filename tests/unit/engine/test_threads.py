@@ -15,7 +15,7 @@ import pytest
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
 
-from .conftest import Engine, Framework, Options, patch_of
+from .conftest import Engine, Framework, Options, Tagged, patch_of
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
@@ -296,3 +296,22 @@ def test_many_threads_at_once(framework: Framework, engine: Engine) -> None:
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(8)))
     assert states() == dict.fromkeys(good, "applied")
+
+
+def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Tagged) -> None:
+    """Another one may hold the lock of the engine and import something."""
+    half = "import megatron_rl_patches\nmegatron_rl_patches.apply()\ndef train(model): ...\n"
+    name = tagged("train", files={"model": half, "later": "", "other": ""})
+    importlib.import_module(f"{name}.model")
+    with installer.installer._lock:
+        later, other = (
+            threading.Thread(target=importlib.import_module, args=(f"{name}.{module}",), daemon=True)
+            for module in ("later", "other")
+        )
+        later.start()
+        later.join(0.2)
+        other.start()
+        importlib.import_module(f"{name}.actor")
+    later.join(10)
+    other.join(10)
+    assert not later.is_alive() and not other.is_alive()

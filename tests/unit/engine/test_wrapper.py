@@ -7,15 +7,22 @@ import functools
 import importlib
 import inspect
 import pickle
+import py_compile
+import sys
+import zipfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import wrapt
 
 from megatron_rl_patches import apply, revert
 from megatron_rl_patches.engine.spec import Patch
+from megatron_rl_patches.engine.target_source import layers
+from megatron_rl_patches.frameworks.arguments import bind
 
-from .conftest import MODEL, patch_of
+from .conftest import MODEL, patch_of, tag
 
 
 @pytest.fixture
@@ -43,7 +50,9 @@ def test_looks_like_the_original(module: ModuleType) -> None:
 def test_a_method_called_on_an_object_of_another_class_is_the_original(module: ModuleType) -> None:
     """As tests of frameworks do, which give a simple object for ``self``; adapters expect the class."""
     trainer, other = module.Trainer, SimpleNamespace()
-    assert trainer.step(other, 1) == trainer.step(other, x=1) == trainer.step(self=other, x=1) == ("step", 1)
+    assert trainer.step(other, 1) == trainer.step(other, x=1) == ("step", 1)
+    if [*map(int, wrapt.__version__.split(".")[:2])] >= [1, 17]:  # before, wrapt takes self by position only
+        assert trainer.step(self=other, x=1) == ("step", 1)
     assert trainer.step(trainer(), 1) == ("patched", ("step", 1))
     assert trainer.scale(2) == ("patched", 4)
     assert trainer.build(2) == ("patched", ("Trainer", 2))
@@ -54,7 +63,32 @@ def test_pickles_by_name(module: ModuleType) -> None:
     assert pickle.loads(data) is module.train
     revert()
     assert pickle.loads(data) is module.train
-    assert b"megatron_rl_patches" in data
+
+
+def test_pickles_do_not_need_this_package(module: ModuleType) -> None:
+    trainer = module.Trainer
+    for function in (module.train, trainer.step, trainer.scale, trainer.build, trainer().step):
+        assert b"megatron_rl_patches" not in pickle.dumps(function)
+
+
+def test_a_method_that_others_call_through_the_class_binds_by_name(
+    framework: Callable[..., str], engine: dict[str, Patch]
+) -> None:
+    """As miles does with ``MambaModel.forward``: the adapter gets the function bound to the instance."""
+
+    def binding(
+        wrapped: object, instance: object, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        assert wrapped.__self__ is instance  # type: ignore[attr-defined]
+        return bind(wrapped, args, kwargs).arguments  # type: ignore[arg-type]
+
+    name = framework()
+    engine["tagging"] = patch_of(name, "Trainer.step", adapter=binding)
+    apply()
+    trainer = importlib.import_module(f"{name}.model").Trainer
+    original = trainer.step
+    trainer.step = lambda self, *args, **kwargs: original(self, *args, **kwargs)
+    assert trainer().step(1) == trainer().step(x=1) == {"x": 1}
 
 
 def test_a_bound_method_pickles_with_its_instance(module: ModuleType) -> None:
@@ -89,6 +123,41 @@ def test_a_deep_copied_bound_method_belongs_to_the_copied_instance(module: Modul
     copied = copy.deepcopy(config)
     assert copied["step"].__self__ is copied["trainer"] is not trainer
     assert copy.copy(trainer.step).__self__ is trainer
+
+
+def test_a_deep_copied_bound_method_is_that_of_the_class(module: ModuleType) -> None:
+    trainer = module.Trainer()
+    step = trainer.step
+    trainer.step = lambda x: "of the instance"
+    assert copy.deepcopy(step)(1) == ("patched", ("step", 1))
+    assert copy.deepcopy(trainer.build)(1) == ("patched", ("Trainer", 1))
+
+
+def test_a_cycle_of_layers_ends() -> None:
+    def first() -> None: ...
+
+    def second() -> None: ...
+
+    first.__wrapped__, second.__wrapped__ = second, first  # type: ignore[attr-defined]
+    assert [*layers(first)] == [first, second]
+
+
+def test_a_module_that_is_only_bytecode_in_a_zip_is_no_conflict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Patch]
+) -> None:
+    (tmp_path / "zipped.py").write_text(MODEL)
+    compiled = py_compile.compile(str(tmp_path / "zipped.py"), str(tmp_path / "zipped.pyc"))
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.write(compiled, "zipped.pyc")
+        archive.write(tmp_path / "zipped.py", "zipped.py")
+    monkeypatch.syspath_prepend(tmp_path / "code.zip")
+    engine["tagging"] = Patch("tagging", "")
+    engine["tagging"].wrap("zipped", "train")(tag)
+    try:
+        apply()
+        assert importlib.import_module("zipped").train("m")[0] == "patched"
+    finally:
+        sys.modules.pop("zipped", None)
 
 
 def test_torch_compile_neither_breaks_nor_sees_the_layer(module: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens of a rollout are compared. Real megatron-core is in ``tests/real/test_checks.py``."""
+"""Which tokens of a rollout are compared; ``tests/real/test_training_warnings.py`` has real megatron-core."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from megatron_rl_patches.frameworks import rollout_log_probs
-from megatron_rl_patches.reentry import checks
+from megatron_rl_patches.reentry import training_warnings
 
 
 @pytest.fixture(autouse=True)
 def nothing_found() -> Iterator[None]:
-    checks.forget()
+    training_warnings.forget()
     yield
-    checks.forget()
+    training_warnings.forget()
 
 
 def check(**rollout: Any) -> list[str]:
     rollout_log_probs.check([SimpleNamespace(rollout_data=rollout)])
-    return checks.found()
+    return training_warnings.reported()
 
 
 def test_tokens_that_the_loss_leaves_out_do_not_count() -> None:
@@ -83,4 +83,4 @@ def test_what_cannot_be_compared_is_left_alone(rollout: dict[str, Any]) -> None:
 @pytest.mark.parametrize("data_iterator", [None, [], [iter([])], iter([])])
 def test_other_iterators_are_left_alone(data_iterator: Any) -> None:
     rollout_log_probs.check(data_iterator)
-    assert checks.found() == []
+    assert training_warnings.reported() == []

@@ -19,7 +19,8 @@ import torch.utils.checkpoint
 from pytest_mock import MockerFixture
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_rl_patches.losses import checkpointed
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import checkpointed, deferred_logits, vocab_parallel_log_probs
 from megatron_rl_patches.testing import spawn_ranks
 
 LossFn = Callable[..., Any]
@@ -221,3 +222,31 @@ def test_ranks_stay_together() -> None:
     by_default, when_stopping = zip(*spawn_ranks(collectives_of_every_rank, 2), strict=True)
     assert by_default == (2, 2)
     assert when_stopping == (1, 0)  # where they would wait for each other
+
+
+HOOKS = {
+    "identity": lambda: saved_tensors_hooks(lambda x: x, lambda x: x),
+    "copies": lambda: saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x),
+    "in host memory": torch.autograd.graph.save_on_cpu,
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_deferred_logits_go_by_the_hooks_of_saved_tensors(hooks: str) -> None:
+    hidden = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(7, 3, dtype=torch.float64).requires_grad_()
+    targets = torch.arange(4)
+    with HOOKS[hooks]():
+        loss = checkpointed(vocab_parallel_log_probs)(deferred_logits(hidden, weight), targets).sum()
+    expected = torch.log_softmax(hidden @ weight.T, 1).gather(1, targets[:, None]).sum()
+    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_deferred_logits_that_are_overwritten_before_the_recomputation_are_refused() -> None:
+    hidden, weight = torch.randn(4, 3).requires_grad_(), torch.randn(7, 3)
+    logits = deferred_logits(hidden, weight)
+    loss = checkpointed(vocab_parallel_log_probs)(logits, torch.arange(4)).sum()
+    logits[0] = 1.0
+    with pytest.raises(InvalidInputError, match="overwritten after a checkpointed loss"):
+        loss.backward()

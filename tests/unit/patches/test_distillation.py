@@ -157,16 +157,14 @@ def test_the_variable(parse: Parse, variable: str, selected: bool, monkeypatch: 
     assert ("lean-loss" in choice.patches) is (variable != NAME)
 
 
-def test_list_and_status_tell_that_only_its_name_selects_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_says_that_only_its_name_selects_it() -> None:
     from typer.testing import CliRunner
 
     from megatron_rl_patches.cli.commands import app
 
-    monkeypatch.setenv("MEGATRON_RL_PATCHES", "all")
-    listed = json.loads(CliRunner().invoke(app, ["list", "--json"]).stdout)
-    assert [patch["name"] for patch in listed if patch["explicit"]] == [NAME]
-    assert f"{NAME} (not among `all`: MEGATRON_RL_PATCHES={NAME})" in CliRunner().invoke(app, ["list"]).stdout
-    assert f"selected by name only: {NAME}" in CliRunner().invoke(app, ["status"]).stdout
+    lines = CliRunner().invoke(app, ["check"]).stdout.splitlines()
+    explicit = [line.partition(" ")[0] for line in lines if " (only where it is named): " in line]
+    assert explicit == [NAME]
 
 
 def test_helpers_for_a_run_without_rewards() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +14,6 @@ from pytest_mock import MockerFixture
 
 from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.reentry import recovery, reentrant_train
-from megatron_rl_patches.reentry.guard import installs_sync_functions
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
 
 
@@ -48,11 +48,10 @@ def test_a_function_that_relies_on_what_others_installed_keeps_it() -> None:
     model[0].config.no_sync_func = model[0].no_sync
     seen = []
 
-    @reentrant_train
     def fit(model: Any) -> None:
         seen.append(vars(model[0].config)["no_sync_func"])
 
-    fit(model)
+    reentrant_train(fit, installs=False)(model)
     assert seen == [model[0].no_sync]
 
 
@@ -305,12 +304,29 @@ def test_a_function_defined_inside_or_of_the_same_package_may_install() -> None:
             reentrant_train(fit)(model)
 
 
-def test_who_installs() -> None:
-    class Method:
-        def train(self, model: Any) -> None:
-            _install(model[0].config, model[0])
+def test_a_function_is_kept_alive_by_nobody() -> None:
+    def fit(model: Any) -> None:
+        train(model)
 
-    for function in (train, reentrant_train(train), Method().train, Method.train):
-        assert installs_sync_functions(function)
-    assert not installs_sync_functions(len)
-    assert not installs_sync_functions(logging.getLogger)
+    reference = weakref.ref(fit)
+    reentrant_train(fit)([MockDDP(**plain)])
+    del fit
+    gc.collect()
+    assert reference() is None
+
+
+def test_neither_how_nor_by_whom_the_functions_are_installed_matters() -> None:
+    """A function made by ``exec`` has no module."""
+    namespace: dict[str, Any] = {}
+    exec("def fit(model): set_it(model[0].config, model[0].no_sync)", namespace)
+    exec("def set_it(config, function): config.no_sync_func = function", functions := {})
+    namespace["set_it"] = functions["set_it"]
+
+    def by_name(model: Any) -> None:
+        assert model[0].config.no_sync_func is None
+        setattr(model[0].config, "no_sync_func", model[0].no_sync)  # noqa: B010
+
+    model = [MockDDP(**plain)]
+    for fit in (namespace["fit"], by_name):
+        for _ in range(2):
+            reentrant_train(fit)(model)

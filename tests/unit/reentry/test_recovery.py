@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches._chunks import bucket_groups, config_of
+from megatron_rl_patches.common.chunks import bucket_groups, config_of
 from megatron_rl_patches.reentry import recovery, reentrant_train
 from megatron_rl_patches.testing import MockBucketGroup, MockDDP, MockModule
 from megatron_rl_patches.testing.mock_modules import MockProcessGroup
@@ -52,6 +52,13 @@ def step(chunk: MockDDP) -> None:
 
 def stale(chunk: MockDDP) -> list[bool]:
     return [group.is_stale for group in bucket_groups(chunk)]
+
+
+class Grouped(Exception):
+    """As an ``ExceptionGroup``, which Python 3.10 does not have."""
+
+    def __init__(self, exceptions: list[Exception]) -> None:
+        self.exceptions = exceptions
 
 
 class TestNextEntry:
@@ -129,7 +136,8 @@ class TestRecover:
         assert group.golden_per_param_grad_ready_counts is whole
         assert group.is_first_batch is first_batch
 
-    def test_only_no_sync_contexts_are_left(self) -> None:
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_only_no_sync_contexts_are_left(self, grouped: bool) -> None:
         left = []
 
         @contextmanager
@@ -153,7 +161,7 @@ class TestRecover:
         try:
             schedule()
         except ValueError as error:
-            recovery._close_abandoned_no_sync(error)
+            recovery._close_abandoned_no_sync(Grouped([error]) if grouped else error)
             assert chunk.bucket_groups[0].is_last_microbatch
             assert left == []
 

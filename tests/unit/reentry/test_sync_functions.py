@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches._chunks import SYNC_FUNCTIONS
+from megatron_rl_patches.common.chunks import SYNC_FUNCTIONS
 from megatron_rl_patches.reentry.sync_functions import clear_installed, install_per_config
 from megatron_rl_patches.testing import MockConfig, MockDDP
 

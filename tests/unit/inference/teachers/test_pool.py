@@ -168,6 +168,17 @@ def test_weights_are_noticed_however_they_are_loaded(load: Callable[..., None], 
     assert holds(model, "b") and pool.resident is None
 
 
+def test_rows_that_change_places_are_noticed() -> None:
+    model = torch.nn.Linear(256, 64).requires_grad_(False)
+    pool, before = TeacherPool(model), model.weight.clone()
+    pool.add("a")
+    with pool.use("a"):
+        pass
+    model.weight.data.copy_(before.flip(0))
+    with pool.use("a"):
+        assert torch.equal(model.weight, before)
+
+
 def test_parameters_keep_their_storages_and_buffers_outside_the_state(pool: TeacherPool, model: Net) -> None:
     before = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
     scratch = model.scratch.clone()

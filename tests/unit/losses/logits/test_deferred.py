@@ -975,3 +975,51 @@ class _Copied(TorchDispatchMode):
         if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
             self.elements.append(args[0].numel())
         return result
+
+
+def _write_first(logits: Tensor) -> None:
+    logits[0] = 0.5
+
+
+def _divide_past_the_graph(logits: Tensor) -> None:
+    with torch.no_grad():
+        logits.div_(2)
+
+
+@pytest.mark.parametrize("second", [lambda x: x[1:].fill_(3), lambda x: x.mul_(2), _divide_past_the_graph])
+@pytest.mark.parametrize(
+    "first", [_write_first, _divide_past_the_graph, lambda x: x.register_hook(lambda g: g)]
+)
+@pytest.mark.parametrize("exist", [False, True])
+def test_a_write_after_the_loss_does_not_change_its_gradient(
+    exist: bool, first: Callable[[Tensor], Any], second: Callable[[Tensor], Any]
+) -> None:
+    """After a first write or a hook a loss reads values, and backward reads the same ones."""
+    tensors = inputs(torch.float64)
+    gradients = []
+    for ours in (False, True):
+        logits = dense_of(tensors) * 1
+        if ours:
+            logits = deferred.rows_of_existing(logits) if exist else logits_of(tensors)
+        first(logits)
+        loss = vocab_parallel_log_probs(logits.flatten(0, -2), TOKENS).sum()
+        if ours:
+            second(logits)
+        gradients.append(torch.autograd.grad(loss, list(tensors.values())))
+    for expected, result in zip(*gradients, strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("read", [lambda x: x.detach().numpy(), lambda x: x.data_ptr(), lambda x: x.exp()])
+@pytest.mark.parametrize("copy", [torch.clone, lambda x: x[torch.tensor([1, 2])]])
+def test_a_write_to_a_copy_of_existing_logits_leaves_the_original_alone(
+    read: Callable[[Tensor], Any], copy: Callable[[Tensor], Tensor]
+) -> None:
+    tensors = inputs(torch.float64)
+    logits = deferred.rows_of_existing(dense_of(tensors).flatten(0, -2) * 1)
+    read(logits)
+    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
+    copy(logits)[0] = 3
+    expected = vocab_parallel_log_probs(dense_of(tensors).flatten(0, -2), TOKENS).sum()
+    for a, b in zip(*(torch.autograd.grad(x, list(tensors.values())) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, b)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .._chunks import Model, as_chunks, bucket_groups, distinct_configs
-from .._scoped import Scope
+from ..common.chunks import Model, as_chunks, bucket_groups, distinct_configs
+from ..common.scopes import Scope
 
 _log = logging.getLogger("megatron_rl_patches")
 #: A call of ``train()`` is judged by its first microbatches, up to this number.
@@ -39,7 +39,7 @@ class _Call:
 
     def check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
-        if len(self._counts) < 2 or has_found("calculate_per_token_loss"):
+        if len(self._counts) < 2 or was_reported("calculate_per_token_loss"):
             return
         import torch
 
@@ -60,12 +60,12 @@ class _Call:
 _current: Scope[_Call] = Scope("train_call")
 
 
-def found() -> list[str]:
+def reported() -> list[str]:
     """Return the messages of everything that was reported in this process so far."""
     return [*_found.values()]
 
 
-def has_found(setting: str) -> bool:
+def was_reported(setting: str) -> bool:
     """Return whether something was reported about the setting already."""
     return setting in _found
 

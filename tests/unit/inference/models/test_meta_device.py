@@ -12,7 +12,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.nn import Linear, Module, Parameter
 
-from megatron_rl_patches.inference.build.meta_device import construction, materialize
+from megatron_rl_patches.inference.models.meta_device import construction, materialize
 
 
 class _Model(Module):

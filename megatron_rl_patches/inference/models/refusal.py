@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._chunks import as_chunks
+from ...common.chunks import as_chunks
 from ...errors import InferenceOnlyError
 
 #: Attribute of an inference-only chunk: its role, and the setting because of which it is one.

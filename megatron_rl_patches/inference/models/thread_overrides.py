@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from ..._scoped import restore, snapshot
+from ...common.scopes import restore, snapshot
 
 _lock = threading.Lock()
 _switches: dict[tuple[int, str], _Switch] = {}

@@ -12,9 +12,9 @@ import torch.distributed
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from ..._text import one_line
+from ...errors import one_line
 from .rng import cuda_rng_tracker
-from .this_thread import original_of, replaced_in_this_thread
+from .thread_overrides import original_of, replaced_in_this_thread
 
 _lock = threading.Lock()
 #: For each open block the tracker that it uses, if a block has made it.

@@ -11,7 +11,7 @@ import torch.distributed
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._cuda_redirect import Replacements
+from .cuda_redirect import Replacements
 
 
 def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state, process_groups_config
 from torch.nn import Module, Parameter
 
-from ..._chunks import SYNC_FUNCTIONS, is_data_parallel
+from ...common.chunks import SYNC_FUNCTIONS, is_data_parallel
 from ...errors import InferenceOnlyError, InvalidInputError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -15,11 +15,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
-from megatron_rl_patches.reentry import checks
+from megatron_rl_patches.reentry import training_warnings
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 
-PATHS = ("tests.real.test_checks:train",)
+PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
 
 
@@ -78,18 +78,18 @@ class _Lines(logging.Handler):
 
 def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[Any, list[str]]:
     """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
-    checks.forget()
+    training_warnings.forget()
     handler = _Lines()
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
     with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
         result = train(model, *args, **options)
         train(model, *args, **options)
-        assert doctor.notes_of(doctor.choice_of(), []) == checks.found()
+        assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
     lines = [line.removeprefix(prefix) for line in handler.lines if line.startswith(prefix)]
-    assert set(lines) <= set(checks.found())
+    assert set(lines) <= set(training_warnings.reported())
     return result, lines
 
 
@@ -135,7 +135,7 @@ def test_the_weight_of_a_token() -> None:
 def test_one_rank_of_the_last_stage_warns() -> None:
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=2, pp=2))
     _, lines = _warned(tiny_gpt.build(options)[0])
-    assert everywhere(len(checks.found())) == [0, 0, 1, 1]
+    assert everywhere(len(training_warnings.reported())) == [0, 0, 1, 1]
     assert everywhere(len(lines)) == [0, 0, 1, 0]
 
 

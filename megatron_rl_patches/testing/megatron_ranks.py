@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from _pytest._code import TracebackEntry
 
-from ._rank_pool import Send
+from .rank_pool import Send
 
 
 def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
@@ -157,3 +158,32 @@ def _place_of(frame: TracebackEntry) -> str:
         return f"{place}: {' '.join(str(frame.statement).split())}"
     except AssertionError:  # the source file does not exist
         return place
+
+
+# --- fixtures of Megatron-LM's conftest, for where that cannot be imported for want of a package
+
+
+@pytest.fixture(autouse=True)
+def reset_env_vars() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def experimental(request: pytest.FixtureRequest) -> None:
+    from megatron.core import config
+
+    config.ENABLE_EXPERIMENTAL = request.config.option.experimental
+
+
+@pytest.fixture(scope="session")
+def tmp_path_dist_ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that the ranks share; it goes away with them."""
+    folder = tmp_path_factory.getbasetemp().parent / "tmp_dist_ckpt"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="class")
+def tmp_dir_per_class(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")

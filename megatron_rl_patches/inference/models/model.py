@@ -16,9 +16,8 @@ from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from torch.nn import Module, Parameter
 
-from ..._scoped import replaced
+from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
-from .frozen import refuse_training
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
     DTYPES,
@@ -31,8 +30,9 @@ from .provider import (
     require_new_parameters,
     without_training,
 )
+from .refusal import refuse_training
 from .rng import preserved_rng
-from .this_thread import replaced_in_this_thread
+from .thread_overrides import replaced_in_this_thread
 
 __all__ = ["build_inference_model", "freeze", "without_training"]
 

@@ -1,0 +1,79 @@
+"""A loop in the file that Python runs: its ``train()`` is patched once the program has defined it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LOOP = """
+print("run")
+import torch
+from megatron_rl_patches import apply, Settings, status
+from megatron_rl_patches.testing import cpu_backend
+
+with cpu_backend():
+    from tests.real import tiny_gpt
+
+if {apply}:
+    apply("reentrant-train", settings=Settings(train_functions=[{function!r}]))
+
+def train(model, optimizer, data):
+    assert tiny_gpt.get_model_config(model[0]).no_sync_func is None
+    tiny_gpt.get_model_config(model[0]).no_sync_func = model[0].no_sync
+    return tiny_gpt.train_step(model, optimizer, data, 1)
+
+def main():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    options = tiny_gpt.Options()
+    model, optimizer = tiny_gpt.build(options)
+    states = {{site.target: site.state for site in status()}}
+    assert states["__main__.train"] == "applied", states
+    for rollout in range(2):
+        train(model, optimizer, tiny_gpt.data_iterators(options))
+        print("trained")
+    torch.distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    with cpu_backend():
+        main()
+"""
+
+
+def run_loop(
+    folder: Path, command: list[str], text: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "a_loop.py").write_text(text)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
+    path = os.pathsep.join((str(ROOT), inherited.get("PYTHONPATH", "")))
+    environ = {**inherited, "PYTHONPATH": path, **variables}
+    command = [sys.executable, *command]
+    return subprocess.run(
+        command, env=environ, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+BY_VARIABLE = {"MEGATRON_RL_PATCHES": "reentrant-train"}
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "variables"),
+    [
+        (["a_loop.py"], "a_loop:train", BY_VARIABLE),
+        (["-m", "a_loop"], "__main__:train", BY_VARIABLE),
+        (["a_loop.py"], "__main__:train", {}),
+    ],
+    ids=["file", "module", "apply"],
+)
+def test_the_second_train_of_a_single_file(
+    tmp_path: Path, command: list[str], function: str, variables: dict[str, str]
+) -> None:
+    environ = {**variables, "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": function} if variables else {}
+    text = LOOP.format(apply=not variables, function=function)
+    done = run_loop(tmp_path, command, text, **environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["run", "trained", "trained"]
