@@ -3,6 +3,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import warnings
+from importlib import import_module
+from pathlib import Path
 
 # Before torch: two tests at a time, with a thread per core each, would spin more than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,7 +20,7 @@ settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
 # Ranks are forked from a process that has imported these; imports would take half of the suite's time.
-multiprocessing.set_forkserver_preload(["tests.real.tiny_gpt", "megatron.core.dist_checkpointing"])
+multiprocessing.set_forkserver_preload(["pytest", "tests.real.tiny_gpt", "megatron.core.dist_checkpointing"])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RememberFailures(config))
     # A shell starts background processes with SIGINT ignored, and ranks would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Import Megatron, which warns of what is not installed, before a module that imports it."""
+    if module_path.parent.name in ("real", "faults"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import_module("tests.real.tiny_gpt")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tests.real.live_bytes import live_bytes
+from tests.unit.losses.live_bytes import reachable_bytes
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "generators": (types.GeneratorType, contextlib._GeneratorContextManager),
@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def held(model: Sequence[Any]) -> dict[str, int]:
     """Return counts by name, after collecting garbage."""
-    counts = {"live bytes": live_bytes()}
+    counts = {"live bytes": reachable_bytes()}
     things = [type(thing) for thing in gc.get_objects()]
     for name, kinds in _KINDS.items():
         counts[name] = sum(issubclass(kind, kinds) for kind in things)

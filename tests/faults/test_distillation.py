@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megatron_rl_patches.testing import spawn_ranks
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.frameworks import distillation_loss
+from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
+from megatron_rl_patches.losses import deferred_logits, full_vocabulary_divergence
+from tests.ranks import everywhere, on_ranks
+
+on_two_ranks = on_ranks(2, megatron=False, timeout=60)
 
 
-def _scored(folder: Path, fault: str) -> str:
-    import torch.distributed as dist
-
-    from megatron_rl_patches.errors import InvalidInputError
-    from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
-
-    def forward(function: Any) -> NoReturn:
-        raise AssertionError("a rank has started a forward pass")
-
-    here = dist.get_rank() == 1
-    teachers = {"math": str(folder / ("missing" if here and fault == "folder" else "math"))}
-    other = {"name": "poetry", "number": 3}.get(fault, "math") if here else "math"
-    rollout: dict[str, Any] = {"source_names": ["math", other]}
-    if here and fault == "names":
-        del rollout["source_names"]
-    args = SimpleNamespace(opd_teachers=teachers, opd_combine="route", opd_top_k="full")
-    actor = SimpleNamespace(args=args, weights_backuper=SimpleNamespace(backup_tags={}))
-    try:
-        with TeacherScorer(actor).scores_in(rollout, forward):
-            return "no error"
-    except InvalidInputError as error:
-        return str(error)
+def refused_alike(message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(InvalidInputError) as raised:
+        call()
+    first, second = everywhere(str(raised.value))
+    assert first == second
+    assert message in first
 
 
 @pytest.mark.parametrize(
@@ -44,32 +38,38 @@ def _scored(folder: Path, fault: str) -> str:
         ("names", "the rollout has no source_names"),
     ],
 )
+@on_two_ranks
 def test_what_one_rank_finds_wrong_is_an_error_on_all(fault: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "math").mkdir()
-    first, second = spawn_ranks(_scored, 2, tmp_path, fault, timeout=60)
-    assert first == second
-    assert message in first
+    here = dist.get_rank() == 1
+    (tmp_path / "math").mkdir(exist_ok=True)
+    teachers = {"math": str(tmp_path / ("missing" if here and fault == "folder" else "math"))}
+    other = {"name": "poetry", "number": 3}.get(fault, "math") if here else "math"
+    rollout: dict[str, Any] = {"source_names": ["math", other]}
+    if here and fault == "names":
+        del rollout["source_names"]
+    args = SimpleNamespace(opd_teachers=teachers, opd_combine="route", opd_top_k="full")
+    scorer = TeacherScorer(SimpleNamespace(args=args, weights_backuper=SimpleNamespace(backup_tags={})))
+
+    def forward(function: Any) -> NoReturn:
+        raise AssertionError("a rank has started a forward pass")
+
+    refused_alike(message, lambda: scorer.scores_in(rollout, forward).__enter__())
 
 
-def _made_logits() -> str:
-    import torch
-    import torch.distributed as dist
-
-    from megatron_rl_patches.errors import InvalidInputError
-    from megatron_rl_patches.frameworks import distillation_loss, distillation_teachers
-
-    distillation_loss._parallel_state = lambda: (0, 1, None)
+@on_two_ranks
+def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
     args = SimpleNamespace(
         opd_teachers={"math": "."}, opd_combine="mixture", opd_top_k="full", opd_divergence="reverse_kl"
     )
     switched: list[str] = []
-    actor = SimpleNamespace(
-        args=args,
-        model=[torch.nn.Linear(1, 1)],
-        weights_backuper=SimpleNamespace(backup_tags={"opd_math"}),
-        _switch_model=switched.append,
+    scorer = TeacherScorer(
+        SimpleNamespace(
+            args=args,
+            model=[torch.nn.Linear(1, 1)],
+            weights_backuper=SimpleNamespace(backup_tags={"opd_math"}),
+            _switch_model=switched.append,
+        )
     )
-    scorer = distillation_teachers.TeacherScorer(actor)
     scorer.batch = {"total_lengths": [4], "response_lengths": [2]}
 
     def forward(function: Any) -> dict[str, Any]:
@@ -78,51 +78,33 @@ def _made_logits() -> str:
         return dict(function(torch.zeros(1, 4, 8), args=args)[1])
 
     rollout: dict[str, Any] = {}
-    try:
-        with scorer.scores_in(rollout, forward):
-            return "no error"
-    except InvalidInputError as error:
-        assert switched == ["actor", "opd_math", "actor"] and not rollout
-        return str(error)
-
-
-def test_logits_that_are_made_on_the_last_stage_are_an_error_on_all() -> None:
-    first, second = spawn_ranks(_made_logits, 2, timeout=60)
-    assert first == second
-    assert "not the product of hidden states" in first
-
-
-def _compared(fault: str) -> str:
-    from unittest import mock
-
-    import torch
-    import torch.distributed as dist
-
-    from megatron_rl_patches.errors import InvalidInputError
-    from megatron_rl_patches.losses import deferred_logits, full_vocabulary_divergence
-
-    def logits(rows: int, vocabulary: int) -> torch.Tensor:
-        return deferred_logits(torch.ones(rows, 3), torch.ones(vocabulary, 3), tp_group=dist.group.WORLD)
-
-    other = logits(4 + (fault == "length"), 8 + 4 * (fault != "length"))
-    # Without tensor parallelism the number of ids would say which columns of another padding to compare.
-    num_ids = 16 if fault == "padding" else None
-    collectives = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
-    none = {name: mock.DEFAULT for name in collectives if hasattr(dist, name)}
-    with mock.patch.multiple(dist, **none) as started:
-        try:
-            teachers = [logits(4, 8), other]
-            full_vocabulary_divergence(logits(4, 8), teachers, tp_group=dist.group.WORLD, num_ids=num_ids)
-        except InvalidInputError as error:
-            assert not any(collective.called for collective in started.values())
-            return str(error)
-        return "no error"
+    with mock.patch.object(distillation_loss, "_parallel_state", lambda: (0, 1, None)):
+        refused_alike(
+            "not the product of hidden states", lambda: scorer.scores_in(rollout, forward).__enter__()
+        )
+    assert switched == ["actor", "opd_math", "actor"] and not rollout
 
 
 @pytest.mark.parametrize(
     ("fault", "shape"), [("length", [5, 8]), ("vocabulary", [4, 12]), ("padding", [4, 12])]
 )
+@on_two_ranks
 def test_teachers_that_disagree_are_an_error_on_all_before_a_collective(fault: str, shape: list[int]) -> None:
-    first, second = spawn_ranks(_compared, 2, fault, timeout=60)
+    group = dist.group.WORLD
+
+    def logits(rows: int, vocabulary: int) -> torch.Tensor:
+        return deferred_logits(torch.ones(rows, 3), torch.ones(vocabulary, 3), tp_group=group)
+
+    teachers = [logits(4, 8), logits(4 + (fault == "length"), 8 + 4 * (fault != "length"))]
+    # Without tensor parallelism the number of ids would say which columns of another padding to compare.
+    num_ids = 16 if fault == "padding" else None
+    collectives = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_gather_single")
+    none = {name: mock.DEFAULT for name in collectives if hasattr(dist, name)}
+    with (
+        mock.patch.multiple(dist, **none) as started,
+        pytest.raises(InvalidInputError, match=rf"teacher 1 is \[{shape[0]}, {shape[1]}\]") as raised,
+    ):
+        full_vocabulary_divergence(logits(4, 8), teachers, tp_group=group, num_ids=num_ids)
+    assert not any(collective.called for collective in started.values())
+    first, second = everywhere(str(raised.value))
     assert first == second
-    assert f"teacher 1 is {shape}" in first

@@ -282,7 +282,6 @@ def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace
         func = policy_loss_func(inplace) if loss == "policy" else distillation_loss_func(loss, inplace)
         total, _, metrics = func(leaf * 1)
         total.backward()
-        assert leaf.grad is not None
         found.append((total.detach(), leaf.grad[0], torch.stack([metrics[name] for name in sorted(metrics)])))
     for ours, of_clean in zip(found[1], found[0], strict=True):
         assert torch.equal(ours, of_clean)

@@ -21,8 +21,8 @@ CORE = {
     "test_train_goes_on_where_a_batch_broke[slime]",
     "test_bridge_and_nemo_rl",
     "test_verl_with_chunks_that_share_a_config[before]",
-    "test_policy_and_teachers_side_by_side[before-2-openclaw]",
-    "test_policy_and_teachers_side_by_side[after-1-miles]",
+    "test_policy_and_teachers_side_by_side[2-openclaw]",
+    "test_policy_and_teachers_side_by_side[1-miles]",
     "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-1]",
     "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-2]",
     "test_nemo_rl",
@@ -33,7 +33,7 @@ CORE = {
     "test_all_gather_cp[miles]",
     "test_recomputed_loss[openclaw]",
     "test_verl[before-2]",
-    "test_the_student_approaches_its_teachers[slime-1-24-mixture]",
+    "test_what_happens_around_the_training",
     "test_the_student_approaches_its_teachers[slime-2-full-mixture]",
     "test_the_student_approaches_its_teachers[miles-2-24-mixture]",
     "test_the_student_approaches_its_teachers[miles-1-full-mixture]",
@@ -81,6 +81,12 @@ def checkouts(request: pytest.FixtureRequest) -> Checkouts:
         return paths
 
     return given
+
+
+@pytest.fixture
+def paths(framework: str, checkouts: Checkouts) -> list[str]:
+    """The folders to import the framework of the test from."""
+    return checkouts(framework)
 
 
 @pytest.fixture(scope="session")

@@ -189,7 +189,6 @@ class LossJob:
         entropy = -(log_softmax.exp() * log_softmax).sum(-1)
         weights = torch.cat(self.weights)
         ((weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()).backward()
-        assert logits.grad is not None
         padded = torch.cat([logits.grad, torch.zeros(1, self.vocabulary)])
         return {
             "log_probs": torch.cat(self.local(log_probs.detach().split(self.responses))),
@@ -232,7 +231,6 @@ class LossJob:
                 apply_megatron_loss_scaling=True,
             )
             returned[0].backward()
-        assert self.leaf.grad is not None
         return {
             "made": self.deferred and not logits.is_deferred,
             "returned": describe(returned),
@@ -359,7 +357,6 @@ class VerlJob:
         (
             (self.weights * log_probs).sum() - (0.1 if entropy else 0) * (self.weights * entropies).sum()
         ).backward()
-        assert logits.grad is not None
         seen = {"log_probs": log_probs.detach(), "gradient": logits.grad[..., self.columns]}
         return seen | ({"entropy": entropies.detach()} if entropy else {})
 

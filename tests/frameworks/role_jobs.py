@@ -5,7 +5,9 @@ Import it on ranks only, inside ``cpu_backend()``, with the stand-ins on the pat
 
 from __future__ import annotations
 
+import copy
 import importlib
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,9 +16,12 @@ from typing import Any
 import torch
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
+    get_current_global_batch_size,
     init_num_microbatches_calculator,
 )
-from megatron.training import global_vars
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.training import checkpointing, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Batches
 from tests.real import tiny_gpt
@@ -119,25 +124,30 @@ def save(folder: Path, model: Sequence[Any], optimizer: Any, scheduler: Any, ite
     return folder
 
 
-def live_bytes(*owners: Any) -> int:
-    """Bytes of the distinct storages of all tensors that the owners reach."""
-    storages: dict[int, int] = {}
-    seen: set[int] = set()
-    pending = list(owners)
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-            pending += [item.grad, getattr(item, "main_grad", None)]
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, list | tuple | set):
-            pending += item
-        elif isinstance(item, torch.nn.Module) or type(item).__module__.startswith(
-            ("megatron.core", "torch.optim")
-        ):
-            pending += vars(item).values()
-    return sum(storages.values())
+def checkpoints(framework: str, folder: Path) -> tuple[str, str]:
+    """Of a former policy and of a teacher."""
+    paths = []
+    for seed, name in ((5, "policy"), (6, "teacher")):
+        process(seed)
+        arguments()
+        state = framework_model(framework).setup_model_and_optimizer(arguments())
+        # Adam's moments are there from the first step on.
+        train(framework, state, 1, Batches())
+        paths.append(str(save(folder / name, *state, ITERATION)))
+    process()
+    return paths[0], paths[1]
+
+
+def globals_of(args: Any) -> dict[str, Any]:
+    """All that building and loading a second model must leave alone, as comparable values."""
+    return copy.deepcopy(
+        {
+            "arguments": {name: value for name, value in vars(args).items() if name != "model_type"},
+            "random": random.getstate(),
+            "torch": torch.get_rng_state().tolist(),
+            "tracker": {name: s.tolist() for name, s in get_cuda_rng_tracker().get_states().items()},
+            "global batch": get_current_global_batch_size(),
+            "rerun": get_rerun_state_machine().state.name,
+            "checkpoint version": checkpointing._CHECKPOINT_VERSION,
+        }
+    )

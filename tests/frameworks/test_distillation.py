@@ -6,11 +6,15 @@ import argparse
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from megatron_rl_patches import Settings, apply, status
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches import Settings, apply
+from megatron_rl_patches.frameworks.distillation_loss import KEYS, opd_loss
+from tests.frameworks.rollouts import states_of
+from tests.ranks import everywhere, on_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
@@ -22,8 +26,6 @@ SOURCES = ["math", "code", "math"]
 
 
 def _rollout() -> dict[str, Any]:
-    import torch
-
     from tests.real import tiny_gpt
 
     generator = torch.Generator().manual_seed(5)
@@ -50,8 +52,6 @@ def _arguments(framework: str) -> argparse.Namespace:
 
 def _dense_loss(probs: dict[str, Any], top_k: int | str, combine: str) -> Any:
     """Sum over samples of the mean reverse KL, from whole distributions ``[n, V]``."""
-    import torch
-
     if top_k != "full":
         ids = probs["actor"].topk(int(top_k), dim=1).indices
         top = {name: p.gather(1, ids) for name, p in probs.items()}
@@ -75,7 +75,6 @@ def _dense_loss(probs: dict[str, Any], top_k: int | str, combine: str) -> Any:
 
 def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
     """Of all response tokens, over the whole vocabulary."""
-    import torch
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from rl_framework import logits_of
 
@@ -91,70 +90,72 @@ def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
     return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
 
 
-def _distilled(framework: str, folder: Path, tp: int, top_k: int | str, combine: str) -> dict[str, Any]:
-    with cpu_backend():
+class Student:
+    """A job of a framework, its actor, and checkpoints of two teachers."""
+
+    def __init__(self, framework: str, folder: Path, top_k: int | str = K, combine: str = "mixture") -> None:
         import rl_framework
-        import torch
         from megatron.core import parallel_state
 
-        from megatron_rl_patches.frameworks.distillation_loss import KEYS, opd_loss
         from tests.frameworks.jobs import JOBS
         from tests.real import tiny_gpt
 
         # Of a checkpoint each rank has its own part.
-        paths = {name: folder / name / str(torch.distributed.get_rank()) for name in TEACHERS}
-        for path in paths.values():
-            path.mkdir(parents=True)
-        teachers = tuple((name, str(path)) for name, path in paths.items())
+        self.paths = {name: folder / name / str(torch.distributed.get_rank()) for name in TEACHERS}
+        for path in self.paths.values():
+            path.mkdir(parents=True, exist_ok=True)
+        teachers = tuple((name, str(path)) for name, path in self.paths.items())
         chosen = {"opd_top_k": top_k, "opd_combine": combine, "opd_teachers": teachers}
         apply(NAME, "reentrant-train", settings=Settings(**chosen))
-        job = JOBS[framework](parallelism=tiny_gpt.Parallelism(tp=tp))
+        sizes = tiny_gpt.Parallelism(tp=torch.distributed.get_world_size())
+        self.job = job = JOBS[framework](parallelism=sizes)
         vars(job.args).update(vars(_arguments(framework)))
-        actor_module = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
-        model_module = importlib.import_module(f"{framework}.backends.megatron_utils.model")
-        losses: list[float] = []
+        actor = importlib.import_module(f"{framework}.backends.megatron_utils.actor")
+        model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
+        self.losses: list[float] = []
 
         def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
             keys = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
-            batch = model_module.get_batch(iterator, keys)
+            batch = model.get_batch(iterator, keys)
 
             def loss_of(logits: Any) -> Any:
                 loss, metrics = opd_loss(
                     job.args, batch, logits, lambda x: sum(part.mean() for part in x.split(lengths))
                 )
-                losses[-1] += float(metrics["loss"])
+                self.losses[-1] += float(metrics["loss"])
                 return loss, metrics
 
             lengths = batch["response_lengths"]
             return rl_framework.logits_of(chunk, batch["tokens"]), loss_of
 
         job.args.forward_step_func = forward_step
-        [chunk], rollout = job.model, _rollout()
-        probs = {"actor": _probabilities(chunk, rollout)}
-        actor = actor_module.MegatronTrainRayActor(job.args, job.model, job.optimizer, job.scheduler)
-        own = {name: w.clone() for name, w in chunk.module.state_dict().items() if torch.is_tensor(w)}
+        [self.chunk], self.rollout = job.model, _rollout()
+        self.probs = {"actor": _probabilities(self.chunk, self.rollout)}
+        self.actor = actor.MegatronTrainRayActor(job.args, job.model, job.optimizer, job.scheduler)
+        self.own = self.weights()
         generator = torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
-        for name, path in paths.items():
-            weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in own.items()}
+        for name, path in self.paths.items():
+            weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in self.own.items()}
             # What is whole on every rank must be the same there.
-            for n, w in chunk.module.named_parameters():
+            for n, w in self.chunk.module.named_parameters():
                 if not getattr(w, "tensor_model_parallel", False):
                     torch.distributed.broadcast(weights[n], 0)
             torch.save(weights, path / "weights.pt")
-            chunk.module.load_state_dict(weights, strict=False)
-            probs[name] = _probabilities(chunk, rollout)
-        chunk.module.load_state_dict(own, strict=False)
-        options = {"witness_info": None, "attempt": 0} if framework == "miles" else {}
-        for number in range(4):
-            losses.append(0.0)
-            actor.train_actor(number, rollout, **options)
-        return {
-            "losses": losses,
-            "expected": float(_dense_loss(probs, top_k, combine)),
-            "left": sorted(set(KEYS) & set(rollout)),
-            "teachers": sorted(actor.weights_backuper.backup_tags),
-            "states": {site.state for site in status() if (site.patch, site.framework) == (NAME, framework)},
-        }
+            self.chunk.module.load_state_dict(weights, strict=False)
+            self.probs[name] = _probabilities(self.chunk, self.rollout)
+        self.chunk.module.load_state_dict(self.own, strict=False)
+        self._options = {"witness_info": None, "attempt": 0} if framework == "miles" else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = self.chunk.module.state_dict()
+        return {name: weight.clone() for name, weight in state.items() if torch.is_tensor(weight)}
+
+    def has_its_own_weights(self) -> bool:
+        return all(torch.equal(weight, self.own[name]) for name, weight in self.weights().items())
+
+    def train(self) -> None:
+        self.losses.append(0.0)
+        self.actor.train_actor(len(self.losses) - 1, self.rollout, **self._options)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +170,73 @@ def _distilled(framework: str, folder: Path, tp: int, top_k: int | str, combine:
         ("miles", 2, "full", "average"),
     ],
 )
+@on_ranks(lambda ranks: ranks)
 def test_the_student_approaches_its_teachers(
     framework: str, ranks: int, top_k: int | str, combine: str, tmp_path: Path
 ) -> None:
-    seen = spawn_ranks(_distilled, ranks, framework, tmp_path, ranks, top_k, combine)
-    for one in seen:
-        assert one["states"] == {"applied"}
-        assert one["losses"] == seen[0]["losses"]
-        assert one["losses"][0] == pytest.approx(one["expected"], rel=1e-4)
-        assert one["losses"][-1] < 0.8 * one["losses"][0]
-        assert one["left"] == []
-        assert one["teachers"] == ["actor", "opd_code", "opd_math"]
+    student = Student(framework, tmp_path, top_k, combine)
+    for _ in range(4):
+        student.train()
+    assert set(states_of(framework, patch=NAME).values()) == {"applied"}
+    losses = student.losses
+    assert losses[0] == pytest.approx(float(_dense_loss(student.probs, top_k, combine)), rel=1e-4)
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(other == losses for other in everywhere(losses))
+    assert not set(KEYS) & set(student.rollout)
+    assert sorted(student.actor.weights_backuper.backup_tags) == ["actor", "opd_code", "opd_math"]
+
+
+@on_ranks(1)
+def test_what_happens_around_the_training(tmp_path: Path) -> None:
+    """Teachers are loaded once, without the actor's iteration, and nothing of them is left behind."""
+    student = Student("slime", tmp_path)
+    args, load, seen = student.job.args, student.actor.load_other_checkpoint, []
+    args.ckpt_step = 7
+
+    def watched(tag: str, path: str) -> None:
+        seen.append((tag, args.ckpt_step))
+        load(tag, path)
+
+    def fail(iterator: Any, chunk: Any) -> None:
+        assert set(KEYS) <= set(student.rollout)
+        assert student.has_its_own_weights()
+        raise ArithmeticError
+
+    with (
+        mock.patch.object(student.actor, "load_other_checkpoint", watched),
+        mock.patch.object(args, "forward_step_func", fail),
+        pytest.raises(ArithmeticError),
+    ):
+        student.train()
+    assert seen == [("opd_math", None), ("opd_code", None)]
+    assert args.ckpt_step == 7
+    assert student.rollout.keys() == _rollout().keys()
+    # Weights that were dropped with the paused memory are put back first.
+    with torch.no_grad():
+        for parameter in student.chunk.module.parameters():
+            parameter.zero_()
+    student.train()
+    assert student.losses[-1] == pytest.approx(float(_dense_loss(student.probs, K, "mixture")), rel=1e-4)
+
+
+@on_ranks(1)
+def test_a_teacher_that_cannot_be_read_leaves_the_actors_weights(tmp_path: Path) -> None:
+    student = Student("slime", tmp_path)
+    (student.paths["code"] / "weights.pt").unlink()
+    with pytest.raises(FileNotFoundError):
+        student.train()
+    assert student.has_its_own_weights()
+
+
+@on_ranks(1)
+def test_other_losses_are_not_touched(tmp_path: Path) -> None:
+    student = Student("slime", tmp_path)
+    student.job.args.custom_loss_function_path = "another.loss"
+
+    def fail(iterator: Any, chunk: Any) -> None:
+        assert not set(KEYS) & set(student.rollout)
+        raise ArithmeticError
+
+    with mock.patch.object(student.job.args, "forward_step_func", fail), pytest.raises(ArithmeticError):
+        student.train()
+    assert list(student.actor.weights_backuper.backup_tags) == ["actor"]

@@ -3,58 +3,51 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_rl_patches import status
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.frameworks.test_reentry import FINE, NO_SYNC, outcome
+from megatron_rl_patches.hooks import on_megatron_init, switch_on
+from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 
-def _rollouts(framework: str, value: str | None) -> dict[str, Any]:
-    os.environ.pop("MEGATRON_RL_PATCHES", None)
-    with cpu_backend():
-        from megatron_rl_patches.hooks import on_megatron_init
-        from tests.frameworks.jobs import JOBS
+def _applied(framework: str, **variables: str) -> tuple[set[str], list[str]]:
+    """Return the patches that the hook has applied, and what becomes of two rollouts and a save after it."""
+    from tests.frameworks.jobs import JOBS
 
-        job = JOBS[framework]()  # the actor holds copies of train() and save()
-        seen: dict[str, Any] = {"before": [outcome(job.train), outcome(job.train)]}
-        if value is not None:
-            os.environ["MEGATRON_RL_PATCHES"] = value
+    os.environ.pop("MEGATRON_RL_PATCHES", None)
+    job = JOBS[framework]()  # the actor holds copies of train() and save()
+    assert outcome(job.train) == FINE
+    assert outcome(job.train).startswith(NO_SYNC)
+    with mock.patch.dict(os.environ, variables):
         on_megatron_init(job.args)
-        seen["applied"] = {site.patch for site in status() if site.state == "applied"}
-        job = JOBS[framework]()
-        seen["after"] = [outcome(job.train), outcome(job.train), outcome(job.save)]
-        return seen
+    job = JOBS[framework]()
+    patches = {site.patch for site in status() if site.state == "applied"}
+    return patches, [outcome(job.train), outcome(job.train), outcome(job.save)]
 
 
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
+@on_ranks(1)
 def test_without_a_variable(framework: str) -> None:
-    [seen] = spawn_ranks(_rollouts, 1, framework, None)
-    assert seen["before"][0] == FINE
-    assert seen["before"][1].startswith(NO_SYNC)
-    assert seen["applied"] >= {"reentrant-train", "inference-only", "lean-head"}
-    assert seen["after"] == [FINE] * 3
+    patches, outcomes = _applied(framework)
+    assert patches >= {"reentrant-train", "inference-only", "lean-head"}
+    assert outcomes == [FINE] * 3
 
 
-def _with_a_bad_option() -> set[str]:
-    os.environ.update(MEGATRON_RL_PATCHES_WARN="maybe")
-    from megatron_rl_patches.hooks import switch_on
+@pytest.mark.parametrize(("value", "patches"), [("lean-head", {"lean-head"}), ("0", set())])
+@on_ranks(1)
+def test_the_variable_decides_where_it_is_set(value: str, patches: set[str]) -> None:
+    applied, outcomes = _applied("slime", MEGATRON_RL_PATCHES=value)
+    assert applied == patches
+    assert outcomes[1].startswith(NO_SYNC)
 
-    switch_on()
-    return {site.state for site in status()}
 
-
+@on_ranks(1, megatron=False)
 def test_a_bad_option_costs_its_value_alone() -> None:
-    [states] = spawn_ranks(_with_a_bad_option, 1)
-    assert "applied" in states
-
-
-@pytest.mark.parametrize(("value", "applied"), [("lean-head", {"lean-head"}), ("0", set())])
-def test_the_variable_decides_where_it_is_set(value: str, applied: set[str]) -> None:
-    [seen] = spawn_ranks(_rollouts, 1, "slime", value)
-    assert seen["applied"] == applied
-    assert seen["after"][1].startswith(NO_SYNC)
+    with mock.patch.dict(os.environ, MEGATRON_RL_PATCHES_WARN="maybe"):
+        switch_on()
+    assert "applied" in {site.state for site in status()}

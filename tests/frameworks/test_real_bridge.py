@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches import apply, revert, status
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches import apply, revert
 from tests.frameworks import import_stubs
 from tests.frameworks.packages import Packages
-from tests.frameworks.test_reentry import FINE, NO_SYNC, outcome
+from tests.frameworks.rollouts import FINE, NO_SYNC, outcome, states_of
+from tests.ranks import on_ranks
 from tests.recording import installed, ran_on
 
 pytestmark = pytest.mark.slow
@@ -33,47 +33,43 @@ PACKAGES = (
 )
 
 
-def _two_setups(paths: list[str]) -> dict[str, Any]:
-    sys.path[:0] = paths
-    with cpu_backend():
-        # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
-        from tests.real import tiny_gpt
+def stub_imports() -> None:
+    import_stubs.install(
+        PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
+    )
 
-        import_stubs.install(
-            PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
-        )
-        setup = importlib.import_module("megatron.bridge.training.setup")
 
-        def finish_setup(model: list[Any], optimizer: Any, config: Any) -> str:
-            return outcome(setup._update_model_config_funcs, model, config, model[0].ddp_config, optimizer)
-
-        seen: dict[str, Any] = {"file": setup.__file__}
-        first, second = (tiny_gpt.build(tiny_gpt.Options()) for _ in range(2))
-        config = tiny_gpt.get_model_config(first[0][0])
-        seen["unpatched"] = [finish_setup(*first, config), finish_setup(*second, config)]
-        apply("reentrant-train")
-        [seen["state"]] = [s.state for s in status() if s.target.endswith("_update_model_config_funcs")]
-        seen["patched"] = [finish_setup(*built, config) for built in (first, second)]
-        chunk = second[0][0]
-        seen["installed"] = (config.no_sync_func, config.grad_sync_func) == (
-            chunk.no_sync,
-            chunk.start_grad_sync,
-        )
-        config.no_sync_func = nullcontext
-        seen["foreign"] = finish_setup(*second, config)
-        revert()
-        return seen
+@pytest.fixture
+def bridge(packages: Packages, request: pytest.FixtureRequest) -> str:
+    """The folder to import it from."""
+    ran_on(request, RELEASE, installed("megatron-core"))
+    return str(packages.unpacked(RELEASE))
 
 
 @pytest.mark.runs("two setups", ranks=1)
-def test_a_second_setup(packages: Packages, request: pytest.FixtureRequest) -> None:
-    ran_on(request, RELEASE, installed("megatron-core"))
-    folder = str(packages.unpacked(RELEASE))
-    [seen] = spawn_ranks(_two_setups, 1, [folder], timeout=300)
-    assert seen["file"].startswith(folder)
-    assert seen["unpatched"][0] == FINE
-    assert seen["unpatched"][1].startswith(NO_SYNC)
-    assert seen["state"] == "applied"
-    assert seen["patched"] == [FINE, FINE]
-    assert seen["installed"]
-    assert seen["foreign"].startswith(NO_SYNC)
+@on_ranks(1, timeout=300)
+def test_a_second_setup(bridge: str) -> None:
+    sys.path[:0] = [bridge]
+    # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
+    from tests.real import tiny_gpt
+
+    stub_imports()
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    assert setup.__file__.startswith(bridge)
+
+    def finish_setup(model: list[Any], optimizer: Any) -> str:
+        return outcome(setup._update_model_config_funcs, model, config, model[0].ddp_config, optimizer)
+
+    first, second = (tiny_gpt.build(tiny_gpt.Options()) for _ in range(2))
+    config = tiny_gpt.get_model_config(first[0][0])
+    assert finish_setup(*first) == FINE
+    assert finish_setup(*second).startswith(NO_SYNC)
+    apply("reentrant-train")
+    states = states_of("megatron.bridge")
+    assert [s for t, s in states.items() if t.endswith("_update_model_config_funcs")] == ["applied"]
+    assert [finish_setup(*built) for built in (first, second)] == [FINE, FINE]
+    chunk = second[0][0]
+    assert (config.no_sync_func, config.grad_sync_func) == (chunk.no_sync, chunk.start_grad_sync)
+    config.no_sync_func = nullcontext
+    assert finish_setup(*second).startswith(NO_SYNC)
+    revert()

@@ -6,18 +6,20 @@ actor, which needs Ray, is replaced by one that swaps weights as it does.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rl_patches import Settings, apply, status
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.frameworks.checkouts import Checkouts
+from megatron_rl_patches import Settings, apply
+from megatron_rl_patches.frameworks import distillation_loss
+from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
+from tests.frameworks.rollouts import states_of
 from tests.frameworks.test_real_reentry import prepare
+from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
@@ -52,64 +54,6 @@ class Actor:
                     value.copy_(images[name])
 
 
-def _distilled(
-    framework: str, paths: list[str], folder: Path, top_k: int | str, combine: str
-) -> dict[str, Any]:
-    prepare(paths)
-    with cpu_backend():
-        from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
-        from tests.frameworks.real_jobs import JOBS
-
-        apply(NAME, "reentrant-train", settings=Settings())
-        job = JOBS[framework]()
-        generator = torch.Generator().manual_seed(3)
-        teachers = {
-            path: {
-                name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
-                for name, value in job.model[0].module.state_dict().items()
-                if isinstance(value, torch.Tensor)
-            }
-            for path in _folders(folder).values()
-        }
-        options: dict[str, Any] = {
-            "loss_type": "custom_loss",
-            "custom_loss_function_path": "megatron_rl_patches.frameworks.distillation_loss.opd_loss",
-            "opd_top_k": top_k,
-            "opd_combine": combine,
-            "opd_divergence": "reverse_kl",
-            "opd_beta": 0.5,
-            "opd_teachers": _folders(folder),
-            "opd_teacher_weights": (),
-            "entropy_coef": 0.0,
-        }
-        vars(job.args).update(options)
-        losses: list[float] = []
-        loss_module = sys.modules["megatron_rl_patches.frameworks.distillation_loss"]
-        original = loss_module.opd_loss
-
-        def noting(*args: Any) -> Any:
-            loss, metrics = original(*args)
-            losses.append(float(metrics["loss"]))
-            return loss, metrics
-
-        loss_module.opd_loss = noting
-        actor = Actor(job.args, job.model, teachers)
-        for _ in range(12):
-            with scorer.enter(TeacherScorer(actor)):
-                job.train()
-            actor.backup("actor")
-        own = [site for site in status() if (site.patch, site.framework) == (NAME, framework)]
-        states = {site.target.rpartition(".")[2]: site.state for site in own}
-        return {"losses": losses, "states": states}
-
-
-def _folders(folder: Path) -> dict[str, str]:
-    """The folders of the teachers; this actor keeps their weights in memory."""
-    for name in ("math", "code"):
-        (folder / name).mkdir(exist_ok=True)
-    return {name: str(folder / name) for name in ("math", "code")}
-
-
 @pytest.mark.parametrize("framework", ["slime", "miles"])
 @pytest.mark.parametrize(
     ("top_k", "combine"),
@@ -119,14 +63,52 @@ def _folders(folder: Path) -> dict[str, str]:
         pytest.param("full", "average", marks=pytest.mark.runs("exact distillation", ranks=1)),
     ],
 )
+@on_ranks(1, timeout=300)
 def test_the_student_approaches_its_teachers(
-    framework: str, checkouts: Checkouts, tmp_path: Path, top_k: int | str, combine: str
+    framework: str, paths: list[str], tmp_path: Path, top_k: int | str, combine: str
 ) -> None:
-    [seen] = spawn_ranks(
-        _distilled, 1, framework, checkouts(framework), tmp_path, top_k, combine, timeout=300
+    prepare(paths)
+    from tests.frameworks.real_jobs import JOBS
+
+    apply(NAME, "reentrant-train", settings=Settings())
+    job = JOBS[framework]()
+    folders = {name: str(tmp_path / name) for name in ("math", "code")}  # this actor keeps weights in memory
+    generator = torch.Generator().manual_seed(3)
+    teachers = {}
+    for folder in folders.values():
+        Path(folder).mkdir()
+        teachers[folder] = {
+            name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
+            for name, value in job.model[0].module.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+    vars(job.args).update(
+        loss_type="custom_loss",
+        custom_loss_function_path="megatron_rl_patches.frameworks.distillation_loss.opd_loss",
+        opd_top_k=top_k,
+        opd_combine=combine,
+        opd_divergence="reverse_kl",
+        opd_beta=0.5,
+        opd_teachers=folders,
+        opd_teacher_weights=(),
+        entropy_coef=0.0,
     )
-    assert seen["states"]["train"] == seen["states"]["get_batch"] == "applied"
-    assert "missing" not in seen["states"].values()
-    losses = seen["losses"]
+    losses: list[float] = []
+    original = distillation_loss.opd_loss
+
+    def noting(*args: Any) -> Any:
+        loss, metrics = original(*args)
+        losses.append(float(metrics["loss"]))
+        return loss, metrics
+
+    actor = Actor(job.args, job.model, teachers)
+    with mock.patch.object(distillation_loss, "opd_loss", noting):
+        for _ in range(12):
+            with scorer.enter(TeacherScorer(actor)):
+                job.train()
+            actor.backup("actor")
+    states = {name.rpartition(".")[2]: state for name, state in states_of(framework, patch=NAME).items()}
+    assert states["train"] == states["get_batch"] == "applied"
+    assert "missing" not in states.values()
     assert all(loss >= 0 for loss in losses)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

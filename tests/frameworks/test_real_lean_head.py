@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.test_real_reentry import prepare
+from tests.ranks import on_ranks
+from tests.unit.losses.live_bytes import live_bytes, reachable_bytes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
@@ -30,55 +30,6 @@ POLICY_LOSS = {
     "eps_clip_high": 0.2,
     "entropy_coef": 0.01,
 }
-
-
-def _rollouts(framework: str, paths: list[str]) -> dict[str, Any]:
-    prepare(paths)
-    with cpu_backend():
-        from tests.real import tiny_gpt
-
-        tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
-        tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
-        from tests.frameworks.real_jobs import JOBS
-        from tests.real.live_bytes import live_bytes as bytes_in_use
-        from tests.unit.losses.live_bytes import live_bytes
-
-        class PolicyJob(JOBS[framework]):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                vars(self.args).update(POLICY_LOSS)
-
-            def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-                lengths = rollout["response_lengths"]
-                rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
-                rollout["log_probs"] = [torch.full((length,), -math.log(VOCABULARY)) for length in lengths]
-                return super()._data_iterator(rollout, indices)
-
-        def run(patches: tuple[str, ...]) -> dict[str, Any]:
-            before = bytes_in_use()
-            with applied("reentrant-train", *patches), _LogitWarnings() as warnings:
-                job = PolicyJob()
-                parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
-                built = bytes_in_use() - before - parameters
-                steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
-                one_step = job.module.train_one_step
-
-                def noting(*args: Any, **kwargs: Any) -> Any:
-                    steps.append(one_step(*args, **kwargs))
-                    return steps[-1]
-
-                with mock.patch.object(job.module, "train_one_step", noting):
-                    peak = live_bytes(lambda: job.train(1)).peak
-                    job.train(2)
-                return {
-                    "peak": (built + peak) / (4 * TOKENS * VOCABULARY),
-                    "losses": torch.tensor([float(next(iter(step[0].values()))) for step in steps]),
-                    "norms": torch.tensor([float(step[1]) for step in steps]),
-                    "log_probs": torch.cat(job.log_probs()),
-                    "warnings": warnings,
-                }
-
-        return {name: run(patches) for name, patches in WAYS.items()}
 
 
 class _LogitWarnings(logging.Handler):
@@ -100,14 +51,53 @@ class _LogitWarnings(logging.Handler):
 @pytest.mark.runs("lean-head")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
-def test_training_never_makes_the_logits(framework: str, ranks: int, checkouts: Checkouts) -> None:
-    for seen in spawn_ranks(_rollouts, ranks, framework, checkouts(framework), timeout=300):
-        for name, way in seen.items():
-            assert not way["warnings"]
-            # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py.
-            tolerance = 4e-3 if name == "unpatched" else 1e-4
-            for key in ("losses", "norms", "log_probs"):
-                torch.testing.assert_close(way[key], seen["lean-loss"][key], rtol=tolerance, atol=tolerance)
-        peaks = {name: round(way["peak"], 2) for name, way in seen.items()}
-        print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
-        assert peaks["lean-head"] < 0.55 < 2 < peaks["lean-loss"] < peaks["unpatched"]
+@on_ranks(lambda ranks: ranks, timeout=300)
+def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list[str]) -> None:
+    prepare(paths)
+    from tests.real import tiny_gpt
+
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
+    tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
+    from tests.frameworks.real_jobs import JOBS
+
+    class PolicyJob(JOBS[framework]):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            vars(self.args).update(POLICY_LOSS)
+
+        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+            lengths = rollout["response_lengths"]
+            rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
+            rollout["log_probs"] = [torch.full((length,), -math.log(VOCABULARY)) for length in lengths]
+            return super()._data_iterator(rollout, indices)
+
+    def run(patches: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
+        """Return the peak in logits, and losses, gradient norms and log-probabilities."""
+        before = reachable_bytes()
+        with applied("reentrant-train", *patches), _LogitWarnings() as warnings:
+            job = PolicyJob()
+            parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
+            built = reachable_bytes() - before - parameters
+            steps: list[Any] = []  # losses and gradient norm, and what else a framework returns
+            one_step = job.module.train_one_step
+
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                steps.append(one_step(*args, **kwargs))
+                return steps[-1]
+
+            with mock.patch.object(job.module, "train_one_step", noting):
+                peak = live_bytes(lambda: job.train(1)).peak
+                job.train(2)
+            assert not warnings
+            losses = torch.tensor([float(next(iter(step[0].values()))) for step in steps])
+            norms = torch.tensor([float(step[1]) for step in steps])
+            return (built + peak) / (4 * TOKENS * VOCABULARY), [losses, norms, torch.cat(job.log_probs())]
+
+    runs = {name: run(patches) for name, patches in WAYS.items()}
+    for name, (_, values) in runs.items():
+        # Unpatched, gradients may be rounded to bfloat16: see test_real_lean_loss.py.
+        tolerance = 4e-3 if name == "unpatched" else 1e-4
+        torch.testing.assert_close(values, runs["lean-loss"][1], rtol=tolerance, atol=tolerance)
+    peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
+    print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
+    assert peaks["lean-head"] < 0.55 < 2 < peaks["lean-loss"] < peaks["unpatched"]

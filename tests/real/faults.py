@@ -8,7 +8,8 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -16,10 +17,39 @@ from megatron.core import parallel_state
 from megatron.core.transformer import TransformerLayer
 
 from tests.real import tiny_gpt
-from tests.real.outcomes import Checksums, Outcome
-from tests.real.stages import steps_done
 
 STEPS, MICROBATCHES = 4, 2
+
+#: Stages before the optimizer's update: a retry of the step gives what an undisturbed run gives.
+BEFORE_UPDATE = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step")
+#: The update is half done: only equality across ranks is defined.
+IN_STEP = ("in step",)
+#: The step is done: training goes on with the next one.
+AFTER_UPDATE = ("after step",)
+STAGES = BEFORE_UPDATE + IN_STEP + AFTER_UPDATE
+#: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
+PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
+
+
+def steps_done(stage: str, failing_step: int) -> int:
+    """Return how many steps a call had done when a fault ended it."""
+    return failing_step + (stage in AFTER_UPDATE + IN_STEP)
+
+
+class Checksums(NamedTuple):
+    """Hashes of one rank's weights."""
+
+    params: str  # which all data-parallel ranks share
+    replicated: str  # those of them that all tensor-parallel ranks share
+    whole: str  # with the optimizer's shard
+
+
+class Outcome(NamedTuple):
+    """What one rank reports of a run."""
+
+    losses: list[float]
+    at_reentry: Checksums
+    end: Checksums
 
 
 class Injected(Exception):
@@ -181,7 +211,18 @@ class Trainee:
         raise AssertionError(f"{stage} of step {step}: the fault was not raised")
 
     def checksums(self) -> Checksums:
-        return Checksums.of(self.model, self.optimizer)
+        replicated = torch.nn.ParameterList(
+            parameter
+            for chunk in self.model
+            for parameter in chunk.parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+        )
+        no_optimizer = SimpleNamespace(param_groups=())
+        return Checksums(
+            tiny_gpt.checksum(self.model, no_optimizer),
+            tiny_gpt.checksum([replicated], no_optimizer),
+            tiny_gpt.checksum(self.model, self.optimizer),
+        )
 
     def release(self) -> None:
         """Cut the references that keep Megatron's model alive, and with it its process groups."""

@@ -21,8 +21,8 @@ from megatron_rl_patches.inference.memory.estimate import (
 )
 from megatron_rl_patches.inference.memory.training import Memory
 from megatron_rl_patches.testing import spawn_ranks
-from tests.real.live_bytes import live_bytes
 from tests.real.one_device import gpu_or_cpu
+from tests.unit.losses.live_bytes import reachable_bytes
 
 DENSE = GPTDescription(
     num_layers=4,
@@ -111,14 +111,14 @@ def inference_model(case: Case, device: str) -> list[Any]:
 
 def _measure(case: Case, device: str) -> Measured:
     initialize(case.parallel)
-    before, allocated_before = live_bytes(), _allocated(device)
+    before, allocated_before = reachable_bytes(), _allocated(device)
     teacher = inference_model(case, device)
-    live_inference, allocated_inference = live_bytes() - before, _allocated(device) - allocated_before
+    live_inference, allocated_inference = reachable_bytes() - before, _allocated(device) - allocated_before
     del teacher
 
-    before, allocated_before = live_bytes(), _allocated(device)
+    before, allocated_before = reachable_bytes(), _allocated(device)
     model, optimizer = _train(case, _config(case), device)
-    live_training, allocated_training = live_bytes() - before, _allocated(device) - allocated_before
+    live_training, allocated_training = reachable_bytes() - before, _allocated(device) - allocated_before
     return Measured(
         rank=torch.distributed.get_rank(),
         training=_parts(model, optimizer),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.ranks import everywhere, on_ranks
 
 STEPS, MICROBATCHES = 4, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -24,124 +25,106 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_on_this_rank(layouts: dict[str, dict[str, Any]], precisions: tuple[bool, ...] = (False,)) -> Any:
-    """Losses, checksum and counted overlap of each layout and precision, overlapped and not."""
+def trained(layout: dict[str, Any], bf16: bool = False, overlap: bool = True) -> tuple[list[float], str, Any]:
+    """Return losses, checksum, and how often communication overlapped."""
+    from tests.real import tiny_gpt
+
+    options = tiny_gpt.Options(
+        tiny_gpt.Parallelism(**layout), overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16
+    )
+    model, optimizer = tiny_gpt.build(options)
+    with tiny_gpt.counting_overlap() as counts:
+        data = tiny_gpt.data_iterators(options)
+        losses = tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * STEPS, options)
+    return losses, tiny_gpt.checksum(model, optimizer), counts
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dp2")) for name in LAYOUTS]
+)
+@on_ranks(2, timeout=240)
+def test_two_ranks(layout: str) -> None:
+    losses, _, counts = trained(LAYOUTS[layout])
+    plain_losses, _, plain_counts = trained(LAYOUTS[layout], overlap=False)
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0] - 0.2
+    # Reductions of another bucketing add up in another order.
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert not any(vars(plain_counts).values())
+    # The first step of a call runs without hooks, as upstream has it.
+    assert counts.param_gathers >= STEPS - 1
+    assert counts.grad_reduces + counts.scheduled_grad_reduces >= STEPS - 1
+    assert everywhere(losses) == [losses] * 2
+
+
+def _losses_of_one_rank() -> list[float]:
     with cpu_backend():
-        from tests.real import tiny_gpt
-
-        def run(layout: dict[str, Any], bf16: bool, overlap: bool) -> tuple[list[float], str, Any]:
-            options = tiny_gpt.Options(
-                tiny_gpt.Parallelism(**layout),
-                overlap_grad_reduce=overlap,
-                overlap_param_gather=overlap,
-                bf16=bf16,
-            )
-            model, optimizer = tiny_gpt.build(options)
-            with tiny_gpt.counting_overlap() as counts:
-                data = tiny_gpt.data_iterators(options)
-                losses = tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * STEPS, options)
-            return losses, tiny_gpt.checksum(model, optimizer), vars(counts)
-
-        return {
-            (name, bf16): [run(layout, bf16, overlap) for overlap in (True, False)]
-            for name, layout in layouts.items()
-            for bf16 in precisions
-        }
+        return trained({})[0]
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Any:
-    return spawn_ranks(train_on_this_rank, 2, LAYOUTS, timeout=240)
-
-
-def test_two_ranks() -> None:
-    _learns("dp2", spawn_ranks(train_on_this_rank, 2, {"dp2": {}}, timeout=240))
+@pytest.fixture
+def of_one_rank() -> list[float]:
+    return spawn_ranks(_losses_of_one_rank, 1, timeout=240)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_in_every_layout(layout: str, two_ranks: Any) -> None:
-    _learns(layout, two_ranks)
-
-
-def _learns(layout: str, two_ranks: Any) -> None:
-    for rank in two_ranks:
-        (losses, _, counts), (plain_losses, _, plain_counts) = rank[layout, False]
-        assert all(map(math.isfinite, losses))
-        assert losses[-1] < losses[0] - 0.2
-        # Reductions of another bucketing add up in another order.
-        assert losses == pytest.approx(plain_losses, rel=1e-4)
-        assert not any(plain_counts.values())
-        # The first step of a call runs without hooks, as upstream has it.
-        assert counts["param_gathers"] >= STEPS - 1
-        assert counts["grad_reduces"] + counts["scheduled_grad_reduces"] >= STEPS - 1
-    assert two_ranks[0][layout, False][0][0] == two_ranks[1][layout, False][0][0]
-
-
-@pytest.mark.slow
-def test_context_parallel_ranks_see_what_one_rank_would(two_ranks: Any, one_rank: Any) -> None:
-    assert two_ranks[0]["cp2", False][0][0] == pytest.approx(one_rank["dp1", False][0][0], rel=1e-4)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Any:
-    [outcomes] = spawn_ranks(train_on_this_rank, 1, {"dp1": {}}, (False, True), timeout=240)
-    return outcomes
+@on_ranks(2, timeout=240)
+def test_context_parallel_ranks_see_what_one_rank_would(of_one_rank: list[float]) -> None:
+    assert trained({"cp": 2})[0] == pytest.approx(of_one_rank, rel=1e-4)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-def test_one_rank_overlapped_and_plain_agree_bit_for_bit(bf16: bool, one_rank: Any) -> None:
-    (losses, checksum, counts), (plain_losses, plain_checksum, _) = one_rank["dp1", bf16]
-    assert (losses, checksum) == (plain_losses, plain_checksum)
+@on_ranks(1, timeout=240)
+def test_one_rank_overlapped_and_plain_agree_bit_for_bit(bf16: bool) -> None:
+    losses, checksum, counts = trained({}, bf16)
+    assert trained({}, bf16, overlap=False)[:2] == (losses, checksum)
     assert losses[-1] < losses[0] - 0.2
-    assert counts["param_gathers"] and counts["grad_reduces"]
+    assert counts.param_gathers and counts.grad_reduces
 
 
-def train_late_and_twice() -> None:
-    """On a rank: the backend entered after Megatron was imported, left, and entered again."""
+@on_ranks(1, megatron=False, timeout=240)
+def test_megatron_may_be_imported_before() -> None:
+    """The backend is entered, left, and entered again."""
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
     from torch._dynamo.eval_frame import _stance
 
-    runs = [train_on_this_rank({"dp": {}})["dp", False][0] for _ in range(2)]
+    runs = []
+    for _ in range(2):
+        with cpu_backend():
+            runs.append(trained({})[:2])
     assert runs[0] == runs[1]
     assert _stance.stance == "default"
 
 
-def test_megatron_may_be_imported_before() -> None:
-    spawn_ranks(train_late_and_twice, 1, timeout=240)
-
-
-def resume_from_a_checkpoint(folder: str) -> None:
-    """On a rank: a run that loads model and distributed optimizer goes on as the run that saved them."""
-    with cpu_backend():
-        import torch
-
-        from tests.real import checkpoints, tiny_gpt
-
-        options = tiny_gpt.Options(overlap_grad_reduce=False, overlap_param_gather=False)
-
-        def go_on(model: Any, optimizer: Any) -> tuple[list[float], str]:
-            data = tiny_gpt.data_iterators(options, seed=1)
-            losses = tiny_gpt.train(model, optimizer, data, [2, 2], options)
-            return losses, tiny_gpt.checksum(model, optimizer)
-
-        model, optimizer = checkpoints.trained(options)
-        saved = checkpoints.save_torch_dist(model, optimizer, Path(folder), 2)
-        expected = go_on(model, optimizer)
-        model, optimizer = tiny_gpt.build(options)
-        with torch.serialization.safe_globals([checkpoints.OfTheHost]):
-            checkpoints.load_torch_dist(model, optimizer, saved)
-        assert go_on(model, optimizer) == expected
-
-
+@on_ranks(1, timeout=240)
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    spawn_ranks(resume_from_a_checkpoint, 1, str(tmp_path), timeout=240)
+    """A run that loads model and distributed optimizer goes on as the run that saved them."""
+    import torch
+
+    from tests.real import checkpoints, tiny_gpt
+
+    options = tiny_gpt.Options(overlap_grad_reduce=False, overlap_param_gather=False)
+
+    def go_on(model: Any, optimizer: Any) -> tuple[list[float], str]:
+        data = tiny_gpt.data_iterators(options, seed=1)
+        losses = tiny_gpt.train(model, optimizer, data, [2, 2], options)
+        return losses, tiny_gpt.checksum(model, optimizer)
+
+    model, optimizer = checkpoints.trained(options)
+    saved = checkpoints.save_torch_dist(model, optimizer, tmp_path, 2)
+    expected = go_on(model, optimizer)
+    model, optimizer = tiny_gpt.build(options)
+    with torch.serialization.safe_globals([checkpoints.OfTheHost]):
+        checkpoints.load_torch_dist(model, optimizer, saved)
+    assert go_on(model, optimizer) == expected
 
 
-def route_tokens(import_first: bool) -> bool:
-    """On a rank: the router of experts, which expects TransformerEngine's name to exist."""
+@pytest.mark.parametrize("import_first", [False, True])
+@on_ranks(1, megatron=False, timeout=240)
+def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
+    """The router of experts expects TransformerEngine's name to exist."""
     import torch
 
     name = "megatron.core.transformer.moe.moe_utils"
@@ -154,68 +137,59 @@ def route_tokens(import_first: bool) -> bool:
         logits.sum().backward()
         assert logits.tolist() == [[4.0, 4.0]] * 3 and weight.grad is not None
         assert not importlib.import_module("megatron.core.utils").is_te_min_version("1.0")
-    return hasattr(moe_utils, "te_general_gemm")
+    assert not hasattr(moe_utils, "te_general_gemm")
 
 
-@pytest.mark.parametrize("import_first", [False, True])
-def test_gaps_of_megatron_are_filled_meanwhile(import_first: bool) -> None:
-    assert spawn_ranks(route_tokens, 1, import_first, timeout=240) == [False]
-
-
-def exercise_collectives() -> None:
-    """On a rank: calls that only NCCL takes as they are."""
+@on_ranks(2, timeout=240)
+def test_collectives_written_for_nccl() -> None:
+    """Calls that only NCCL takes as they are."""
     import torch
     import torch.distributed as dist
 
-    with cpu_backend():
-        group = dist.new_group([0, 1], backend="nccl", pg_options=object())
-        assert dist.get_backend(group) == "gloo"
-        dist.barrier(group, device_ids=[torch.cuda.current_device()])
+    group = dist.new_group([0, 1], backend="nccl", pg_options=object())
+    assert dist.get_backend(group) == "gloo"
+    dist.barrier(group, device_ids=[torch.cuda.current_device()])
 
-        rank = dist.get_rank()
-        sent = [1, 2] if rank == 0 else [3, 4]
-        received = [1, 3] if rank == 0 else [2, 4]
-        output = torch.empty(sum(received), device="cuda")
-        dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent, group=group)
-        assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
-        splits = [torch.tensor(sizes) for sizes in (received, sent)]
-        dist.all_to_all_single(output.zero_(), torch.full((sum(sent),), float(rank)), *splits, group=group)
-        assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+    rank = dist.get_rank()
+    sent = [1, 2] if rank == 0 else [3, 4]
+    received = [1, 3] if rank == 0 else [2, 4]
+    output = torch.empty(sum(received), device="cuda")
+    dist.all_to_all_single(output, torch.full((sum(sent),), float(rank)), received, sent, group=group)
+    assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
+    splits = [torch.tensor(sizes) for sizes in (received, sent)]
+    dist.all_to_all_single(output.zero_(), torch.full((sum(sent),), float(rank)), *splits, group=group)
+    assert output.tolist() == [0.0] * received[0] + [1.0] * received[1]
 
-        scaled_sum = dist._make_nccl_premul_sum(0.5)
-        values = torch.full((2,), 2.0 + rank)
-        dist.all_reduce(values, op=scaled_sum)
-        assert values.tolist() == [2.5, 2.5]
-        shard, values = torch.empty(1), torch.tensor([2.0, 4.0])
-        dist.reduce_scatter_tensor(shard, values, op=scaled_sum)
-        assert (shard.item(), values.tolist()) == ([2.0, 4.0][rank], [2.0, 4.0])
-        gathered = torch.empty(2, 4)
-        dist.all_gather_into_tensor(gathered, torch.full((2, 2), float(rank)))
-        assert gathered.tolist() == [[0.0] * 4, [1.0] * 4]
-        mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
-        assert mesh.device_type == "cpu" and mesh.size() == 2
+    scaled_sum = dist._make_nccl_premul_sum(0.5)
+    values = torch.full((2,), 2.0 + rank)
+    dist.all_reduce(values, op=scaled_sum)
+    assert values.tolist() == [2.5, 2.5]
+    shard, values = torch.empty(1), torch.tensor([2.0, 4.0])
+    dist.reduce_scatter_tensor(shard, values, op=scaled_sum)
+    assert (shard.item(), values.tolist()) == ([2.0, 4.0][rank], [2.0, 4.0])
+    gathered = torch.empty(2, 4)
+    dist.all_gather_into_tensor(gathered, torch.full((2, 2), float(rank)))
+    assert gathered.tolist() == [[0.0] * 4, [1.0] * 4]
+    mesh = dist.device_mesh.init_device_mesh("cuda", (2,))
+    assert mesh.device_type == "cpu" and mesh.size() == 2
 
-        # What a pipeline schedule does: the data is freed, and its memory used again, before it is received.
-        if rank == 0:
-            message = torch.full((4096,), 7.0)
-            [request] = dist.batch_isend_irecv([dist.P2POp(dist.isend, message, 1)])
-            message.data = torch.empty(1)
-            reused = [torch.full((4096,), math.nan) for _ in range(8)]
-        else:
-            time.sleep(0.5)
-            message, reused = torch.empty(4096), []
-            [request] = dist.batch_isend_irecv([dist.P2POp(dist.irecv, message, 0)])
-        request.wait()
-        assert reused or bool((message == 7.0).all())
-        dist.barrier()
-        dist.destroy_process_group()
-        dist.init_process_group()  # without a name torch would make a group of NCCL's, too
-        assert dist.get_backend() == "gloo"
-        dist.barrier()
-
-
-def test_collectives_written_for_nccl() -> None:
-    spawn_ranks(exercise_collectives, 2, timeout=240)
+    # What a pipeline schedule does: the data is freed, and its memory used again, before it is received.
+    if rank == 0:
+        message = torch.full((4096,), 7.0)
+        [request] = dist.batch_isend_irecv([dist.P2POp(dist.isend, message, 1)])
+        message.data = torch.empty(1)
+        reused = [torch.full((4096,), math.nan) for _ in range(8)]
+    else:
+        time.sleep(0.5)
+        message, reused = torch.empty(4096), []
+        [request] = dist.batch_isend_irecv([dist.P2POp(dist.irecv, message, 0)])
+    request.wait()
+    assert reused or bool((message == 7.0).all())
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group()  # without a name torch would make a group of NCCL's, too
+    assert dist.get_backend() == "gloo"
+    dist.barrier()
 
 
 def _snapshot() -> dict[tuple[str, str], tuple[object, bool]]:

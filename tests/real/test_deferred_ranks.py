@@ -19,7 +19,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.testing import spawn_ranks
+from tests.ranks import everywhere, on_ranks
 
 S, B, H, V = 6, 2, 8, 1200
 T = S * B
@@ -48,72 +48,56 @@ def _losses(logits_tv: Tensor, teacher_tv: Tensor, group: Any) -> tuple[Tensor, 
     return loss, [v.detach() for v in values]
 
 
-def _teacher(rank: int = 0, size: int = 1) -> tuple[Tensor, Tensor]:
-    hidden, weight = _whole(1)
-    return hidden, weight.chunk(size)[rank]
-
-
-def _run(sequence_parallel: bool, frozen: bool, tile_bytes: int | None) -> dict[str, Any]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group(list(range(size)))
-    hidden, weight = _whole()
-    mine = hidden.chunk(size)[rank].clone() if sequence_parallel else hidden.clone()
-    mine.requires_grad_()
-    shard = weight.chunk(size)[rank].clone().requires_grad_(not frozen)
-    logits = deferred_logits(
-        mine, shard, tp_group=group, sequence_parallel=sequence_parallel, tile_bytes=tile_bytes
-    )
-    teacher = deferred_logits(*_teacher(rank, size), tile_bytes=tile_bytes)
-    loss, values = _losses(logits.view(T, -1), teacher.view(T, -1), group)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return {"values": values, "hidden": mine.grad, "weight": shard.grad}
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2, megatron=False)
 def test_equals_one_rank(sequence_parallel: bool, frozen: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(size)))
     hidden, weight = (tensor.requires_grad_() for tensor in _whole())
-    teacher_hidden, teacher_weight = _teacher()
+    of_teacher = _whole(1)
     loss, expected = _losses(
-        (hidden @ weight.T).view(T, V), (teacher_hidden @ teacher_weight.T).view(T, V), None
+        (hidden @ weight.T).view(T, V), (of_teacher[0] @ of_teacher[1].T).view(T, V), None
     )
-    loss.backward()  # type: ignore[no-untyped-call]
-    ranks = spawn_ranks(_run, 2, sequence_parallel, frozen, 4096)
-    for rank in ranks:
-        for a, b in zip(expected, rank["values"], strict=True):
-            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-    for a, b in zip(ranks[0]["values"], ranks[1]["values"], strict=True):
-        assert a.numpy().tobytes() == b.numpy().tobytes()
-    of_hidden = torch.cat([rank["hidden"] for rank in ranks]) if sequence_parallel else ranks[1]["hidden"]
-    assert torch.allclose(of_hidden, hidden.grad, rtol=1e-9, atol=1e-12)
-    if frozen:
-        assert [rank["weight"] for rank in ranks] == [None, None]
-    else:
-        of_weight = torch.cat([rank["weight"] for rank in ranks])
-        assert torch.allclose(of_weight, weight.grad, rtol=1e-9, atol=1e-12)
+    loss.backward()
 
-
-def _refused() -> str:
-    """Both ranks refuse, or the one that calls would wait for the other."""
-    group = dist.new_group([0, 1])
-    dist.barrier()  # a rank that ends at once would close connections that the other one is still making
-    with pytest.raises(InvalidInputError) as refused:
-        deferred_logits(torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True)
-    return str(refused.value)
-
-
-def test_arguments_are_refused_before_the_gather() -> None:
-    first, second = spawn_ranks(_refused, 2)
+    mine = (hidden.chunk(size)[rank] if sequence_parallel else hidden).detach().clone().requires_grad_()
+    shard = weight.detach().chunk(size)[rank].clone().requires_grad_(not frozen)
+    logits = deferred_logits(
+        mine, shard, tp_group=group, sequence_parallel=sequence_parallel, tile_bytes=4096
+    )
+    teacher = deferred_logits(of_teacher[0], of_teacher[1].chunk(size)[rank], tile_bytes=4096)
+    loss, values = _losses(logits.view(T, -1), teacher.view(T, -1), group)
+    loss.backward()
+    for a, b in zip(expected, values, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+    first, second = everywhere([value.numpy().tobytes() for value in values])
     assert first == second
+    of_hidden = hidden.grad.chunk(size)[rank] if sequence_parallel else hidden.grad
+    assert torch.allclose(mine.grad, of_hidden, rtol=1e-9, atol=1e-12)
+    if frozen:
+        assert shard.grad is None
+    else:
+        assert torch.allclose(shard.grad, weight.grad.chunk(size)[rank], rtol=1e-9, atol=1e-12)
 
 
-def _padded_differently() -> list[Tensor]:
-    """Return the errors of divergences of a student of 8 rows, 7 of which count, from teachers of others."""
+@on_ranks(2, megatron=False)
+def test_arguments_are_refused_before_the_gather() -> None:
+    """Both ranks refuse, or the one that calls would wait for the other."""
+    dist.barrier()  # a rank that ends at once would close connections that the other one is still making
+    with pytest.raises(InvalidInputError, match=r"weight \[9, 7\]"):
+        deferred_logits(
+            torch.zeros(4, 8), torch.zeros(9, 7), tp_group=dist.group.WORLD, sequence_parallel=True
+        )
+
+
+@on_ranks(2, megatron=False, timeout=60)
+def test_a_teacher_of_another_padding_takes_the_shards_of_the_student() -> None:
+    """The student has 8 rows, 7 of which count."""
     rank, group = dist.get_rank(), dist.new_group([0, 1])
     hidden = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
     weight = torch.linspace(0, 2, 24, dtype=torch.float64).view(8, 3).sin()
     student = deferred_logits(hidden, weight.chunk(2)[rank], tp_group=group)
-    errors = []
     for rows in (2, 6, 10):
         num_ids = min(7, rows)
         weight_of_teacher = torch.linspace(1, 2, 3 * rows, dtype=torch.float64).view(rows, 3).sin()
@@ -123,10 +107,4 @@ def _padded_differently() -> list[Tensor]:
         value = full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
         whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
         log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)
-        errors.append(value - (log_p.exp() * (log_p - log_q)).sum(1))
-    return errors
-
-
-def test_a_teacher_of_another_padding_takes_the_shards_of_the_student() -> None:
-    for errors in spawn_ranks(_padded_differently, 2, timeout=60):
-        assert torch.stack(errors).abs().max() < 1e-12
+        assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12

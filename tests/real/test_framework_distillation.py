@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.frameworks.distillation_loss import layout_of, opd_loss
+from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
+from megatron_rl_patches.losses import FullDistribution, OutputHead, deferred_logits, mix_teachers
+from tests.ranks import on_ranks
 
 VOCABULARY, K, TEMPERATURE = 16, 3, 0.7
 TOTALS, RESPONSES = [7, 5, 9, 4], [4, 2, 8, 1]
@@ -64,70 +69,53 @@ def _masks() -> list[Tensor]:
     return [torch.rand(n, generator=generator) < 0.7 for n in RESPONSES]
 
 
-def _sharded(top_k: int | str) -> dict[str, float]:
-    with cpu_backend():
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        from megatron_rl_patches.frameworks.distillation_loss import layout_of, opd_loss
-        from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
-        from megatron_rl_patches.losses import FullDistribution, OutputHead, deferred_logits, mix_teachers
-
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)
-        cp = parallel_state.get_context_parallel_rank(), 2
-        tp = parallel_state.get_tensor_model_parallel_rank(), 2
-        masks = _masks()
-        args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)
-        batch: dict[str, Any] = {
-            "total_lengths": TOTALS,
-            "response_lengths": RESPONSES,
-            "loss_masks": masks,
-        }
-        logits = _on_this_rank(_full(0), cp, tp).requires_grad_()
-        layout, _ = layout_of(args, batch, logits)
-
-        def sum_of_sample_mean(x: Tensor) -> Tensor:
-            """As slime's: local values by sample, over counts of the whole."""
-            local = layout.local_parts(masks)
-            parts = zip(x.split([len(mask) for mask in local]), local, masks, strict=True)
-            return torch.stack([(a * m).sum() / mask.sum().clamp(min=1) for a, m, mask in parts]).sum()
-
-        scorer = TeacherScorer(SimpleNamespace(args=args))
-        scorer.batch = batch
-        # Of this output layer the logits are the hidden states.
-        layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp[0]]
-        scored: list[Any] = []
-        if top_k != "full":
-            batch["opd_old"] = scorer._topk(logits.detach(), args=args)[1]["distributions"]
-        for seed in (1, 2):
-            if top_k == "full":
-                hidden = deferred_logits(_on_this_rank(_full(seed), cp, (0, 1)), layer)
-                found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
-                scored.append([FullDistribution.of(hidden_lh, head) for hidden_lh in found])
-            else:
-                teacher = _on_this_rank(_full(seed), cp, tp)
-                scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])
-        pairs = zip(*scored, strict=True)
-        batch["opd_teachers"] = [(mix_teachers(of_sample, WEIGHTS),) for of_sample in pairs]
-        loss, _ = opd_loss(args, batch, logits, sum_of_sample_mean)
-        loss.backward()
-        assert logits.grad is not None
-
-        leaves = [sample.requires_grad_() for sample in _full(0)]
-        dense = _dense(leaves, [_full(1), _full(2)], masks, top_k)
-        gradients = list(torch.autograd.grad(dense, leaves))
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        expected = _on_this_rank(gradients, cp, tp)
-        return {
-            "loss": float((total - dense).abs() / dense),
-            "gradient": float((logits.grad - expected).abs().max() / expected.abs().max()),
-        }
-
-
 @pytest.mark.parametrize("top_k", [K, "full"])
+@on_ranks(4, tp=2, cp=2)
 def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
-    for errors in spawn_ranks(_sharded, 4, top_k, timeout=120):
-        # What the framework keeps of the teachers is float32 where its logits are; here the loss makes it so.
-        assert errors["loss"] < 1e-6
-        assert errors["gradient"] < 1e-5
+    cp = parallel_state.get_context_parallel_rank(), 2
+    tp = parallel_state.get_tensor_model_parallel_rank(), 2
+    masks = _masks()
+    args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)
+    batch: dict[str, Any] = {
+        "total_lengths": TOTALS,
+        "response_lengths": RESPONSES,
+        "loss_masks": masks,
+    }
+    logits = _on_this_rank(_full(0), cp, tp).requires_grad_()
+    layout, _ = layout_of(args, batch, logits)
+
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        """As slime's: local values by sample, over counts of the whole."""
+        local = layout.local_parts(masks)
+        parts = zip(x.split([len(mask) for mask in local]), local, masks, strict=True)
+        return torch.stack([(a * m).sum() / mask.sum().clamp(min=1) for a, m, mask in parts]).sum()
+
+    scorer = TeacherScorer(SimpleNamespace(args=args))
+    scorer.batch = batch
+    # Of this output layer the logits are the hidden states.
+    layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp[0]]
+    scored: list[Any] = []
+    if top_k != "full":
+        batch["opd_old"] = scorer._topk(logits.detach(), args=args)[1]["distributions"]
+    for seed in (1, 2):
+        if top_k == "full":
+            hidden = deferred_logits(_on_this_rank(_full(seed), cp, (0, 1)), layer)
+            found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
+            scored.append([FullDistribution.of(hidden_lh, head) for hidden_lh in found])
+        else:
+            teacher = _on_this_rank(_full(seed), cp, tp)
+            scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])
+    pairs = zip(*scored, strict=True)
+    batch["opd_teachers"] = [(mix_teachers(of_sample, WEIGHTS),) for of_sample in pairs]
+    loss, _ = opd_loss(args, batch, logits, sum_of_sample_mean)
+    loss.backward()
+
+    leaves = [sample.requires_grad_() for sample in _full(0)]
+    dense = _dense(leaves, [_full(1), _full(2)], masks, top_k)
+    gradients = list(torch.autograd.grad(dense, leaves))
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+    expected = _on_this_rank(gradients, cp, tp)
+    # What the framework keeps of the teachers is float32 where its logits are; here the loss makes it so.
+    torch.testing.assert_close(total, dense, rtol=1e-6, atol=0)
+    assert (logits.grad - expected).abs().max() < 1e-5 * expected.abs().max()

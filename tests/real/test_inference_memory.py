@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, estimate_memory
-from megatron_rl_patches.testing import spawn_ranks
-from tests.real import memory_cases
+from tests.ranks import on_ranks
+from tests.real import memory_cases, tiny_gpt
 from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
-from tests.real.one_device import gpu_or_cpu
 
 PLAIN = OptimizerSettings()
 BF16_GRADIENTS = OptimizerSettings(use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=False)
@@ -79,10 +82,12 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def _split_config(split: dict[str, Any]) -> Any:
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPLITS)
+@on_ranks(2)
+def test_uneven_pipelines(name: str) -> None:
+    """This pipeline rank has as many parameters as estimated, as Megatron-LM builds a model."""
+    config = TransformerConfig(
         hidden_size=64,
         num_attention_heads=4,
         pipeline_model_parallel_size=2,
@@ -92,51 +97,24 @@ def _split_config(split: dict[str, Any]) -> Any:
         moe_ffn_hidden_size=128,
         moe_layer_freq=2,
         add_bias_linear=False,
-        **split,
+        **SPLITS[name],
     )
-
-
-def _parameters_of_real_stages() -> dict[str, int]:
-    """How many parameters this pipeline rank has, as Megatron-LM builds a model."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    with gpu_or_cpu():
-        counts = {}
-        for name, split in SPLITS.items():
-            config = _split_config(split)
-            stages = config.virtual_pipeline_model_parallel_size
-            parallel_state.destroy_model_parallel()
-            parallel_state.initialize_model_parallel(1, 2, stages, create_gloo_process_groups=False)
-            tensor_parallel.model_parallel_cuda_manual_seed(1)
-            counts[name] = 0
-            for stage in range(stages) if stages else [None]:
-                where = {"ignore_virtual": False, "vp_stage": stage}
-                model = GPTModel(
-                    config,
-                    get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
-                    vocab_size=1024,
-                    max_sequence_length=1,
-                    position_embedding_type="rope",
-                    pre_process=parallel_state.is_pipeline_first_stage(**where),
-                    post_process=parallel_state.is_pipeline_last_stage(**where),
-                    share_embeddings_and_output_weights=True,
-                    vp_stage=stage,
-                )
-                counts[name] += sum(parameter.numel() for parameter in model.parameters())
-        return counts
-
-
-@pytest.fixture(scope="module")
-def real_stages() -> list[dict[str, int]]:
-    return spawn_ranks(_parameters_of_real_stages, 2, timeout=120)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the first import of Megatron
-@pytest.mark.parametrize("name", SPLITS)
-def test_uneven_pipelines(name: str, real_stages: list[dict[str, int]]) -> None:
-    estimate = estimate_memory(_split_config(SPLITS[name]), vocab_size=1024)
-    counted = [stage.dense_parameters + stage.expert_parameters for stage in estimate.stages]
-    assert counted == [rank[name] for rank in real_stages]
+    stages = config.virtual_pipeline_model_parallel_size
+    tiny_gpt.initialize(tiny_gpt.Parallelism(pp=2, vpp=stages), seed=1)
+    count = 0
+    for stage in range(stages) if stages else [None]:
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        model = GPTModel(
+            config,
+            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
+            vocab_size=1024,
+            max_sequence_length=1,
+            position_embedding_type="rope",
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=True,
+            vp_stage=stage,
+        )
+        count += sum(parameter.numel() for parameter in model.parameters())
+    stage = estimate_memory(config, vocab_size=1024).stages[parallel_state.get_pipeline_model_parallel_rank()]
+    assert stage.dense_parameters + stage.expert_parameters == count

@@ -12,21 +12,21 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.losses import DeferredLogits, vocab_parallel_log_probs
+from tests.ranks import on_ranks
+from tests.real import tiny_gpt
+from tests.real.test_loss_func import causal_mask
 
 pytestmark = [pytest.mark.runs("lean-head", ranks=1), pytest.mark.slow]
 
 
 def _hybrid_model() -> Any:
     """Build it as it is called in this release: ``MambaModel`` up to 0.17, then ``HybridModel``."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    from tests.real import tiny_gpt
-
     try:
         block, model = (
             import_module(f"megatron.core.models.hybrid.hybrid_{name}") for name in ("block", "model")
@@ -56,39 +56,26 @@ def _hybrid_model() -> Any:
         )
 
 
-def _trained() -> list[tuple[bool, torch.Tensor, dict[str, torch.Tensor]]] | None:
-    """Return of a run without and of one with the patch: whether logits were deferred, values, gradients."""
-    with cpu_backend():
-        try:
-            import_module("megatron.core.ssm.mamba_block")
-        except ModuleNotFoundError as error:  # in 0.12
-            if error.name is None or not error.name.startswith("transformer_engine"):
-                raise
-            return None
-        from megatron_rl_patches.losses import DeferredLogits, vocab_parallel_log_probs
-        from tests.real.test_loss_func import causal_mask
-
-        runs = []
-        for lean in (False, True):
-            settings = Settings(lean_head_tile_bytes=256)
-            with applied("lean-head", settings=settings) if lean else nullcontext():
-                model = _hybrid_model()
-                tokens_bs = torch.arange(32).view(2, 16)
-                logits = model(tokens_bs, torch.arange(16).expand(2, 16), causal_mask())
-                log_probs = vocab_parallel_log_probs(logits.flatten(0, 1), tokens_bs.flatten())
-                log_probs.sum().backward()  # type: ignore[no-untyped-call]
-            gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-            is_deferred = isinstance(logits, DeferredLogits) and logits.is_deferred
-            runs.append((is_deferred, log_probs.detach(), gradients))
-        return runs
-
-
+@on_ranks(1)
 def test_a_hybrid_model() -> None:
-    [runs] = spawn_ranks(_trained, 1)
-    if runs is None:
+    try:
+        import_module("megatron.core.ssm.mamba_block")
+    except ModuleNotFoundError as error:  # in 0.12
+        if error.name is None or not error.name.startswith("transformer_engine"):
+            raise
         pytest.skip("this release's model of Mamba layers needs TransformerEngine")
-    (made, values, gradients), (deferred, lean_values, lean_gradients) = runs
-    assert (made, deferred) == (False, True)
+    runs = []
+    for lean in (False, True):
+        settings = Settings(lean_head_tile_bytes=256)
+        with applied("lean-head", settings=settings) if lean else nullcontext():
+            model = _hybrid_model()
+            tokens_bs = torch.arange(32).view(2, 16)
+            logits = model(tokens_bs, torch.arange(16).expand(2, 16), causal_mask())
+            log_probs = vocab_parallel_log_probs(logits.flatten(0, 1), tokens_bs.flatten())
+            log_probs.sum().backward()
+        assert (isinstance(logits, DeferredLogits) and logits.is_deferred) == lean
+        runs.append((log_probs.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    (values, gradients), (lean_values, lean_gradients) = runs
     torch.testing.assert_close(lean_values, values, rtol=1e-5, atol=1e-6)
     assert len(gradients) > 10
     for name, gradient in gradients.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.output_layer import loss_of_labels
-from megatron_rl_patches.testing import spawn_ranks
+from tests.ranks import on_ranks
 
 T, H, V = 12, 6, 40
 TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
@@ -105,7 +106,7 @@ LEFT_OUT |= {("slime's loss", "waits for the gradient")}
 def _gradients(
     loss: Callable[..., Tensor], look: Use, make: Callable[..., Tensor], group: Any
 ) -> list[Tensor]:
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, T, H, generator=generator, dtype=torch.float64).requires_grad_()
     weight = (
@@ -124,54 +125,36 @@ def _materialized(hidden: Tensor, weight: Tensor, group: Any) -> Tensor:
     return linear(hidden, weight) * 1
 
 
-def _run_all() -> dict[tuple[str, str, str], list[Tensor]]:
-    group = dist.new_group(list(range(dist.get_world_size())))
-    results = {}
-    for (name, loss), (what, look) in ((a, b) for a in LOSSES.items() for b in LOOKS.items()):
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(lambda size: size, megatron=False)
+def test_one_rank_has_looked(size: int) -> None:
+    group, rank = dist.new_group(list(range(size))), dist.get_rank()
+    alone, _ = dist.new_subgroups(1)
+    for (name, loss), (what, look) in product(LOSSES.items(), LOOKS.items()):
         if (name, what) in LEFT_OUT:
             continue
-        mine = look if dist.get_rank() == 1 else LOOKS["nothing"]
-        results[name, what, "deferred"] = _gradients(loss, mine, _deferred, group)
-        if name == "slime's loss":
-            results[name, what, "materialized"] = _gradients(loss, mine, _materialized, group)
-    return results
+        value, of_hidden, of_weight = _gradients(loss, LOOKS["nothing"], _deferred, alone)
+        look = look if rank == 1 else LOOKS["nothing"]
+        mine = _gradients(loss, look, _deferred, group)
+        torch.testing.assert_close(mine, [value, of_hidden, of_weight.chunk(size)[rank]])
+        if name == "slime's loss":  # of logits that exist, whose model sums the gradient of hidden states
+            of_value, _, of_weight_of_rank = _gradients(loss, look, _materialized, group)
+            torch.testing.assert_close([of_value, of_weight_of_rank], [value, of_weight.chunk(size)[rank]])
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_rank_has_looked(size: int) -> None:
-    expected = {name: _gradients(loss, LOOKS["nothing"], _deferred, None) for name, loss in LOSSES.items()}
-    ranks = spawn_ranks(_run_all, size, timeout=120)
-    for case in ranks[0]:
-        name, _, make = case
-        value, of_hidden, of_weight = expected[name]
-        for rank, results in enumerate(ranks):
-            mine = results[case]
-            torch.testing.assert_close(mine[0], value)
-            torch.testing.assert_close(mine[2], of_weight.chunk(size)[rank])
-            if make == "deferred":  # which sums the gradient over the ranks
-                torch.testing.assert_close(mine[1], of_hidden)
-
-
-def _only_one_can_be_overwritten() -> list[Tensor]:
-    """As verl's losses, which overwrite the logits where they can."""
-    group = dist.new_group(list(range(dist.get_world_size())))
-    whole = torch.randn(T, V, generator=torch.Generator().manual_seed(0))
-    leaf = whole.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous().requires_grad_()
-    logits = leaf if dist.get_rank() == 1 else leaf * 1
-    options: dict[str, Any] = {"with_entropy": True, "inplace_backward": True}
-    log_probs, entropies = log_probs_and_entropy(logits, TOKENS, group, **options)
-    assert entropies is not None
-    (log_probs + entropies).sum().backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    return [log_probs.detach(), leaf.grad]
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(lambda size: size, megatron=False, timeout=60)
 def test_one_rank_cannot_overwrite_its_logits(size: int) -> None:
-    leaf = torch.randn(T, V, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(leaf, TOKENS)
-    (log_probs + entropies).sum().backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
-    for rank, (found, gradient) in enumerate(spawn_ranks(_only_one_can_be_overwritten, size, timeout=60)):
-        torch.testing.assert_close(found, log_probs)
-        torch.testing.assert_close(gradient, leaf.grad.chunk(size, dim=1)[rank])
+    """As verl's losses, which overwrite the logits where they can."""
+    group, rank = dist.new_group(list(range(size))), dist.get_rank()
+    whole = torch.randn(T, V, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected, entropies = vocab_parallel_log_probs_and_entropy(whole, TOKENS)
+    (expected + entropies).sum().backward()
+    leaf = whole.detach().chunk(size, dim=1)[rank].contiguous().requires_grad_()
+    logits = leaf if rank == 1 else leaf * 1
+    log_probs, entropies = log_probs_and_entropy(
+        logits, TOKENS, group, with_entropy=True, inplace_backward=True
+    )
+    (log_probs + entropies).sum().backward()
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(leaf.grad, whole.grad.chunk(size, dim=1)[rank])

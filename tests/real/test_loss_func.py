@@ -14,6 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.losses import (
     PolicyBatch,
@@ -23,7 +28,8 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     mean_count,
 )
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.ranks import on_ranks
+from tests.real import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
@@ -87,17 +93,15 @@ class Microbatch(NamedTuple):
 
 def microbatch(number: int, packed: bool) -> Microbatch:
     """A microbatch of the step, the same on any layout."""
-    from tests.real.tiny_gpt import BATCH, SEQUENCE, VOCABULARY
-
     generator = torch.Generator().manual_seed(number)
-    whole = SEQUENCE // 2 if packed else SEQUENCE
+    whole = tiny_gpt.SEQUENCE // 2 if packed else tiny_gpt.SEQUENCE
     lengths = [whole - number % 3, whole]
     # From no response to almost nothing but response.
     responses = [int(torch.randint(0, n, (), generator=generator)) for n in lengths]
     responses[0] = 0 if number == 1 else responses[0]
-    tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
+    tokens = [torch.randint(tiny_gpt.VOCABULARY, (n,), generator=generator) for n in lengths]
     padded = [torch.cat([sample, torch.zeros(whole - len(sample)).long()]) for sample in tokens]
-    position_ids = torch.arange(whole).repeat(BATCH)
+    position_ids = torch.arange(whole).repeat(tiny_gpt.BATCH)
 
     def like_responses(offset: float, scale: float) -> list[torch.Tensor]:
         return [offset + scale * torch.randn(n, generator=generator) for n in responses]
@@ -107,16 +111,16 @@ def microbatch(number: int, packed: bool) -> Microbatch:
         masks[1][:] = False
     old = like_responses(-3.5, 0.3)
     batch = PolicyBatch(like_responses(0.0, 1.0), masks, old, *(like_responses(-3.5, 0.3) for _ in "ab"))
-    shape = (1, -1) if packed else (BATCH, -1)
+    shape = (1, -1) if packed else (tiny_gpt.BATCH, -1)
     if packed:  # one row, the padding at its end
-        padded = [torch.cat([*tokens, torch.zeros(SEQUENCE - sum(lengths)).long()])]
-        position_ids = torch.cat([*map(torch.arange, lengths), torch.zeros(SEQUENCE - sum(lengths)).long()])
+        padded = [torch.cat([*tokens, torch.zeros(tiny_gpt.SEQUENCE - sum(lengths)).long()])]
+        position_ids = torch.cat(
+            [*map(torch.arange, lengths), torch.zeros(tiny_gpt.SEQUENCE - sum(lengths)).long()]
+        )
     return Microbatch(tokens, torch.cat(padded).view(shape), position_ids.view(shape), responses, batch)
 
 
 def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
-    from megatron.core import parallel_state
-
     cp_size = parallel_state.get_context_parallel_world_size()
     rows, columns = data.rows_bs.shape
     layout = SequenceLayout.build(
@@ -147,13 +151,6 @@ def loss_func_of(data: Microbatch, case: Case, normalizer: float | None) -> Any:
 
 def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tensor]], int]:
     """Gradients into the buffers, by Megatron's own schedule; metrics, and the number of replicas."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.utils import get_model_config
-
-    from tests.real import tiny_gpt
-
     replicas = parallel_state.get_data_parallel_world_size()
     first = parallel_state.get_data_parallel_rank() * MICROBATCHES
     step = [microbatch(first + i, case.packed) for i in range(MICROBATCHES)]
@@ -186,18 +183,12 @@ def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tenso
 
 
 def causal_mask() -> torch.Tensor:
-    from tests.real.tiny_gpt import SEQUENCE
-
-    return torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    return torch.ones(1, 1, tiny_gpt.SEQUENCE, tiny_gpt.SEQUENCE, dtype=torch.bool).triu(1)
 
 
 def weights_and_gradients(model: list[Any], pp: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Of all stages of the pipeline, under the names that they have in a model of one stage."""
-    from megatron.core import parallel_state
-
-    from tests.real.tiny_gpt import LAYERS
-
-    per_chunk = LAYERS // (pp * len(model))
+    per_chunk = tiny_gpt.LAYERS // (pp * len(model))
     mine = {}
     for stage, chunk in enumerate(model):
         before = (stage * pp + parallel_state.get_pipeline_model_parallel_rank()) * per_chunk
@@ -215,8 +206,6 @@ def dense_gradients(
     case: Case, gpt: torch.nn.Module, microbatches: int
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss of all samples of the step as one batch, and the gradients of a model without any splitting."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     log_probs, entropies, batches = [], [], []
     for number in range(microbatches):
         data = microbatch(number, case.packed)
@@ -237,56 +226,38 @@ def dense_gradients(
     return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-class Outcome(NamedTuple):
-    worst: float  # relative error of a parameter's gradient
-    parameter: str
-    loss: float | None  # from the metrics; on the last stage
-    dense_loss: float
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
+)
+@on_ranks(lambda layout: LAYOUTS[layout][0], timeout=240)
+def test_gradients_are_those_of_one_dense_batch(layout: str) -> None:
+    cases = {**CASES, **PACKED} if layout in ("1 rank", "TP 2") else CASES
+    for name, case in cases.items():
+        _compare(LAYOUTS[layout][1], name, case)
 
 
-def compare(layout: dict[str, Any], cases: dict[str, Case]) -> dict[str, Outcome]:
-    with cpu_backend():
-        return {name: _compare(layout, case) for name, case in cases.items()}
-
-
-def _compare(layout: dict[str, Any], case: Case) -> Outcome:
-    from megatron.core import parallel_state
-
-    from tests.real.tiny_gpt import Options, Parallelism, build
-
+def _compare(sizes: dict[str, Any], name: str, case: Case) -> None:
     flags: dict[str, Any] = {
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
         "use_distributed_optimizer": False,  # leaves whole gradients on every rank
         "calculate_per_token_loss": case.calculate_per_token_loss,
     }
-    model, _ = build(Options(parallelism=Parallelism(**layout), **flags))
+    parallelism = tiny_gpt.Parallelism(**sizes)
+    model, _ = tiny_gpt.build(tiny_gpt.Options(parallelism=parallelism, **flags))
     reports, replicas = train_step(case, model)
     averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    trained = weights_and_gradients(model, layout.get("pp", 1))
+    trained = weights_and_gradients(model, parallelism.pp)
 
-    (whole,), _ = build(Options(parallelism=Parallelism(tp=layout.get("tp", 1)), **flags))
+    whole_on_each_rank = tiny_gpt.Parallelism(tp=parallelism.tp)
+    (whole,), _ = tiny_gpt.build(tiny_gpt.Options(parallelism=whole_on_each_rank, **flags))
     gpt = whole.module
-    for name, parameter in gpt.named_parameters():
-        parameter.data.copy_(trained[name][0])
+    for parameter_name, parameter in gpt.named_parameters():
+        parameter.data.copy_(trained[parameter_name][0])
     dense_loss, dense = dense_gradients(case, gpt, MICROBATCHES * replicas)
     assert dense.keys() == trained.keys()
-    errors = {
-        name: ((trained[name][1] - gradient).norm() / gradient.norm()).item()
-        for name, gradient in dense.items()
-    }
-    worst = max(errors, key=lambda name: errors[name])
-    return Outcome(errors[worst], worst, averages.get("loss"), dense_loss)
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
-)
-def test_gradients_are_those_of_one_dense_batch(layout: str) -> None:
-    ranks, sizes = LAYOUTS[layout]
-    cases = {**CASES, **PACKED} if layout in ("1 rank", "TP 2") else CASES
-    for outcomes in spawn_ranks(compare, ranks, sizes, cases, timeout=240):
-        for name, outcome in outcomes.items():
-            assert outcome.worst < 1e-5, (name, outcome)
-            if outcome.loss is not None:
-                assert outcome.loss == pytest.approx(outcome.dense_loss, rel=1e-5), name
+    for parameter_name, gradient in dense.items():
+        error = (trained[parameter_name][1] - gradient).norm()
+        assert error < 1e-5 * gradient.norm(), (name, parameter_name)
+    if "loss" in averages:  # on the last stage
+        assert averages["loss"] == pytest.approx(dense_loss, rel=1e-5), name

@@ -12,100 +12,81 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
-import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import forward_pre_hooks as hooks
 from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
-from megatron_rl_patches.testing import MockDDP, MockModule, cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import MockDDP, MockModule
+from tests.ranks import on_ranks
 
 Script = tuple[str, ...]
 State = dict[str, Any]
 
-STEP: Script = ("zero_grad_buffer", "forward", "backward", "finish_grad_sync")
-ACCUMULATE: Script = ("enter_no_sync", "forward", "backward", "exit_no_sync")
-
-OVERLAPPED: dict[str, Script] = {
-    "one_training_call": (
-        "disable_without_sync",
-        *STEP,
-        "enable",
-        *STEP,
-        *STEP,
-        "disable",
-    ),
-    "gradient_accumulation": (
-        "zero_grad_buffer",
-        *ACCUMULATE,
-        "forward",
-        "backward",
-        "finish_grad_sync",
-        *STEP,
-    ),
-    "disabling_twice": ("disable", "disable", "disable_without_sync"),
-    "enabling_twice": ("enable", "disable_without_sync", "enable", "enable", "forward"),
-    "a_module_added_later": ("add_module", "disable_without_sync", "enable", "forward"),
-    "hooks_gather_one_ahead": ("forward_first_module", "forward", "disable"),
-    "forced_sync_waits_for_a_gather": ("start_param_sync", "force_param_sync", "force_param_sync"),
-    "dispatching_a_gather_twice": ("start_param_sync", "start_param_sync"),
-    "dispatching_a_reduction_twice_at_first": (
-        *STEP[:3],
-        "start_grad_sync",
-        "start_grad_sync",
-        "finish_grad_sync",
-    ),
-    "dispatching_a_reduction_twice_later": (*STEP, *STEP[:3], "start_grad_sync", "finish_grad_sync"),
-    "finishing_without_a_backward": (*STEP, "zero_grad_buffer", "forward", "finish_grad_sync"),
-    "a_first_batch_cut_short": ("zero_grad_buffer", "forward", "backward_of_last_module", "zero_grad_buffer"),
-    "a_gather_left_outstanding": (*STEP, "forward_first_module", *STEP),
-    "no_sync_left_open": (
-        *STEP,
-        "enter_no_sync",
-        "forward",
-        "backward",
-        "finish_grad_sync",
-        "zero_grad_buffer",
-    ),
+WORDS = {
+    "STEP": "zero_grad_buffer forward backward finish_grad_sync",
+    "TO_BACKWARD": "zero_grad_buffer forward backward",
+    "ACCUMULATE": "enter_no_sync forward backward exit_no_sync",
 }
-GUARDED: dict[str, Script] = {
-    "two_guarded_rollouts": ("guarded_rollout", *STEP, "guarded_rollout"),
-    "a_gather_in_flight_is_interrupted": (
-        *STEP,
-        "guarded_disable",
-        "start_param_sync",
-        "interrupted",
-        "guarded_entry",
+
+
+def script(text: str) -> Script:
+    for word, calls in WORDS.items():
+        text = text.replace(word, calls)
+    return tuple(text.split())
+
+
+STEP = script("STEP")
+OVERLAPPED = {
+    "one_training_call": script("disable_without_sync STEP enable STEP STEP disable"),
+    "gradient_accumulation": script(
+        "zero_grad_buffer ACCUMULATE forward backward finish_grad_sync STEP",
     ),
-    "a_first_batch_is_interrupted": (
-        "zero_grad_buffer",
-        "forward",
-        "backward_of_last_module",
-        "interrupted",
-        "guarded_rollout",
+    "disabling_twice": script("disable disable disable_without_sync"),
+    "enabling_twice": script("enable disable_without_sync enable enable forward"),
+    "a_module_added_later": script("add_module disable_without_sync enable forward"),
+    "hooks_gather_one_ahead": script("forward_first_module forward disable"),
+    "forced_sync_waits_for_a_gather": script("start_param_sync force_param_sync force_param_sync"),
+    "dispatching_a_gather_twice": script("start_param_sync start_param_sync"),
+    "dispatching_a_reduction_twice_at_first": script(
+        "TO_BACKWARD start_grad_sync start_grad_sync finish_grad_sync"
     ),
-    "a_reduction_in_flight_is_interrupted": (*STEP, *STEP[:3], "interrupted", "guarded_rollout"),
-    "disabling_and_enabling_twice": (
-        "guarded_disable",
-        "guarded_disable",
-        *STEP,
-        "guarded_disable",
-        "guarded_enable",
-        "guarded_enable",
-        "forward",
+    "dispatching_a_reduction_twice_later": script("STEP TO_BACKWARD start_grad_sync finish_grad_sync"),
+    "finishing_without_a_backward": script("STEP zero_grad_buffer forward finish_grad_sync"),
+    "a_first_batch_cut_short": script(
+        "zero_grad_buffer forward backward_of_last_module zero_grad_buffer",
     ),
-    "hooks_are_preserved": ("preserved_hooks", "guarded_disable", "preserved_hooks", "synchronize"),
+    "a_gather_left_outstanding": script("STEP forward_first_module STEP"),
+    "no_sync_left_open": script("STEP enter_no_sync forward backward finish_grad_sync zero_grad_buffer"),
+}
+GUARDED = {
+    "two_guarded_rollouts": script("guarded_rollout STEP guarded_rollout"),
+    "a_gather_in_flight_is_interrupted": script(
+        "STEP guarded_disable start_param_sync interrupted guarded_entry"
+    ),
+    "a_first_batch_is_interrupted": script(
+        "zero_grad_buffer forward backward_of_last_module interrupted guarded_rollout"
+    ),
+    "a_reduction_in_flight_is_interrupted": script("STEP TO_BACKWARD interrupted guarded_rollout"),
+    "disabling_and_enabling_twice": script(
+        "guarded_disable guarded_disable STEP guarded_disable guarded_enable guarded_enable forward"
+    ),
+    "hooks_are_preserved": script("preserved_hooks guarded_disable preserved_hooks synchronize"),
 }
 # While ``reentrant-train`` is applied.
-PATCHED: dict[str, Script] = {
+PATCHED = {
     "three_calls": OVERLAPPED["one_training_call"] * 3,
-    "disabling_twice": (*OVERLAPPED["disabling_twice"], *STEP, "disable"),
-    "enabling_twice": (*OVERLAPPED["enabling_twice"], *STEP),
-    "a_module_added_later": (*OVERLAPPED["a_module_added_later"], "add_module", "enable", "disable"),
+    "disabling_twice": OVERLAPPED["disabling_twice"] + script("STEP disable"),
+    "enabling_twice": OVERLAPPED["enabling_twice"] + STEP,
+    "a_module_added_later": OVERLAPPED["a_module_added_later"] + script("add_module enable disable"),
 }
-PLAIN: dict[str, Script] = {
-    "training": (*STEP, "start_param_sync", *STEP, "start_param_sync"),
-    "hooks_are_refused": ("enable", "disable", "disable_without_sync"),
-    "reductions_are_synchronous": ("start_grad_sync", "start_grad_sync", "finish_grad_sync"),
+PLAIN = {
+    "training": script("STEP start_param_sync STEP start_param_sync"),
+    "hooks_are_refused": script("enable disable disable_without_sync"),
+    "reductions_are_synchronous": script("start_grad_sync start_grad_sync finish_grad_sync"),
 }
 ALL = {**OVERLAPPED, **GUARDED}
 REDUCE_ONLY = (
@@ -247,15 +228,6 @@ def run_mock(options: dict[str, bool], expert: bool, script: Script) -> Any:
     return Run(ddp, calls).play(script)
 
 
-def run_real(cases: list[Any]) -> list[Any]:
-    """On a rank: every case on the real class."""
-    with cpu_backend():
-        from megatron.core import parallel_state
-
-        parallel_state.initialize_model_parallel()
-        return [_run(_run_real_case, case) for case in cases]
-
-
 def _run(run: Callable[[dict[str, bool], bool, Script], Any], case: Any) -> Any:
     kind, options, expert, _, script = case
     with applied("reentrant-train") if kind == "patched" else nullcontext():
@@ -263,10 +235,6 @@ def _run(run: Callable[[dict[str, bool], bool, Script], Any], case: Any) -> Any:
 
 
 def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> Any:
-    import torch
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer import TransformerConfig
-
     width = 4
     module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(3)))
     module[1].weight.allreduce = not expert
@@ -297,42 +265,31 @@ def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> An
     return Run(ddp, calls).play(script)
 
 
-@pytest.fixture(scope="module")
-def real_outcomes() -> dict[tuple[str, str], Any]:
-    [outcomes] = spawn_ranks(run_real, 1, CASES, timeout=240)
-    return {(case[0], case[3]): outcome for case, outcome in zip(CASES, outcomes, strict=True)}
+@on_ranks(1, timeout=240)
+def test_same_outcomes() -> None:
+    parallel_state.initialize_model_parallel()
+    real: dict[tuple[str, str], Any] = {}
+    for case in CASES:
+        kind, _, _, name, script = case
+        real[kind, name] = outcomes = _run(_run_real_case, case)
+        assert _run(run_mock, case) == outcomes, (kind, name)
+        if kind == "patched" or name in GUARDED:
+            assert [outcome for _, outcome, _ in outcomes] == [None] * len(script), (kind, name)
+    for name, error in FAILING.items():
+        assert error in [outcome for _, outcome, _ in real["overlapped", name]], name
 
 
-@pytest.mark.parametrize("case", CASES, ids=[f"{case[0]}-{case[3]}" for case in CASES])
-def test_same_outcomes(case: Any, real_outcomes: dict[tuple[str, str], Any]) -> None:
-    kind, _, _, name, script = case
-    outcomes = real_outcomes[kind, name]
-    assert _run(run_mock, case) == outcomes
-    if kind == "patched" or name in GUARDED:
-        assert [outcome for _, outcome, _ in outcomes] == [None] * len(script)
-
-
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("disabling_twice", ("KeyError", 0)),
-        ("enabling_twice", ("AssertionError", "")),
-        ("a_module_added_later", ("KeyError", 4)),
-        ("dispatching_a_gather_twice", ("AssertionError", "")),
-        (
-            "dispatching_a_reduction_twice_later",
-            ("AssertionError", "Should not have multiple communication calls outstanding at once"),
-        ),
-        (
-            "finishing_without_a_backward",
-            (
-                "AssertionError",
-                "Communication call has not been issued for this bucket (0/1 params have grad available)",
-            ),
-        ),
-    ],
-)
-def test_the_failing_scripts_fail(
-    name: str, error: object, real_outcomes: dict[tuple[str, str], Any]
-) -> None:
-    assert error in [outcome for _, outcome, _ in real_outcomes["overlapped", name]]
+FAILING: dict[str, tuple[str, object]] = {
+    "disabling_twice": ("KeyError", 0),
+    "enabling_twice": ("AssertionError", ""),
+    "a_module_added_later": ("KeyError", 4),
+    "dispatching_a_gather_twice": ("AssertionError", ""),
+    "dispatching_a_reduction_twice_later": (
+        "AssertionError",
+        "Should not have multiple communication calls outstanding at once",
+    ),
+    "finishing_without_a_backward": (
+        "AssertionError",
+        "Communication call has not been issued for this bucket (0/1 params have grad available)",
+    ),
+}

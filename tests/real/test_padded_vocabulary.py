@@ -6,53 +6,45 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
+from megatron_rl_patches.inference import (
+    forward_hidden_states,
+    forward_log_probs,
+    forward_topk,
+    output_head,
+)
 from megatron_rl_patches.losses import FullDistribution, full_vocabulary_divergence
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.real.test_scoring import _fill, _inference_model
+from tests.ranks import on_ranks
+from tests.real import tiny_gpt
+from tests.real.test_scoring import filled
 
 #: The model has 32 ids. The padding begins on the first rank, on a later one, and between two ranks.
 SIZES = (7, 16, 20, 31)
 
 
-def _scores(tp: int) -> list[list[torch.Tensor]]:
-    with cpu_backend():
-        from megatron.core import parallel_state
-
-        from megatron_rl_patches.inference import (
-            forward_hidden_states,
-            forward_log_probs,
-            forward_topk,
-            output_head,
-        )
-        from tests.real import tiny_gpt
-
-        options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=tp))
-        ddp, _ = tiny_gpt.build(options)
-        _fill(ddp, (parallel_state.get_tensor_model_parallel_rank(), tp))
-        model, group = _inference_model(options, ddp), parallel_state.get_tensor_model_parallel_group()
-        results = []
-        for size in SIZES:
-            tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
-            batch = [{"tokens": tokens, "lengths": [9, 6]}]
-            how: dict[str, Any] = {"vocab_size": size, "progress": False}
-            scores = forward_log_probs(model, batch, with_entropy=True, **how)
-            topk = forward_topk(model, batch, 5, **how)
-            at = forward_topk(model, batch, at=[of_sample.indices for of_sample in topk], **how)
-            hidden = torch.cat(forward_hidden_states(model, batch, progress=False))
-            (logits,) = FullDistribution.of(hidden, output_head(model)).logits()
-            turned = logits[torch.arange(len(logits)).flip(0)]
-            kl = full_vocabulary_divergence(logits, turned, num_ids=size, tp_group=group)
-            results.append([*scores.log_probs, *scores.entropy, kl])
-            for distribution in (*topk, *at):
-                results[-1] += [distribution.indices, distribution.log_probs, distribution.tail_log_prob]
-        return results
+def _scores(tp: int, size: int) -> list[torch.Tensor]:
+    _, model = filled(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=tp)))
+    group = parallel_state.get_tensor_model_parallel_group()
+    tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = [{"tokens": tokens, "lengths": [9, 6]}]
+    how: dict[str, Any] = {"vocab_size": size, "progress": False}
+    scores = forward_log_probs(model, batch, with_entropy=True, **how)
+    topk = forward_topk(model, batch, 5, **how)
+    at = forward_topk(model, batch, at=[of_sample.indices for of_sample in topk], **how)
+    hidden = torch.cat(forward_hidden_states(model, batch, progress=False))
+    (logits,) = FullDistribution.of(hidden, output_head(model)).logits()
+    turned = logits[torch.arange(len(logits)).flip(0)]
+    results = [*scores.log_probs, *scores.entropy]
+    results.append(full_vocabulary_divergence(logits, turned, num_ids=size, tp_group=group))
+    for distribution in (*topk, *at):
+        results += [distribution.indices, distribution.log_probs, distribution.tail_log_prob]
+    return results
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(lambda tp: tp)
 def test_tensor_parallel_ranks_score_as_one_rank_does(tp: int) -> None:
-    expected = spawn_ranks(_scores, 1, 1, timeout=120)[0]
-    for of_rank in spawn_ranks(_scores, tp, tp, timeout=120):
-        for size, found, values in zip(SIZES, of_rank, expected, strict=True):
-            for mine, theirs in zip(found, values, strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6, msg=f"vocab_size={size}")
+    for size in SIZES:
+        for mine, whole in zip(_scores(tp, size), _scores(1, size), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-5, atol=2e-6, msg=f"vocab_size={size}")

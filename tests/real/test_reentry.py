@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from megatron_rl_patches import Settings, applied
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-
-pytestmark = pytest.mark.runs("re-entry", ranks=[1, 2])
+from tests.ranks import on_ranks
+from tests.real import tiny_gpt
 
 ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
+NO_SYNC = "When overlap_grad_reduce is True, config.no_sync_func must be None"
 
 SLOW = pytest.mark.slow
 LAYOUTS = [
@@ -26,56 +25,23 @@ LAYOUTS = [
 ]
 
 
-@dataclass
-class Run:
-    """What one rank reports of a run."""
-
-    losses: list[float]
-    checksum: str
-    error: str = ""
-    gathers_from_hooks: int = 0
-    reduces_from_hooks: int = 0
-
-
-def _rollouts(options: Any, rollouts: int, steps: int) -> Run:
-    from tests.real import tiny_gpt
-
-    model, optimizer = tiny_gpt.build(options)
-    data = tiny_gpt.data_iterators(options)
-    run = Run([], "")
-    with tiny_gpt.counting_overlap() as overlap:
-        try:
-            for _ in range(rollouts):
-                run.losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
-        except (AssertionError, KeyError) as error:
-            run.error = f"{type(error).__name__}: {error}"
-    run.checksum = tiny_gpt.checksum(model, optimizer)
-    run.gathers_from_hooks = overlap.param_gathers
-    run.reduces_from_hooks = overlap.grad_reduces + overlap.scheduled_grad_reduces
-    return run
-
-
-def _compare(layout: dict[str, Any]) -> dict[str, Run]:
-    with cpu_backend():
-        from tests.real.tiny_gpt import Options, Parallelism
-
-        options = Options(parallelism=Parallelism(**layout))
-        runs = {
-            "uninterrupted": _rollouts(options, 1, ROLLOUTS * STEPS),
-            "unpatched": _rollouts(options, ROLLOUTS, STEPS),
-        }
-        with applied("reentrant-train", settings=SETTINGS):
-            runs["patched"] = _rollouts(options, ROLLOUTS, STEPS)
-        return runs
-
-
+@pytest.mark.runs("re-entry", ranks=[1, 2])
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
-    for runs in spawn_ranks(_compare, ranks, layout, timeout=120):
-        assert runs["unpatched"].error.startswith("AssertionError: When overlap_grad_reduce is True")
-        assert len(runs["unpatched"].losses) == STEPS
-        assert runs["patched"].error == ""
-        assert runs["patched"].losses == runs["uninterrupted"].losses
-        assert runs["patched"].checksum == runs["uninterrupted"].checksum
-        assert runs["patched"].gathers_from_hooks > 0
-        assert runs["patched"].reduces_from_hooks > 0
+    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout))
+
+    def trained(rollouts: int, steps: int) -> tuple[list[float], str]:
+        model, optimizer = tiny_gpt.build(options)
+        data, losses = tiny_gpt.data_iterators(options), []
+        for _ in range(rollouts):
+            losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
+        return losses, tiny_gpt.checksum(model, optimizer)
+
+    with pytest.raises(AssertionError, match=NO_SYNC):
+        trained(2, STEPS)
+    uninterrupted = trained(1, ROLLOUTS * STEPS)
+    with applied("reentrant-train", settings=SETTINGS), tiny_gpt.counting_overlap() as overlap:
+        assert trained(ROLLOUTS, STEPS) == uninterrupted
+    assert overlap.param_gathers > 0
+    assert overlap.grad_reduces + overlap.scheduled_grad_reduces > 0

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from importlib import metadata
 
+import megatron.core
 import pytest
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from tests.ranks import on_ranks
 
 
-def _version() -> str:
-    with cpu_backend():
-        import megatron.core
-
-        return megatron.core.__version__.partition("+")[0]
+def _assert_release(release: str) -> None:
+    assert megatron.core.__version__.partition("+")[0] == release
 
 
-@pytest.mark.parametrize(
-    "env", [pytest.param({}, id="forked"), pytest.param({"FRESH": "1"}, id="fresh", marks=pytest.mark.slow)]
-)
-def test_ranks_import_the_release_of_the_option(pytestconfig: pytest.Config, env: dict[str, str]) -> None:
-    release = pytestconfig.getoption("--megatron-core") or metadata.version("megatron-core")
-    assert spawn_ranks(_version, 1, env=env) == [release]
+@pytest.fixture
+def release(pytestconfig: pytest.Config) -> str:
+    return pytestconfig.getoption("--megatron-core") or metadata.version("megatron-core")
+
+
+@on_ranks(1)
+def test_forked_ranks_import_the_release_of_the_option(release: str) -> None:
+    _assert_release(release)
+
+
+@pytest.mark.slow
+@on_ranks(1, env={"FRESH": "1"})
+def test_fresh_ranks_import_it_too(release: str) -> None:
+    _assert_release(release)

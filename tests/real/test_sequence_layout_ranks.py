@@ -17,7 +17,7 @@ import torch.distributed.nn.functional
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import packed_log_probs_and_entropy
-from megatron_rl_patches.testing import spawn_ranks
+from tests.ranks import everywhere, on_ranks
 from tests.unit.losses.sequences.cp_reference import CORNERS, Case, Tensors
 from tests.unit.losses.sequences.test_responses import VOCAB, _dense, _microbatch, _weighted
 
@@ -120,11 +120,14 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
         all_reduce.assert_not_called()
 
 
-def _on_four_ranks() -> None:
+@on_ranks(4, megatron=False)
+def test_gathering_on_real_ranks() -> None:
+    assert VOCAB % 2 == 0, "TP 2 splits it"
+    assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
+    assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
     cp4 = dist.group.WORLD
     cp2, _ = dist.new_subgroups(2)  # 0 1, 2 3
     tp2, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    assert cp4 is not None
     for cp_size, group in ((2, cp2), (4, cp4)):
         for case in _cases(cp_size):
             _check_gathering(case, group)
@@ -135,44 +138,25 @@ def _on_four_ranks() -> None:
     _check_wrong_groups(cp2, cp4)
 
 
-def test_gathering_on_real_ranks() -> None:
-    assert VOCAB % 2 == 0, "TP 2 splits it"
-    assert any(0 in layout.local_lengths for case in _cases(4) for layout in case.layouts())
-    assert any(not sum(layout.local_lengths) for case in _cases(4) for layout in case.layouts())
-    spawn_ranks(_on_four_ranks, 4, timeout=120)
-
-
 # Rank 0 holds nothing but prompt, rank 1 the response.
 LONG_PROMPT = Case((12,), (4,), cp_size=2, scheme="all-gather")
 
 
-def _grad_on_some_ranks_only() -> dict[str, Any]:
+@on_ranks(2, megatron=False)
+def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
     layout = LONG_PROMPT.layout(dist.get_rank())
     count = len(layout.response_index)
+    assert everywhere(count) == [0, 4]
     log_probs = torch.zeros(count, requires_grad=True)
     entropy = torch.ones(count)  # without gradient, its coefficient is zero
-    found: dict[str, Any] = {"tokens": count}
-    (gathered,) = layout.gather_responses(entropy, dist.group.WORLD)
-    found["metric"] = gathered.requires_grad
-    (log_probs.sum() + gathered.sum()).backward()
-    for name, values, placeholder in (
-        # What says nothing on the rank without tokens, and what says the wrong thing.
-        ("grad, bare placeholder", log_probs * 2, torch.zeros(0)),
-        ("no grad, placeholder with grad", entropy, torch.zeros(0, requires_grad=True)),
+    # What says nothing on the rank without tokens, and what says the wrong thing.
+    for values, requires_grad in (
+        (entropy, False),
+        (log_probs * 2 if count else torch.zeros(0), True),
+        (entropy if count else torch.zeros(0, requires_grad=True), False),
     ):
-        (gathered,) = layout.gather_responses(values if count else placeholder, dist.group.WORLD)
-        found[name] = gathered.requires_grad
+        (gathered,) = layout.gather_responses(values, dist.group.WORLD)
+        assert gathered.requires_grad == requires_grad
         (log_probs.sum() + gathered.sum()).backward()
-    found["gradient"] = log_probs.grad.tolist()
-    return found
-
-
-def test_backward_does_not_wait_for_ranks_without_gradient() -> None:
-    prompt, response = spawn_ranks(_grad_on_some_ranks_only, 2, timeout=120)
-    assert (prompt["tokens"], response["tokens"]) == (0, 4)
-    for rank in (prompt, response):
-        assert not rank["metric"]
-        assert rank["grad, bare placeholder"]
-        assert not rank["no grad, placeholder with grad"]
     # 1 from each of three losses' own sums, and 2 from the gathered values of the losses of both ranks.
-    assert response["gradient"] == [3 + 2 * 2] * 4
+    assert log_probs.grad.tolist() == [3 + 2 * 2] * count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
-from tests.real.live_bytes import live_bytes
-from tests.real.small_models import by_speed
+from megatron_rl_patches.inference import (
+    TeacherPool,
+    estimate_memory,
+    forward_log_probs,
+    load_inference_checkpoint,
+    memory_report,
+    output_head,
+)
+from tests.ranks import on_ranks
+from tests.real import checkpoints, tiny_gpt
+from tests.real.test_scoring import by_speed
+from tests.unit.losses.live_bytes import reachable_bytes
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank": (1, {}),
@@ -40,85 +48,69 @@ def _equal(left: Any, right: Any) -> bool:
     return all(torch.equal(*pair) for pair in zip(left, right, strict=True))
 
 
-def _compare(sizes: dict[str, Any], folder: str) -> None:
-    with cpu_backend():
-        from megatron_rl_patches.inference import (
-            TeacherPool,
-            estimate_memory,
-            forward_log_probs,
-            load_inference_checkpoint,
-            memory_report,
-            output_head,
-        )
-        from tests.real import checkpoints, tiny_gpt
+@pytest.mark.parametrize("layout", by_speed(list(LAYOUTS), fast=("TP 2",)))
+@on_ranks(lambda layout: LAYOUTS[layout][0], timeout=180)
+def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> None:
+    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**LAYOUTS[layout][1]), bf16=True)
+    tiny_gpt.initialize(options.parallelism, seed=7)
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
 
-        options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes), bf16=True)
-        tiny_gpt.initialize(options.parallelism, seed=7)
-        tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
-        microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
+    def scores(model: Sequence[torch.nn.Module]) -> Any:
+        found = forward_log_probs(model, microbatches, progress=False)
+        return None if found is None else found.log_probs
 
-        def scores(model: Sequence[torch.nn.Module]) -> Any:
-            found = forward_log_probs(model, microbatches, progress=False)
-            return None if found is None else found.log_probs
+    alone = tiny_gpt.inference_model(options)
+    expected, states = {}, {}
+    for seed, name in enumerate(TEACHERS):
+        _initialize(alone, seed)
+        expected[name] = scores(alone), _bits(alone)
+        states[name] = [
+            {key: value.clone() for key, value in chunk.module.state_dict().items() if value is not None}
+            for chunk in alone
+        ]
+    checkpoints.save_torch_dist(alone, None, tmp_path, 3)
 
-        alone = tiny_gpt.inference_model(options)
-        expected, states = {}, {}
-        for seed, name in enumerate(TEACHERS):
-            _initialize(alone, seed)
-            expected[name] = scores(alone), _bits(alone)
-            states[name] = [
-                {key: value.clone() for key, value in chunk.module.state_dict().items() if value is not None}
-                for chunk in alone
-            ]
-        checkpoints.save_torch_dist(alone, None, Path(folder), 3)
+    bytes_without = reachable_bytes()
+    pool = TeacherPool(tiny_gpt.inference_model(options))
+    model_bytes = reachable_bytes() - bytes_without
+    weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
+    assert model_bytes == sum(weight.nbytes for weight in weights)
+    addresses = [weight.data_ptr() for weight in weights]
+    for number, name in enumerate(TEACHERS, 1):
+        if name == "b":  # as loaders of Hugging Face weights do it
+            for chunk, state in zip(pool.model, states[name], strict=True):
+                for key, weight in chunk.module.named_parameters():
+                    weight.data.copy_(state[key])
+        pool.add(name, {"b": None, "d": tmp_path}.get(name, states[name]))
+        with pool.use(name):
+            scores(pool.model)
+        assert reachable_bytes() - bytes_without == (1 + number) * model_bytes
+    assert [weight.data_ptr() for weight in weights] == addresses
+    assert len({found.sum().item() for _, bits in expected.values() for found in bits[:1]}) == 4
 
-        bytes_without = live_bytes()
-        pool = TeacherPool(tiny_gpt.inference_model(options))
-        model_bytes = live_bytes() - bytes_without
-        weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
-        assert model_bytes == sum(weight.nbytes for weight in weights)
-        addresses = [weight.data_ptr() for weight in weights]
-        for number, name in enumerate(TEACHERS, 1):
-            if name == "b":  # as loaders of Hugging Face weights do it
-                for chunk, state in zip(pool.model, states[name], strict=True):
-                    for key, weight in chunk.module.named_parameters():
-                        weight.data.copy_(state[key])
-            pool.add(name, {"b": None, "d": Path(folder)}.get(name, states[name]))
-            with pool.use(name):
-                scores(pool.model)
-            assert live_bytes() - bytes_without == (1 + number) * model_bytes
-        assert [weight.data_ptr() for weight in weights] == addresses
-        assert len({found.sum().item() for _, bits in expected.values() for found in bits[:1]}) == 4
-
-        for name in (*TEACHERS, *reversed(TEACHERS)):
-            with pool.use(name) as model:
-                assert _equal(scores(model), expected[name][0])
-                assert _equal(_bits(model), expected[name][1])
-        before = live_bytes()
-        heads = {name: pool.head(name) for name in TEACHERS}
-        assert live_bytes() - before == pool.head_bytes
-        [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
-        assert estimated.with_teachers.device.teacher_heads == pool.head_bytes
-        assert estimated.with_teachers.host.teachers == pool.host_bytes
-        reported = memory_report(pool=pool).teachers
-        assert reported is not None
-        assert (reported.weights, reported.heads) == (pool.host_bytes, pool.head_bytes)
-        for name, head in heads.items():
-            with pool.use(name) as model:
-                own = output_head(model)
-            assert (own is None) == (head is None)
-            assert own is None or head is None or torch.equal(own.weight, head.weight)
-        pool.remove("c")
-        assert pool.head_bytes == sum(heads[name].nbytes for name in "abd" if heads[name] is not None)  # type: ignore[union-attr]
-        load_inference_checkpoint(pool.model, folder)
-        assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
-        with pool.use("b") as model, pool.use("a"), pool.use("b"):
-            assert _equal(_bits(model), expected["b"][1])
-        assert _equal(_bits(pool.model), expected["d"][1])
-
-
-@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("TP 2",)))
-def test_pooled_teachers_score_as_they_do_alone(layout: str) -> None:
-    ranks, sizes = LAYOUTS[layout]
-    with tempfile.TemporaryDirectory() as folder:
-        spawn_ranks(_compare, ranks, sizes, folder, timeout=180)
+    for name in (*TEACHERS, *reversed(TEACHERS)):
+        with pool.use(name) as model:
+            assert _equal(scores(model), expected[name][0])
+            assert _equal(_bits(model), expected[name][1])
+    before = reachable_bytes()
+    heads = {name: pool.head(name) for name in TEACHERS}
+    assert reachable_bytes() - before == pool.head_bytes
+    [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
+    assert estimated.with_teachers.device.teacher_heads == pool.head_bytes
+    assert estimated.with_teachers.host.teachers == pool.host_bytes
+    reported = memory_report(pool=pool).teachers
+    assert reported is not None
+    assert (reported.weights, reported.heads) == (pool.host_bytes, pool.head_bytes)
+    for name, head in heads.items():
+        with pool.use(name) as model:
+            own = output_head(model)
+        assert (own is None) == (head is None)
+        assert own is None or head is None or torch.equal(own.weight, head.weight)
+    pool.remove("c")
+    assert pool.head_bytes == sum(heads[name].nbytes for name in "abd" if heads[name] is not None)  # type: ignore[union-attr]
+    load_inference_checkpoint(pool.model, tmp_path)
+    assert pool.resident is None, "weights that a loader brought were taken for a teacher's"
+    with pool.use("b") as model, pool.use("a"), pool.use("b"):
+        assert _equal(_bits(model), expected["b"][1])
+    assert _equal(_bits(pool.model), expected["d"][1])

@@ -15,7 +15,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
-from megatron_rl_patches.testing import spawn_ranks
+from tests.ranks import everywhere, on_ranks
 from tests.real.sent_bytes import sent_bytes
 from tests.unit.losses.logits.dense import IGNORE, errors
 from tests.unit.losses.logits.test_log_probs import (
@@ -38,30 +38,20 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks(lambda tp_size: tp_size, megatron=False)
 def test_ranks(tp_size: int) -> None:
-    first, *others = spawn_ranks(check_all, tp_size)
-    for other in others:
-        assert len(other) == len(first) > 0
-        assert all(map(_same_bits, other, first))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.numpy().tobytes() == b.numpy().tobytes()
-
-
-def check_all() -> list[Tensor]:
-    """Every check, and the values that must be the same bits on all ranks."""
-    # For a group of one rank, too.
-    group = dist.new_group(list(range(dist.get_world_size())))
+    group = dist.new_group(list(range(tp_size)))
     check_dense(group)
     check_extremes(group)
     check_ties_of_partitions(group)
     check_poisons(group)
     check_no_rows(group)
     check_refusals(group)
-    if group.size() > 1:
+    if tp_size > 1:
         check_refused_on_one_rank(group)
-    return check_collectives(group)
+    values = check_collectives(group)
+    # All ranks have the same bits.
+    assert len(set(everywhere(b"".join(value.numpy().tobytes() for value in values)))) == 1
 
 
 def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
@@ -130,7 +120,6 @@ def check_poisons(group: dist.ProcessGroup) -> None:
             part = logits[:, mine(group)].clone().requires_grad_()
             found = vocab_parallel_log_probs_and_entropy(part, torch.arange(T), tp_group=group, fused=False)
             sum(values.sum() for values in found).backward()
-            assert part.grad is not None
             for values in (*found, part.grad.sum(1)):
                 assert torch.equal(values.isnan(), not_finite)
 

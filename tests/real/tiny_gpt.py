@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +72,7 @@ class Options:
     mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
     deallocate_pipeline_outputs: bool = False
     recompute: bool = False  # all transformer layers, in the backward pass
+    config: dict[str, Any] = field(default_factory=dict)  # further fields of TransformerConfig
     lr: float = 5e-3
     seed: int = 1234
 
@@ -148,13 +149,7 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
         check_for_nan_in_grad=True,
         bucket_size=BUCKET,
     )
-    stages = [None] if sizes.vpp is None else list(range(sizes.vpp))
-    chunks = [_chunk(config, sizes, stage, options.tied).cuda() for stage in stages]
-    for chunk in chunks:
-        if options.frozen_head and chunk.post_process:
-            chunk.output_layer.requires_grad_(False)
-    if options.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    chunks = bare_chunks(options, config)
     # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
     model = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -172,12 +167,43 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
     return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
 
 
+def bare_chunks(options: Options, config: TransformerConfig) -> list[Any]:
+    """Return what ``get_model(..., wrap_with_ddp=False)`` of every release comes to."""
+    chunks = []
+    for stage in [None] if options.parallelism.vpp is None else range(options.parallelism.vpp):
+        chunk = _chunk(config, options.parallelism, stage, options.tied).cuda()
+        if stage is not None:
+            chunk.vp_stage = stage
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if options.frozen_head and chunk.post_process:
+            chunk.output_layer.requires_grad_(False)
+        chunks.append(Float16Module(config, chunk) if options.bf16 else chunk)
+    return chunks
+
+
+def provider(options: Options) -> Callable[..., GPTModel]:
+    """Return a model provider, as a user writes it and ``get_model`` calls it."""
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        config: Any = None,
+        vp_stage: int | None = None,
+        **unused: Any,
+    ) -> GPTModel:
+        ends = {"pre_process": pre_process, "post_process": post_process}
+        return _chunk(config, options.parallelism, vp_stage, options.tied, **ends)
+
+    return provide
+
+
 def inference_model(options: Options, device: str | None = None) -> list[Any]:
     """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
     from megatron_rl_patches.inference import build_inference_model
 
     return build_inference_model(
-        lambda config, vp_stage=None: _chunk(config, options.parallelism, vp_stage),
+        provider(options),
         _transformer_config(options),
         dtype="bf16" if options.bf16 else "fp32",
         device=device,
@@ -193,43 +219,51 @@ def trains_mtp_without_labels() -> bool:
 def _transformer_config(options: Options) -> TransformerConfig:
     sizes = options.parallelism
     interleaved = sizes.vpp is not None
-    return TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        attention_dropout=options.dropout,
-        hidden_dropout=options.dropout,
-        tensor_model_parallel_size=sizes.tp,
-        pipeline_model_parallel_size=sizes.pp,
-        virtual_pipeline_model_parallel_size=sizes.vpp,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        sequence_parallel=sizes.sequence_parallel,
-        bf16=options.bf16,
-        calculate_per_token_loss=options.calculate_per_token_loss,
-        params_dtype=options.dtype,
-        pipeline_dtype=options.dtype,
+    fields = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "attention_dropout": options.dropout,
+        "hidden_dropout": options.dropout,
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vpp,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "sequence_parallel": sizes.sequence_parallel,
+        "bf16": options.bf16,
+        "calculate_per_token_loss": options.calculate_per_token_loss,
+        "params_dtype": options.dtype,
+        "pipeline_dtype": options.dtype,
         # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.
-        overlap_p2p_comm=interleaved,
-        batch_p2p_comm=not interleaved,
-        num_moe_experts=options.experts,
-        moe_token_dispatcher_type=options.dispatcher,
-        add_bias_linear=options.experts is None,
-        mtp_num_layers=1 if options.mtp else None,
-        deallocate_pipeline_outputs=options.deallocate_pipeline_outputs,
-        recompute_granularity="full" if options.recompute else None,
-        recompute_method="uniform" if options.recompute else None,
-        recompute_num_layers=1 if options.recompute else None,
-    )
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "num_moe_experts": options.experts,
+        "moe_token_dispatcher_type": options.dispatcher,
+        "add_bias_linear": options.experts is None,
+        "mtp_num_layers": 1 if options.mtp else None,
+        "deallocate_pipeline_outputs": options.deallocate_pipeline_outputs,
+        "recompute_granularity": "full" if options.recompute else None,
+        "recompute_method": "uniform" if options.recompute else None,
+        "recompute_num_layers": 1 if options.recompute else None,
+    }
+    return TransformerConfig(**(fields | options.config))
 
 
-def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None, tied: bool = False) -> GPTModel:
+def _chunk(
+    config: TransformerConfig, sizes: Parallelism, stage: int | None, tied: bool = False, **ends: bool
+) -> GPTModel:
+    """``ends`` are pre_process and post_process, if a caller knows them."""
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     if sizes.cp > 1:
         layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
     stages = sizes.vpp or 1
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    ends = ends or {
+        "pre_process": pp_rank == 0 and stage in (None, 0),
+        "post_process": pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
+    }
     numbered: dict[str, Any] = {} if stage is None else {"vp_stage": stage}
     if "vp_stage" not in inspect.signature(GPTModel).parameters:
         # Up to 0.12 stages are numbered by a global.
@@ -243,10 +277,9 @@ def _chunk(config: TransformerConfig, sizes: Parallelism, stage: int | None, tie
         ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
-        pre_process=pp_rank == 0 and stage in (None, 0),
-        post_process=pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
         share_embeddings_and_output_weights=tied,
         **numbered,
+        **ends,
     )
 
 

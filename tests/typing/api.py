@@ -1,94 +1,275 @@
-"""The public API as users write it. mypy checks this file, and nobody runs it."""
+"""The public API as users write it: names, parameters, results. mypy checks this file, and nobody runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import megatron_rl_patches as patches
-from megatron_rl_patches import inference, losses, reentry, testing
+import megatron_rl_patches
+from megatron_rl_patches import (
+    MegatronRLPatchesError,
+    Patch,
+    PatchError,
+    Settings,
+    applied,
+    apply,
+    available,
+    revert,
+    status,
+    verify_ranks,
+)
+from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
+from megatron_rl_patches.inference import (
+    TeacherPool,
+    build_inference_model,
+    estimate_memory,
+    forward_hidden_states,
+    forward_log_probs,
+    forward_topk,
+    load_inference_checkpoint,
+    memory_report,
+    output_head,
+)
+from megatron_rl_patches.losses import (
+    DeferredLogits,
+    DistillationBatch,
+    DistillationOptions,
+    FullDistribution,
+    OutputHead,
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    TopKDistribution,
+    average_metrics,
+    checkpointed,
+    deferred_logits,
+    distillation_loss,
+    estimate_kl,
+    forward_kl,
+    full_vocabulary_divergence,
+    generalized_kl,
+    group_advantages,
+    importance_weighted_reverse_kl,
+    jensen_shannon,
+    make_distillation_loss_func,
+    make_loss_func,
+    mean_count,
+    mix_teachers,
+    opd_advantages,
+    packed_log_probs_and_entropy,
+    policy_loss,
+    reverse_kl,
+    route_teachers,
+    token_weights,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
+from megatron_rl_patches.testing import (
+    MockBucketGroup,
+    MockConfig,
+    MockDDP,
+    MockDDPConfig,
+    MockFloat16Module,
+    MockModule,
+    MockOptimizer,
+    RanksFailed,
+    cpu_backend,
+    spawn_ranks,
+)
+
+Model = Sequence[torch.nn.Module]
 
 
-def apply_and_revert() -> None:
-    settings = patches.Settings(strict=True, train_functions=["my_rl.model:train"], opd_top_k=64)
-    for site in patches.apply("lean-loss", exclude=("lean-head",), settings=settings, strict=True):
-        line: str = f"{site.patch} {site.framework} {site.target} {site.state} {site.reason}"
-    with patches.applied("reentrant-train") as sites:
-        states: list[str] = [site.state for site in sites]
-    summaries: dict[str, str] = patches.available()
-    patches.verify_ranks()
-    patches.revert("lean-loss")
-    error: type[patches.MegatronRLPatchesError] = patches.PatchError
-    del line, states, summaries, error, patches.status()[:]
-
-
-patch = patches.Patch(name="mine", summary="one line")
-
-
-@reentry.reentrant_train
-def train(model: list[torch.nn.Module], optimizer: Any, batches: Iterator[Tensor]) -> float:
-    return 0.0
-
-
-def train_again(model: list[torch.nn.Module], batches: Iterator[Tensor]) -> float:
-    with reentry.reentrant_train(model, optimizer=None), reentry.preserved_hooks(model):
-        return train(model, None, batches)
-
-
-def score(provider: Any, config: Any, group: dist.ProcessGroup) -> None:
-    model = inference.build_inference_model(provider, config, dtype="bf16", device="cuda")
-    inference.load_inference_checkpoint(model, "checkpoints/teacher")
-    scores = inference.forward_log_probs(model, [], temperature=0.7, with_entropy=True)
-    topk = inference.forward_topk(model, [], 64)
-    hidden = inference.forward_hidden_states(model, [])
-    pool = inference.TeacherPool(model)
-    pool.add("math")
-    with pool.use("math"):
-        head = inference.output_head(model)
-    memory = inference.estimate_memory(config)
-    report = inference.memory_report()
-    del scores, topk, hidden, head, memory, report
-
-
-def loss(
-    logits: Tensor, hidden: Tensor, weight: Tensor, tokens: list[Tensor], group: dist.ProcessGroup
-) -> Any:
-    targets = torch.cat(tokens)
-    log_probs: Tensor = losses.vocab_parallel_log_probs(logits, targets, tp_group=group, temperature=0.7)
-    with_entropy: tuple[Tensor, Tensor] = losses.vocab_parallel_log_probs_and_entropy(
-        losses.deferred_logits(hidden, weight, tp_group=group), targets, tp_group=group
-    )
-    teacher: losses.TopKDistribution = losses.vocab_parallel_topk(logits, 64, tp_group=group)
-    at_ids, tail = losses.vocab_parallel_log_probs_at(logits, teacher.indices, with_tail=True)
-    divergence: Tensor = losses.reverse_kl(at_ids, tail, losses.mix_teachers([teacher, teacher], [0.3, 0.7]))
-    exact: Tensor = losses.full_vocabulary_divergence(
-        logits, [logits], divergence="skewed_forward_kl", beta=0.1
-    )
-    layout = losses.SequenceLayout.build([4, 7], [2, 3], cp_size=1)
-    batch = losses.PolicyBatch(loss_masks=tokens, advantages=tokens)
-    policy = losses.make_loss_func(
-        tokens, layout, batch, losses.PolicyOptions(), tp_group=group, recompute=True
-    )
-    distillation = losses.make_distillation_loss_func(
-        layout, losses.DistillationBatch([[teacher]], tokens), losses.DistillationOptions("jensen_shannon")
-    )
-    total, count, metrics = losses.checkpointed(policy)(logits)
-    del log_probs, with_entropy, divergence, exact, total, count, metrics
-    return distillation(logits)
-
-
-def on_every_rank(tensor_parallel: int) -> int:
-    with testing.cpu_backend():
-        chunk = testing.MockDDP(testing.MockModule(), testing.MockConfig())
-    return tensor_parallel + len(list(chunk.modules()))
-
-
-def run_ranks() -> list[int]:
+def patches() -> None:
+    settings = Settings(strict=True, train_functions=("my_rl.loop:train",), warn=False)
+    for site in apply("reentrant-train", exclude=["lean-loss"], settings=settings, strict=False):
+        names: tuple[str, str, str] = site.patch, site.framework, site.target
+        print(*names, site.state, site.reason)
+    with applied(settings=settings) as sites:
+        print([site.is_fault for site in sites])
     try:
-        return testing.spawn_ranks(on_every_rank, 2, 1, timeout=60)
-    except testing.RanksFailed as failure:
-        raise SystemExit(str(failure)) from failure
+        verify_ranks()
+        verify_ranks(dist.group.WORLD)
+    except PatchError as error:
+        base: MegatronRLPatchesError = error
+        raise base from None
+    summaries: dict[str, str] = available()
+    version: str = megatron_rl_patches.__version__
+    revert("lean-loss")
+    revert()
+    print(summaries, version, [site.state for site in status()])
+
+
+def a_patch() -> Patch:
+    return Patch("my-patch", "what it does", upstream=("owner/repository#1",))
+
+
+def hooks(args: Any, model: list[Any]) -> list[Any]:
+    on_megatron_init()
+    on_megatron_init(args)
+    chunks: list[Any] = pre_wrap(model)
+    return chunks
+
+
+def own_loop(model: Model, optimizer: Any, step: Callable[[], float]) -> Iterator[float]:
+    with reentrant_train(model, optimizer=optimizer):
+        yield step()
+    with preserved_hooks(model):
+        pass
+
+
+@reentrant_train
+def train(model: Model, optimizer: Any) -> list[float]:
+    return []
+
+
+def decorate(loop: Callable[[Model], float], optimizer: Any) -> Callable[[Model], float]:
+    return reentrant_train(loop, optimizer=optimizer)
+
+
+def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> None:
+    model: list[torch.nn.Module] = build_inference_model(provider, config, dtype="bf16", device="cuda")
+    build_inference_model(provider, config, pre_wrap=lambda chunks: None, perform_initialization=True)
+    iteration: int = load_inference_checkpoint(model, path, format="torch_dist", ckpt_step=7, exact=True)
+    load_inference_checkpoint(model[0], str(path))
+    microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
+    scores = forward_log_probs(model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000)
+    if scores is not None:
+        log_probs: list[Tensor] = scores.log_probs
+        entropy: list[Tensor] | None = scores.entropy
+        print(log_probs, entropy)
+    topk: list[TopKDistribution] | None = forward_topk(model, microbatches, 64, progress=False)
+    if topk is not None:
+        forward_topk(model, microbatches, at=topk)
+        forward_topk(model, microbatches, at=[distribution.indices for distribution in topk])
+    hidden: list[Tensor] | None = forward_hidden_states(model, microbatches, output_device="cpu")
+    head: OutputHead | None = output_head(model)
+    if hidden is not None and head is not None:
+        one = FullDistribution.of(torch.cat(hidden), head)
+        parts: list[FullDistribution] = one.split([3, 4])
+        whole: FullDistribution = FullDistribution.cat(parts)
+        print(whole.nbytes, iteration)
+
+    pool = TeacherPool(model)
+    pool.add("math", path)
+    pool.add("code", lambda chunks: None)
+    with pool.use("math"):
+        resident: str | None = pool.resident
+    of_pool: OutputHead | None = pool.head("code")
+    names: list[str] = pool.names
+    pool.remove("code")
+    sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
+    print("math" in pool, resident, of_pool, names, sizes, memory_report(pool=pool).teachers)
+    for stage in estimate_memory(model, teachers=2, teacher_heads=True).stages:
+        total: int = stage.training.device.total - stage.inference_only.device.total
+        print(total)
+
+
+def log_probs(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
+    rows = torch.arange(4)
+    values: Tensor = vocab_parallel_log_probs(logits, targets, tp_group=group, rows=rows, temperature=0.7)
+    both: tuple[Tensor, Tensor] = vocab_parallel_log_probs_and_entropy(
+        logits, targets, rows=slice(2, 6), keep_mask=logits > 0, entropy_grad=False, inplace_backward=True
+    )
+    topk: TopKDistribution = vocab_parallel_topk(logits, 64, tp_group=group)
+    at = vocab_parallel_log_probs_at(logits, topk.indices, with_tail=True)
+    tensors: tuple[Tensor, Tensor, Tensor] = topk.indices, topk.log_probs, topk.tail_log_prob
+    parts: list[TopKDistribution] = topk.split([2, 2])
+    whole: TopKDistribution = TopKDistribution.cat(parts)
+    lean: DeferredLogits = deferred_logits(
+        torch.zeros(8, 2, 4), torch.zeros(10, 4), bias=None, tp_group=group, sequence_parallel=True
+    )
+    is_deferred: bool = lean.is_deferred
+    print(values, both, at, tensors, whole.k, len(whole), whole[1:], is_deferred)
+
+
+def layouts(logits: Tensor, tokens: list[Tensor]) -> None:
+    layout = SequenceLayout.build([6, 9], [3, 5], cp_rank=0, cp_size=2, allgather_cp=True)
+    SequenceLayout.build([6, 9], [3, 5], qkv_format="bshd", max_seq_lens=[9, 9])
+    log_probs, entropies = packed_log_probs_and_entropy(logits, tokens, layout, temperature=0.7)
+    no_entropies: list[Tensor] | None = entropies
+    rows: Tensor = layout.response_rows
+    parts: list[Tensor] = layout.split_responses(torch.zeros(8))
+    gathered: list[Tensor] = layout.gather_responses(parts, dist.group.WORLD)
+    zigzag: list[Tensor] = layout.to_zigzag(gathered)
+    print(log_probs, no_entropies, rows, zigzag, layout.response_targets(tokens))
+
+
+def policy(logits: Tensor, tokens: list[Tensor], layout: SequenceLayout) -> dict[str, float]:
+    masks = [torch.ones(3), torch.ones(5)]
+    # One advantage per response, as the documentation has it; the annotation knows one per token only.
+    batch = PolicyBatch(torch.tensor([1.0, -1.0]), masks, old_log_probs=masks)  # type: ignore[arg-type]
+    options = PolicyOptions(objective="gspo", clip_high=0.28, normalization="sequence", kl_estimator="k3")
+    loss, count, metrics = policy_loss(masks, batch, options, entropies=masks)
+    normalizer: float = mean_count(masks, 4, "token")
+    loss_func = make_loss_func(tokens, layout, batch, options, recompute=True, normalizer=normalizer)
+    of_func: tuple[Tensor, Tensor, dict[str, Tensor]] = loss_func(logits)
+    weights, number = token_weights(masks, "constant", constant_length=8)
+    advantages: Tensor = group_advantages(torch.ones(4), torch.zeros(4), divide_by_std=False)
+    kl: Tensor = estimate_kl(torch.zeros(3), "k2")
+    print(loss, count, of_func, weights, number, advantages, kl)
+    return average_metrics([metrics])
+
+
+def distillation(logits: Tensor, teacher: list[TopKDistribution], layout: SequenceLayout) -> None:
+    options = DistillationOptions("jensen_shannon", beta=0.3, teacher_weights=(3.0, 1.0))
+    masks = [torch.ones(3), torch.ones(5)]
+    batch = DistillationBatch([teacher, teacher], masks, old=teacher)
+    loss_func = make_distillation_loss_func(layout, batch, options, temperature=0.7)
+    of_func: tuple[Tensor, Tensor, dict[str, Tensor]] = loss_func(logits)
+    loss, count, metrics = distillation_loss(masks, masks, batch, options)
+    routed: list[TopKDistribution] = route_teachers(
+        ["math", "code"], {"math": teacher, "code": {1: teacher[1]}}
+    )
+    mixed: TopKDistribution = mix_teachers(teacher, [0.2, 0.8])
+    one = teacher[0]
+    divergences: list[Tensor] = [
+        reverse_kl(masks[0], masks[0], one),
+        forward_kl(masks[0], masks[0], one),
+        generalized_kl(masks[0], masks[0], one),
+        jensen_shannon(masks[0], masks[0], one, beta=0.1),
+        importance_weighted_reverse_kl(masks[0], masks[0], one, one),
+        opd_advantages(masks[0], masks[0]),
+        full_vocabulary_divergence(logits, [logits, logits], divergence="forward_kl", teacher_weights=[1, 2]),
+    ]
+    print(of_func, loss, count, metrics, routed, mixed, divergences)
+
+
+@checkpointed
+def loss_of(logits: Tensor, scale: float) -> Tensor:
+    return logits.sum() * scale
+
+
+@checkpointed(early_stop=False, preserve_rng_state=True)
+def other_loss_of(logits: Tensor) -> Tensor:
+    return logits.sum()
+
+
+def recomputed(logits: Tensor) -> Tensor:
+    return loss_of(logits, scale=2.0) + other_loss_of(logits)
+
+
+def on_a_rank(number: int, scale: float = 1.0) -> float:
+    with cpu_backend():
+        return number * scale
+
+
+def unit_tests() -> None:
+    try:
+        results: list[Any] = spawn_ranks(on_a_rank, 2, 3, scale=2.0, timeout=60, env={"NAME": "value"})
+    except RanksFailed as failed:
+        ranks: tuple[int, ...] = failed.ranks
+        raise SystemExit(ranks) from failed
+    module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
+    ddp = MockDDP(MockFloat16Module(module), MockConfig(), overlap_param_gather=True)
+    optimizer = MockOptimizer([ddp])
+    groups: list[MockBucketGroup] = ddp.bucket_groups
+    print(results, optimizer.calls, groups, MockDDPConfig(overlap_grad_reduce=False))

@@ -1,10 +1,13 @@
-"""Bytes that a call allocates and has not freed: as torch's allocators report, compiled kernels' too."""
+"""Bytes that tensors hold: of one call as the allocator reports them, and of everything in this process."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch.autograd.profiler import profile
 
 
@@ -14,6 +17,7 @@ class LiveBytes(NamedTuple):
 
 
 def live_bytes(call: Callable[[], Any]) -> LiveBytes:
+    """Bytes that a call allocates and has not freed, those of compiled kernels included."""
     with profile(profile_memory=True) as profiled:
         result = call()
     assert profiled.kineto_results is not None
@@ -24,3 +28,28 @@ def live_bytes(call: Callable[[], Any]) -> LiveBytes:
         peak = max(peak, live)
     del result
     return LiveBytes(peak, live)
+
+
+def reachable_bytes() -> int:
+    """Sum over the storages of all tensors that the garbage collector can reach; views count once.
+
+    Parameters, gradient buffers and optimizer state are all reachable. Take the difference to a baseline.
+    Gloo's threads let go of a collective's tensors a little after the collective: wait until they have.
+    """
+    total = _reachable_bytes()
+    while True:
+        time.sleep(0.02)
+        before, total = total, _reachable_bytes()
+        if total == before:
+            return total
+
+
+def _reachable_bytes() -> int:
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # isinstance() would ask proxies for their class, which some answer with a warning or an import.
+        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

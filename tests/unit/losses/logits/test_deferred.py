@@ -276,7 +276,6 @@ def test_rows_that_nobody_asked_for_are_not_computed() -> None:
     loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS[rows], rows=rows).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     for name, tensor in tensors.items():
-        assert tensor.grad is not None
         assert tensor.grad.isfinite().all(), name
 
 

@@ -64,7 +64,6 @@ def test_forward_leaves_the_logits_alone(leaf: Tensor) -> None:
 def test_a_reshaped_whole_is_no_part(leaf: Tensor, reshaped: Callable[[Tensor], Tensor]) -> None:
     """As frameworks take their model's ``[1, T, V]`` or ``[T, 1, V]`` to ``[T, V]``."""
     in_place(reshaped(leaf)).backward()
-    assert leaf.grad is not None
     assert torch.allclose(leaf.grad, expected_gradient(leaf), rtol=1e-6, atol=0)
 
 
@@ -101,7 +100,6 @@ def test_a_second_claim_is_refused_while_the_first_lives(leaf: Tensor) -> None:
             in_place(same)
     del loss
     in_place(logits).backward()
-    assert leaf.grad is not None
 
 
 def test_a_second_backward_is_an_error(leaf: Tensor) -> None:
@@ -181,7 +179,6 @@ def test_under_checkpointing_forward_runs_twice_and_backward_once(leaf: Tensor) 
     logits = leaf * 1
     loss = checkpoint(in_place, logits, use_reentrant=False)
     loss.backward(retain_graph=True)
-    assert leaf.grad is not None
     assert leaf.grad.equal(expected_gradient(leaf))
     with pytest.raises((InvalidInputError, RuntimeError)):
         loss.backward()
@@ -190,5 +187,4 @@ def test_under_checkpointing_forward_runs_twice_and_backward_once(leaf: Tensor) 
 def test_a_whole_step_under_checkpointing(leaf: Tensor) -> None:
     """The logits are computed again, so that they are new ones."""
     checkpoint(lambda x: in_place(x * 1), leaf, use_reentrant=False).backward()
-    assert leaf.grad is not None
     assert leaf.grad.equal(expected_gradient(leaf))

@@ -161,5 +161,4 @@ class TestLog1mexp:
         assert (gradient[[0, 1, 3]] == 0).all()
         assert gradient[4] == pytest.approx(-1 / (torch.tensor(1.0).exp() - 1))
         assert log1mexp(x).sum().backward() is None
-        assert x.grad is not None
         assert x.grad.isfinite().all()

@@ -81,8 +81,6 @@ def test_a_small_tail_keeps_its_digits(mass: float) -> None:
     _, tail = vocab_parallel_log_probs_at(leaf, indices, with_tail=True)
     expected.sum().backward()
     tail.sum().backward()
-    assert leaf.grad is not None
-    assert exact.grad is not None
     # Of the probability, whose relative error is the absolute one of its logarithm but for what float32
     # can say of the latter; and of each derivative.
     resolution = expected.abs().max().item() * 2**-24
@@ -108,7 +106,6 @@ def test_a_tail_without_tokens_has_no_gradient() -> None:
     _, tail = vocab_parallel_log_probs_at(logits, indices, with_tail=True)
     assert tail[0] == -INF
     tail.sum().backward()
-    assert logits.grad is not None
     assert (logits.grad[0] == 0).all()
     assert logits.grad[1].isfinite().all()
     assert logits.grad[1].abs().sum() > 0

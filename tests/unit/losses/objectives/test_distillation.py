@@ -113,8 +113,6 @@ def test_loss_and_gradient_are_the_dense_ones(
     values = dense(leaf, batch, [1.0] if teachers == 1 else [0.75, 0.25])
     expected = mean(values, list(batch.loss_masks), normalization)
     expected.backward()
-    assert logits.grad is not None
-    assert leaf.grad is not None
     tokens = metrics["loss"][1]
     assert torch.allclose(loss * (normalizer or 1) / tokens, expected)
     assert torch.allclose(logits.grad * (normalizer or 1) / tokens, leaf.grad, atol=1e-12)

@@ -309,7 +309,6 @@ def test_nothing_to_learn_is_a_zero_that_is_part_of_the_graph(recipe: str, lengt
     assert (loss.item(), count.item()) == (0, 0)
     loss.backward()
     for value in log_probs:
-        assert value.grad is not None
         assert not value.grad.any()
     assert math.isnan(average_metrics([metrics])["loss"])
     assert average_metrics([metrics])["ratio_max"] == 0
@@ -323,7 +322,6 @@ def test_extreme_ratios_leave_finite_gradients(recipe: str, log_ratio: float) ->
     batch = PolicyBatch([torch.tensor([1.0, -1.0])], [torch.ones(2)], far, far, [log_probs[0].detach()])
     loss, _, _ = policy_loss(log_probs, batch, replace(RECIPES[recipe], tis_clip=2.0), [torch.ones(2)])
     loss.backward()
-    assert log_probs[0].grad is not None
     assert log_probs[0].grad.isfinite().all()
 
 

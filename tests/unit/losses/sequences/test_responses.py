@@ -100,7 +100,6 @@ def test_the_gradient_may_take_the_place_of_the_logits_of_the_model(case: Case) 
         before = logits.detach().clone()
         log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, inplace_backward=inplace)
         _weighted(log_probs, 1.0).backward()
-        assert weight.grad is not None
         return weight.grad, torch.equal(logits, before)
 
     (fresh, untouched), (inplace, kept) = weight_grad(False), weight_grad(True)

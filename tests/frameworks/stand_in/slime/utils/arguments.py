@@ -18,3 +18,4 @@ def get_slime_extra_args_provider(add_custom_arguments: Any = None) -> Callable[
 
 def slime_validate_args(args: Any) -> None:
     assert args.loss_type != "custom_loss" or args.custom_loss_function_path
+    vars(args).update(getattr(args, "custom_config", {}))  # slime reads it from a file

@@ -1,0 +1,89 @@
+"""Rollouts with saves between them, through ``train`` and ``save`` of a stand-in or of a framework itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from megatron_rl_patches import apply, revert, status
+from tests.ranks import everywhere
+
+PATCH = "reentrant-train"
+NO_SYNC = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
+KEY_ERROR = "KeyError: GPTModel"  # of the handles, for the first module that has none
+TIMER = "AssertionError: timer has already been started"
+FINE = "fine"
+
+
+def outcome(call: Callable[..., object], *args: Any) -> str:
+    try:
+        call(*args)
+    except KeyError as error:
+        return f"KeyError: {type(error.args[0]).__name__}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return FINE
+
+
+def states_of(*frameworks: str, patch: str = PATCH) -> dict[str, str]:
+    return {s.target: s.state for s in status() if s.framework in frameworks and s.patch == patch}
+
+
+def check_rollouts(kind: Any, framework: str, order: str = "after") -> None:
+    """Apply the patch, train and save three times, and revert it; ``kind`` is a class of jobs.
+
+    Weights and, where a framework scores, log-probabilities are those of one call that needs no patch.
+    """
+    from tests.real.tiny_gpt import counting_overlap
+
+    if order == "before":
+        apply(PATCH)
+    functions = kind.functions()
+    uninterrupted = kind()
+    initial = uninterrupted.checksum()
+    uninterrupted.train(6)
+    checksum = uninterrupted.checksum()
+    assert checksum != initial
+    # Before was before: what is called then is patched already, and says what it wraps.
+    originals = {name: getattr(homes[0], name) for name, homes in functions.items()}
+    originals = {name: getattr(function, "__wrapped__", function) for name, function in originals.items()}
+    gc.enable()  # unpatched, train() leaves it off
+    apply(PATCH)
+
+    job = kind()
+    scores = hasattr(job, "log_probs")
+    assert job.hooks_on
+    with counting_overlap() as overlap:
+        for _ in range(3):
+            if scores:
+                job.log_probs()
+            job.train(2)
+            assert not job.hooks_on
+            job.save()
+            assert not job.hooks_on
+    assert job.checksum() == checksum
+    assert overlap.param_gathers > 0 and overlap.grad_reduces > 0
+    if scores:
+        pairs = zip(job.log_probs(), uninterrupted.log_probs(), strict=True)
+        assert all(same.equal(other) for same, other in pairs)
+    # What is saved is whole: the same on each replica.
+    assert len(set(job.disk.checksums)) == 3
+    assert len({tuple(checksums) for checksums in everywhere(job.disk.checksums)}) == 1
+    assert job.disk.hooks_were_on == [False] * 3
+    assert gc.isenabled()
+    states = states_of(framework, "megatron.core")
+    assert set(states.values()) <= {"applied", "not needed"}
+    assert [state for target, state in states.items() if target.endswith(".train")] == ["applied"]
+    for name, homes in functions.items():
+        assert len({id(getattr(home, name)) for home in homes}) == 1, f"a copy of {name} is not patched"
+
+    installed, job.config.no_sync_func = job.config.no_sync_func, nullcontext
+    assert outcome(job.train).startswith(NO_SYNC)
+    assert job.config.no_sync_func is nullcontext
+    job.config.no_sync_func = installed
+    revert(PATCH)
+    for name, homes in functions.items():
+        assert all(getattr(home, name) is originals[name] for home in homes)
+    assert outcome(job.train).startswith(NO_SYNC)
