@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from _megatron_rl_patches_startup import Listener, finder
+
 from ..errors import PatchError
-from . import copies, imports
+from . import copies
 from .announce import Announcer, without_logging_errors
 from .call import Call
 from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
@@ -26,7 +28,7 @@ from .wrapper import PatchedAttribute
 _log = logging.getLogger("megatron_rl_patches")
 
 
-class Installer(imports.Listener):
+class Installer(Listener):
     """The state of one process. All functions of :mod:`.api` act on one instance."""
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Installer(imports.Listener):
                 # Hooks are registered first. A module whose import has ended by now is found in sys.modules
                 # below. One whose import ends later calls its hook, which waits for the lock.
                 for module in {site.module for _, site in sites}:
-                    imports.watch(module, self)
+                    finder.watch(module, self)
                 selected = {record.site.patch for record in self._records.values() if record.claims}
                 records = [self._select(site) for _, site in sites]
                 for record in records:
@@ -138,7 +140,7 @@ class Installer(imports.Listener):
         self._rebind_copies()
         awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
         for module in {record.site.module for record in self._records.values()} - awaited:
-            imports.forget(module, self)
+            finder.forget(module, self)
 
     def status(self) -> list[SiteStatus]:
         """Return the states of all selected sites, read from the live objects."""

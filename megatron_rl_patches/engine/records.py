@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .imports import is_imported
+from _megatron_rl_patches_startup import finder
+
 from .judge import SiteStatus, status_of
 from .patch import Site
 from .sources import PROGRAM, Environment
@@ -58,7 +59,7 @@ class Record:
         if self.site.module == PROGRAM:
             defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
             return defined and Environment().has_package(PROGRAM)
-        return is_imported(self.site.module)
+        return finder.is_imported(self.site.module)
 
     @property
     def is_reverted(self) -> bool:

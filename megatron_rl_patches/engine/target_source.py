@@ -6,7 +6,7 @@ import ast
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import ModuleType
@@ -52,7 +52,6 @@ class TargetSource:
         function: syntax tree of the function; ``None`` when the module does not define it.
         imported_from: set when the module binds the name by an import instead of defining it.
         module: syntax tree of the whole module.
-        original: the live function below all layers, when the module is imported.
         replaced_by: where the live function comes from, when that is not the module itself.
     """
 
@@ -60,7 +59,6 @@ class TargetSource:
     function: FunctionNode | None = None
     imported_from: str | None = None
     module: ast.Module | None = None
-    original: Callable[..., Any] | None = None
     replaced_by: str | None = None
 
     @property
@@ -133,7 +131,7 @@ class TargetSource:
         namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
         foreign = namespace is not None and namespace.get("__name__") != module.__name__
         home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
-        return replace(self, original=original, replaced_by=home if foreign else None)
+        return replace(self, replaced_by=home if foreign else None)
 
 
 def from_source(module: str, qualname: str, text: str) -> TargetSource:

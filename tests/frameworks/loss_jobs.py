@@ -33,11 +33,6 @@ CP_UTILS = {
     "vime": "vime.backends.megatron_utils.cp_utils",
     "miles": "miles.backends.training_utils.cp_utils",
 }
-PPO_UTILS = {
-    "slime": "slime.utils.ppo_utils",
-    "vime": "vime.utils.ppo_utils",
-    "miles": "miles.backends.training_utils.loss_hub.math_utils",
-}
 VERL = "verl.utils.megatron.tensor_parallel"
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 

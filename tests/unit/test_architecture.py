@@ -46,11 +46,10 @@ ENGINE: dict[str, set[str]] = {
     "judge": {"patch", "settings", "sources", "target_source"},
     "announce": {"judge"},
     "copies": set(),
-    "imports": set(),
     "wrapper": {"call", "target_source", "patch"},
-    "records": {"imports", "judge", "patch", "sources", "target_source", "wrapper"},
+    "records": {"judge", "patch", "sources", "target_source", "wrapper"},
     "installer": {
-        *("announce", "call", "copies", "imports", "judge", "patch", "records", "settings", "sources"),
+        *("announce", "call", "copies", "judge", "patch", "records", "settings", "sources"),
         "wrapper",
     },
     "api": {"installer", "judge", "records", "registry", "settings", "sources"},

@@ -32,7 +32,43 @@ finally:
 """
 
 
+LOOP = """
+def save(chunks): ...
+
+def train(model, optimizer, wide=False):
+    for chunk in model:
+        assert chunk.config.no_sync_func is None
+        handles[chunk].remove()
+    try:
+        optimizer.step(scale(model, wide=True), wait=wide)
+    finally:
+        chunk.enable()
+"""
+
+
 class TestFacts:
+    def test_questions_of_the_function_and_of_its_module(self) -> None:
+        target = target_source.from_source("framework.model", "train", LOOP)
+        assert target.mentions("enable") and not target.mentions("chunks")
+        assert target.mentions("chunks", in_module=True)
+        assert target.asserts("no_sync_func", in_loop=True) and not target.asserts("model")
+        assert target.cleans_up("enable") and target.cleans_up() and not target.cleans_up("step")
+        assert target.looks_up_unchecked("handles") and not target.looks_up_unchecked("model")
+        assert target.defines("save") and not target.defines("enable")
+        [call] = target.calls("step")
+        assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})
+        assert [call.keywords for call in target.calls("scale", in_module=True)] == [{"wide": True}]
+        assert len(target.calls()) == 5
+
+    @pytest.mark.parametrize(
+        "asked", ["handles.get(chunk) and handles[chunk]", "handles[chunk] if handles else None"]
+    )
+    def test_a_look_up_that_is_checked(self, asked: str) -> None:
+        checked = f"def train(model):\n    for chunk in model:\n        if handles: {asked}\n"
+        assert not target_source.from_source("framework.model", "train", checked).looks_up_unchecked(
+            "handles"
+        )
+
     @pytest.mark.parametrize("name", ["train", "evaluate", "save", "load", "log"])
     def test_definitions_under_if_and_try(self, name: str) -> None:
         found = target_source.from_source("framework.model", name, EVERYWHERE)

@@ -12,7 +12,6 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch
-from megatron_rl_patches.engine.target_source import TargetSource
 
 from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
 
@@ -85,19 +84,6 @@ def test_not_needed_is_never_an_error(tagged: Tagged) -> None:
     apply("tagging", strict=True)
     assert importlib.import_module(f"{name}.model").train("m") == ("trained", "m", 1)
     assert verdicts() == {"model.train": ("not needed", "mended upstream")}
-
-
-def test_judged_by_the_live_original_below_layers(framework: Framework, engine: Engine) -> None:
-    name = framework()
-    seen = []
-
-    def judge(facts: TargetSource) -> None:
-        seen.append(facts.original)
-
-    engine["tagging"] = patch_of(name, "train", skip_if=judge)
-    apply()
-    original = importlib.import_module(f"{name}.model").train.__wrapped__
-    assert seen == [original]
 
 
 @pytest.mark.parametrize("first", ["model", "other"])
