@@ -239,7 +239,7 @@ def activate() -> None:
         from importlib import import_module
 
         # By name, as an entry point is: the engine imports this module, for its import hooks.
-        import_module("megatron_rl_patches.activation").activate_from_environment()
+        import_module("megatron_rl_patches.engine.api").activate_from_environment()
 
     unless_strict_never_raise(import_and_call)
 
@@ -267,11 +267,9 @@ def unless_strict_never_raise(activate):
             raise
 
 
-def is_strict(environ=None):
+def is_strict():
     """Return whether `MEGATRON_RL_PATCHES_STRICT` is on."""
-    import os
-
-    return (environ or os.environ).get("MEGATRON_RL_PATCHES_STRICT", "").strip().lower() in _ON
+    return _value("MEGATRON_RL_PATCHES_STRICT") in _ON
 
 
 def _value(variable: str) -> str:
