@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from ...common.chunks import as_chunks, unwrap
+from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError, one_line
 from . import torch_legacy
 from .location import FORMATS, TORCH, Location, detect_format, locate
@@ -143,7 +144,7 @@ def _read_torch_dist(
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
     all_bits, mismatches, all_paddings = zip(*_gather((bits, mismatch, paddings)), strict=True)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if is_rank_0():
         for name, (stored, expected) in {k: v for each in all_paddings for k, v in each.items()}.items():
             # It might be another vocabulary, which shows nowhere else.
             _log.warning("%s has %d rows in the checkpoint and %d in the model", name, stored, expected)
