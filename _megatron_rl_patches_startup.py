@@ -21,6 +21,16 @@ def main() -> None:
         _complain(error)
 
 
+class Listener:
+    """What is called at the end of imports."""
+
+    def loaded(self, name: str) -> None:
+        """A watched module has just been imported, or reloaded; an exception makes that fail."""
+
+    def import_ended(self) -> None:
+        """The import of a module that was half imported when it was watched has ended."""
+
+
 class Finder:
     """Finds what the others find: activates the patches before the first framework, and calls import hooks.
 
@@ -36,7 +46,7 @@ class Finder:
         self._roots: frozenset[str] | None = None
         self._activate = activate
         self._activating = False
-        self._listeners: dict[str, list[object]] = {}  # see `watch`
+        self._listeners: dict[str, list[Listener]] = {}
         self._half_imported: set[str] = set()
         self._executed: set[str] = set()
         self._locked_for_fork: dict[int, bool] = {}
@@ -66,8 +76,8 @@ class Finder:
     def watch(self, name, listener) -> None:
         """Have `listener.loaded(name)` called at the end of every import of this module, and of every reload.
 
-        An exception makes that import fail. Python offers no call-back for an import that had begun before.
-        `listener.import_ended()` is called in the next import of any module after that one has ended.
+        Python offers no call-back for an import that had begun before. `listener.import_ended()` is called
+        in the next import of any module after that one has ended.
         """
         import sys
 

@@ -32,7 +32,6 @@ def test_an_absent_framework_is_never_an_error(engine: Engine) -> None:
         ("run", {}, "missing", "does not define run"),
         ("Trainer.run", {}, "missing", "does not define Trainer.run"),
         ("train", {"parameters": ("model", "optimizer")}, "drifted", "it no longer takes optimizer"),
-        ("train", {"requires_names": ("no_sync_func",)}, "drifted", "its body no longer uses no_sync_func"),
         ("train", {"skip_if": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
     ],
 )
@@ -130,11 +129,12 @@ def test_a_live_fault_holds_back_whatever_is_imported_first(
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
 
-def test_by_name_after_all_is_a_must(tagged: Tagged) -> None:
+@pytest.mark.parametrize("calls", [[(), ("tagging",)], [("tagging",), ()]])
+def test_by_name_is_a_must_whatever_else_is_asked_for(tagged: Tagged, calls: list[tuple[str, ...]]) -> None:
     replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
     name = tagged("train", files={"model": replaced})
-    apply()
-    apply("tagging")
+    for names in calls:
+        apply(*names)
     for _ in range(2):
         with pytest.raises(PatchError, match="conflict"):
             importlib.import_module(f"{name}.model")
