@@ -127,8 +127,9 @@ class Finder:
         import sys
 
         self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
-        is_awaited = self._listeners.get(fullname) or self._half_imported
-        if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
+        # While a module is half imported, the end of any other import is the occasion to look whether it is.
+        has_hooks = self._listeners.get(fullname) or self._half_imported
+        if not has_hooks and fullname.partition(".")[0] not in (self._roots or ()):
             return None
         spec = self._ask_others(fullname, path, target)
         # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
@@ -227,39 +228,40 @@ def has_fired():
     return finder._roots is not None and not finder._roots
 
 
+def unless_strict_never_raise(function):
+    """Decorate: what it raises costs one line on stderr; with MEGATRON_RL_PATCHES_STRICT it is raised."""
+
+    def guarded() -> None:
+        try:
+            function()
+        except Exception as error:
+            if not is_strict():
+                _complain(error)
+            elif isinstance(
+                error, ImportError
+            ):  # which frameworks swallow where they make each other optional
+                raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
+            else:
+                raise
+
+    return guarded
+
+
+@unless_strict_never_raise
 def activate() -> None:
-    """Activate what the variable names; without strict mode a failure costs one line on stderr."""
+    """Activate what the variable names."""
+    from importlib import import_module
 
-    def import_and_call() -> None:
-        from importlib import import_module
-
-        # By name, as an entry point is: the engine imports this module, for its import hooks.
-        import_module("megatron_rl_patches.engine.api").activate_from_environment()
-
-    unless_strict_never_raise(import_and_call)
+    # By name, as an entry point is: the engine imports this module, for its import hooks.
+    import_module("megatron_rl_patches.engine.api").activate_from_environment()
 
 
+@unless_strict_never_raise
 def _refuse_after_fork() -> None:
-    def refuse() -> None:
-        raise RuntimeError(
-            "this process was forked while another thread activated the patches; import a framework, "
-            "or call megatron_rl_patches.apply(), before that thread or this process starts"
-        )
-
-    unless_strict_never_raise(refuse)
-
-
-def unless_strict_never_raise(activate):
-    """Call it; what it raises costs one line on stderr, with MEGATRON_RL_PATCHES_STRICT it is raised."""
-    try:
-        activate()
-    except Exception as error:
-        if not is_strict():
-            _complain(error)
-        elif isinstance(error, ImportError):  # which frameworks swallow where they make each other optional
-            raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
-        else:
-            raise
+    raise RuntimeError(
+        "this process was forked while another thread activated the patches; import a framework, "
+        "or call megatron_rl_patches.apply(), before that thread or this process starts"
+    )
 
 
 def is_strict():

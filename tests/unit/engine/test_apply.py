@@ -200,22 +200,16 @@ def train(model):
 """
 
 
-def test_a_half_imported_module_is_patched_later(tagged: Tagged) -> None:
+@pytest.mark.parametrize("by", ["another import", "status()"])
+def test_a_half_imported_module_is_patched_later(tagged: Tagged, by: str) -> None:
     name = tagged("train", files={"model": HALF, "later": ""})
     module = load(f"{name}.model")
     assert module.SEEN == ["waiting"]
     assert module.train("m") == PLAIN
-    load(f"{name}.later")
+    load(f"{name}.later") if by == "another import" else status()
     assert module.train("m") == PATCHED
     revert()
     assert module.train("m") == PLAIN
-
-
-def test_a_half_imported_module_is_patched_when_status_is_called(tagged: Tagged) -> None:
-    name = tagged("train", files={"model": HALF})
-    module = load(f"{name}.model")
-    assert states() == {"train": "applied"}
-    assert module.train("m") == PATCHED
 
 
 def test_applied_is_scoped(engine: Engine, tagged: Tagged) -> None:
