@@ -237,9 +237,8 @@ def unless_strict_never_raise(function):
         except Exception as error:
             if not is_strict():
                 _complain(error)
-            elif isinstance(
-                error, ImportError
-            ):  # which frameworks swallow where they make each other optional
+            elif isinstance(error, ImportError):
+                # Frameworks swallow those where they make each other optional.
                 raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
             else:
                 raise
@@ -248,7 +247,7 @@ def unless_strict_never_raise(function):
 
 
 @unless_strict_never_raise
-def activate() -> None:
+def activate():
     """Activate what the variable names."""
     from importlib import import_module
 
@@ -257,7 +256,7 @@ def activate() -> None:
 
 
 @unless_strict_never_raise
-def _refuse_after_fork() -> None:
+def _refuse_after_fork():
     raise RuntimeError(
         "this process was forked while another thread activated the patches; import a framework, "
         "or call megatron_rl_patches.apply(), before that thread or this process starts"
