@@ -245,14 +245,15 @@ def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
     for order in (("tagging", "other"), ("other", "tagging"), ()):
         name = tagged("train")
         engine["other"] = patch_of(name, "train", name="other")
-        module = load(f"{name}.model")
+        module, actor = load(f"{name}.model"), load(f"{name}.actor")
         original = module.train
         apply()
         assert module.train("m") == ("patched", PATCHED)
+        assert actor.train is module.train
         for patch in order:
             revert(patch)
         revert()
-        assert module.train is original
+        assert module.train is actor.train is original
 
 
 def test_copies_are_rebound_again_when_reapplied_under_a_third_party(tagged: Tagged) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch
 
@@ -216,10 +217,9 @@ def test_for_all_is_a_may_unless_strict(framework: Framework, engine: Engine) ->
     apply(strict=False, settings=Settings(strict=True))
 
 
-def test_strict_raises_at_the_import(engine: Engine, tagged: Tagged) -> None:
+def test_strict_raises_at_the_import(tagged: Tagged) -> None:
     name = tagged("run")
-    # As the variable does: nothing is judged before the framework is imported.
-    installer.installer.add(list(engine.values()), Settings(), required=True)
+    activate_from_environment({"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"})
     with pytest.raises(PatchError, match="missing"):
         importlib.import_module(f"{name}.model")
     assert f"{name}.model" not in sys.modules

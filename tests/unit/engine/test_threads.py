@@ -14,6 +14,8 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.api import activate_from_environment
+from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 
 from .conftest import Engine, Framework, Tagged, patch_of, roles
 
@@ -221,6 +223,11 @@ class TestOptions:
         assert train() == ("b",)
         apply("tagging", settings=chosen("a"))  # of another patch
         assert train() == ("b",)
+
+    def test_the_variable_leaves_those_of_a_call_in_force(self, train: Callable[[], Any]) -> None:
+        apply(settings=chosen("a"))
+        activate_from_environment({VARIABLE: "all", variable_of("inference_roles"): "b"})
+        assert train() == ("a",)
 
     def test_refused_settings_do_not_stay(
         self, train: Callable[[], Any], engine: Engine, framework: Framework
