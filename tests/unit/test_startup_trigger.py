@@ -39,7 +39,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.delenv("MEGATRON_RL_PATCHES_STRICT", raising=False)
     yield name
     sys.meta_path[:] = [other for other in sys.meta_path if other is not finder]
-    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+    for module in [module for module in sys.modules if module.partition(".")[0] in (name, "somewhere")]:
         del sys.modules[module]
 
 
@@ -248,19 +248,13 @@ def test_strict_import_error_cannot_be_mistaken_for_a_missing_framework(framewor
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-@pytest.fixture
-def second_framework(tmp_path: Path, framework: str) -> Iterator[str]:
-    (tmp_path / "somewhere.py").write_text("")
-    yield "somewhere"
-    sys.modules.pop("somewhere", None)
-
-
 @pytest.mark.parametrize("patience", [60.0, 0.05])
 def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
-    framework, second_framework, activate, monkeypatch, patience
+    framework, activate, monkeypatch, tmp_path, patience
 ):
     """It may hold the import lock of something that the activation imports."""
     monkeypatch.setattr(startup, "_PATIENCE_SECONDS", patience)
+    (tmp_path / "somewhere.py").write_text("")
     inside, finish = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -272,7 +266,7 @@ def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(importlib.import_module, framework)
         assert inside.wait(30)
-        second = threads.submit(importlib.import_module, second_framework)
+        second = threads.submit(importlib.import_module, "somewhere")
         if patience < 1:
             assert second.result(30) and not first.done()
         else:

@@ -17,6 +17,7 @@ import pytest
 import wrapt
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
+from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
@@ -237,6 +238,20 @@ def test_selection_by_name_and_exclusion(engine: Engine, tagged: Tagged) -> None
         apply("othr")
     with pytest.raises(PatchError, match="known: tagging, other"):
         revert("othr")
+
+
+def test_the_built_in_patches_are_the_files() -> None:
+    folder = Path(registry.__file__).parent.parent / "patches"
+    files = {path.stem.replace("_", "-") for path in folder.glob("[!_]*.py")}
+    assert {patch.name for patch in registry._built_in()} == files
+
+
+def test_selection_by_the_registry(engine: Engine) -> None:
+    engine["tagging"], engine["other"] = Patch("tagging", ""), Patch("other", "")
+    assert registry.select([], exclude="other") == [engine["tagging"]]  # one name may be a string
+    with pytest.raises(PatchError) as caught:
+        registry.select(["a"], exclude=["b"])
+    assert str(caught.value) == "unknown patch 'a', 'b'; known: tagging, other"
 
 
 def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(

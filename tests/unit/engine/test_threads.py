@@ -48,18 +48,6 @@ class Pause:
         self.lock.release()
 
 
-class PausingFinder:
-    """A finder, as a class, that pauses the thread that looks for a module of this name."""
-
-    def __init__(self, module: str, pause: Pause) -> None:
-        self.finder = type("Finder", (), {"find_spec": staticmethod(self.find_spec)})
-        self.module, self.pause = module, pause
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == self.module:
-            self.pause()
-
-
 @pytest.fixture
 def pause_at() -> Iterator[Callable[[str], Pause]]:
     """``pause_at(module)``: another thread pauses when it looks for the source of the module."""
@@ -67,8 +55,15 @@ def pause_at() -> Iterator[Callable[[str], Pause]]:
 
     def install(module: str) -> Pause:
         pause = Pause()
-        finders.append(PausingFinder(module, pause).finder)
-        sys.meta_path.insert(0, finders[-1])  # in place: wrapt puts its finder into this very list
+
+        class Finder:
+            @staticmethod
+            def find_spec(name: str, path: object = None, target: object = None) -> None:
+                if name == module:
+                    pause()
+
+        finders.append(Finder)
+        sys.meta_path.insert(0, Finder)  # in place: wrapt puts its finder into this very list
         return pause
 
     yield install
