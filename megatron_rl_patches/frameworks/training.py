@@ -6,9 +6,8 @@ from typing import Any
 
 from ..engine.call import Call
 from ..reentry import forward_pre_hooks, training_warnings
-from ..reentry.guard import INTERVAL_TIMER, TrainGuard
+from ..reentry.guard import TrainGuard, interval_timer_started
 from ..reentry.sync_functions import clear_installed, install_per_config
-from ..reentry.timers import started
 from . import rollout_log_probs
 
 
@@ -59,7 +58,7 @@ def megatron_save(call: Call) -> Any:
     """:func:`save` of Megatron-LM, which stops a timer that only its ``train()`` starts."""
     from megatron.training.global_vars import get_timers
 
-    with started(get_timers(), INTERVAL_TIMER):
+    with interval_timer_started(get_timers()):
         return save(call)
 
 

@@ -7,19 +7,20 @@ import gc
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from ..common.chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
 from ..common.scopes import restore, snapshot
 from ..errors import MegatronRLPatchesError
-from . import timers as megatron_timers
 from .recovery import recover, synchronize_interrupted
 from .sync_functions import belongs_to, clear_installed
 
 _log = logging.getLogger("megatron_rl_patches")
-#: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop.
+#: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop. Timers assert that
+#: they are not started twice.
 INTERVAL_TIMER = "interval-time"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -67,8 +68,8 @@ class TrainGuard:
         self._modes = modules_with_modes(model)
         machine = _rerun_state_machine()
         self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
-        megatron_timers.reset_if_running(self._timers, INTERVAL_TIMER)
-        self._running_timers = megatron_timers.running(self._timers)
+        _reset_interval_timer(self._timers)
+        self._running_timers = _running(self._timers)
         if self.installs:
             clear_installed(model, *self._configs)
 
@@ -96,7 +97,7 @@ class TrainGuard:
             machine.state, machine.mode = state, mode
         elif (machine := _rerun_state_machine()) is not None:  # this call has created it
             machine.state = type(machine.state).NOT_RUNNING_YET
-        megatron_timers.reset_started_since(self._running_timers, self._timers, except_for=INTERVAL_TIMER)
+        _reset_started_since(self._running_timers, self._timers)
 
     def _warn_if_not_installed(self) -> None:
         for config, attributes in self._attributes_at_entry[: len(self._configs)]:
@@ -108,6 +109,45 @@ class TrainGuard:
                     "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
                     "or guard the loop with reentrant_train(..., installs=False)."
                 )
+
+
+@contextmanager
+def interval_timer_started(timers: Any) -> Iterator[None]:
+    """Have the interval timer run for a body that stops it first and starts it last.
+
+    When the body raises, no timer is left running that was not running before.
+    """
+    before = _running(timers)
+    was_running = getattr(timers, "_timers", {}).get(INTERVAL_TIMER) in before
+    if not was_running:
+        timers(INTERVAL_TIMER, log_level=0).start()
+    try:
+        yield
+    except BaseException:
+        _reset_started_since(before, timers)
+        raise
+    finally:
+        if not was_running:
+            _reset_interval_timer(timers)
+
+
+def _running(timers: Any) -> list[Any]:
+    """Return the started timers of a ``megatron.core.timers.Timers``; for ``None`` an empty list."""
+    return [timer for timer in getattr(timers, "_timers", {}).values() if timer._started]
+
+
+def _reset_interval_timer(timers: Any) -> None:
+    """Reset the timer that a former call left running. ``Timer.reset`` keeps the time it was active for."""
+    timer = getattr(timers, "_timers", {}).get(INTERVAL_TIMER)
+    if timer is not None and timer._started:
+        timer.reset()
+
+
+def _reset_started_since(before: list[Any], timers: Any) -> None:
+    """Reset the running timers, but the interval timer, that were not running before."""
+    for timer in _running(timers):
+        if timer is not timers._timers.get(INTERVAL_TIMER) and not any(timer is other for other in before):
+            timer.reset()
 
 
 def _rerun_state_machine() -> Any:
