@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
+import itertools
 import logging
 import operator
 import os
@@ -16,15 +16,14 @@ import torch
 import torch.distributed
 
 from ...common.chunks import as_chunks, unwrap
-from ...errors import CheckpointError, InvalidInputError, one_line
-from . import torch_legacy
+from ...errors import CheckpointError, InvalidInputError, first, one_line
+from ..weights import Mismatch
 from .location import FORMATS, TORCH, Location, detect_format, locate
-from .mismatch import Mismatch
-from .pickles import Inert, load_torch, rewritten
+from .pickles import EXTRA_STATE, load_dict, without_inert_extra_states
 
 _log = logging.getLogger("megatron_rl_patches")
-_EXTRA_STATE = "_extra_state"
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
+_TORCH_FILE = "model_optim_rng.pt"
 _Model = torch.nn.Module | Sequence[torch.nn.Module]
 _State = dict[str, Any]
 
@@ -95,13 +94,12 @@ def load_inference_checkpoint(
 
     if stored_format == TORCH:
         with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-            content = torch_legacy.open_own_file(location.folder)
-            states = torch_legacy.model_states(content, chunks)
+            content, states = _read_torch(chunks, location.folder)
     else:
         content, states = _read_torch_dist(chunks, location, exact)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         iteration = _iteration(location, content)
-        states = [_without_inert_extra_states(state, location.folder) for state in states]
+        states = [without_inert_extra_states(state, location.folder) for state in states]
         for chunk, state in zip(chunks, states, strict=True):
             _refuse(_compare(chunk, state, exact))
     # From here on only an extra state can refuse, or a device can fail.
@@ -121,7 +119,7 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
     if location.iteration is not None:
         return location.iteration
     if detect_format(location.folder) == TORCH:
-        return _iteration(location, torch_legacy.open_any_file(location.folder))
+        return _iteration(location, load_dict(min(location.folder.glob("mp_rank_*")) / _TORCH_FILE))
     from .torch_dist import TorchDistCheckpoint
 
     return _iteration(location, TorchDistCheckpoint.open(location.folder).common)
@@ -154,6 +152,58 @@ def _read_torch_dist(
     with _on_all_ranks_or_none(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
+
+
+def _read_torch(chunks: Sequence[torch.nn.Module], folder: Path) -> tuple[_State, list[_State]]:
+    """Return what was saved in the legacy format for this rank's place in the model, and of it the states.
+
+    Tensors are mapped, not read.
+    """
+    from megatron.core import parallel_state as mpu
+
+    tp, pp, ep = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+    )
+
+    def name(tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+        """Return the folder of a rank; it names only those groups that have several ranks."""
+        return f"mp_rank_{tp_rank:02d}" + f"_{pp_rank:03d}" * (pp > 1) + f"_{ep_rank:03d}" * (ep > 1)
+
+    expected = {name(*place) for place in itertools.product(range(tp), range(pp), range(ep))}
+    stored = {entry.name for entry in folder.glob("mp_rank_*")}
+    if stored != expected:
+        raise CheckpointError(
+            f"{folder} has {first(sorted(stored))}; this model (TP {tp}, PP {pp}, EP {ep}) needs "
+            f"{first(sorted(expected))}. A checkpoint in the torch format loads only whole, and with the "
+            "parallel sizes that it was saved with; save it as torch_dist to change them"
+        )
+    own = name(
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+    )
+    content = load_dict(folder / own / _TORCH_FILE)
+    return content, _states_of_chunks(content, len(chunks))
+
+
+def _states_of_chunks(content: _State, chunks: int) -> list[_State]:
+    """Return the state dicts in a file of the legacy format."""
+    version = content.get("checkpoint_version", 0)
+    if version < 2.0:
+        raise CheckpointError(
+            f"checkpoint_version {version} orders query, key and value in another way; "
+            "save it again with a Megatron-LM that writes version 3.0"
+        )
+    keys = ["model"] if chunks == 1 else [f"model{index}" for index in range(chunks)]
+    stored = sorted(key for key in content if key.startswith("model"))
+    if stored != sorted(keys):
+        raise CheckpointError(
+            f"the checkpoint was saved with {len(stored)} model chunks per rank ({', '.join(stored)}), "
+            f"this model has {chunks} (virtual pipeline size)"
+        )
+    return [content[key] for key in keys]
 
 
 def _iteration(location: Location, content: dict[str, Any]) -> int:
@@ -199,22 +249,7 @@ def _refuse(mismatch: Mismatch) -> None:
 
 def _weights(state: _State) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return {name: tensor for name, tensor in tensors.items() if _EXTRA_STATE not in name}
-
-
-def _without_inert_extra_states(state: _State, folder: Path) -> _State:
-    """Read pickles that layers will unpickle, and write them anew; leave out objects of unknown classes."""
-    for name, value in state.items():
-        if _EXTRA_STATE not in name:
-            continue
-        if isinstance(value, torch.Tensor) and value.numel():
-            content = rewritten(value.cpu().numpy().tobytes(), f"{folder}: {name}")
-            state = {**state, name: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
-        elif isinstance(value, io.BytesIO):
-            torch.save(load_torch(value, folder), stream := io.BytesIO())
-            stream.seek(0)
-            state = {**state, name: stream}
-    return {name: value for name, value in state.items() if not isinstance(value, Inert)}
+    return {name: tensor for name, tensor in tensors.items() if EXTRA_STATE not in name}
 
 
 @contextmanager

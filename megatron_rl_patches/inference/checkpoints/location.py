@@ -13,6 +13,9 @@ from ...errors import CheckpointError, first, one_line
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 FORMATS = (TORCH_DIST, TORCH)
+#: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
+#: differ by fewer rows than this.
+MAX_PADDING = 128 * 16
 _MOST_DIGITS = 18  # of an iteration; Python and file systems refuse numbers and names that are too long
 
 

@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import CheckpointError, first, one_line
 from ..models.provider import virtual_rank
-from .mismatch import MAX_PADDING, Mismatch
-from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch
+from ..weights import Mismatch
+from .location import MAX_PADDING
+from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -241,7 +242,7 @@ class TorchDistCheckpoint:
     def _is_absent_extra_state(self, value: Any) -> bool:
         return (
             isinstance(value, ShardedObject)
-            and "_extra_state" in value.key
+            and EXTRA_STATE in value.key
             and value.unique_key not in self.metadata.state_dict_metadata
         )
 

@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from torch.nn import Module, Parameter
 
+from ...common.chunks import as_chunks
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
+from .isolation import preserved_rng, replaced_in_this_thread
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
     DTYPES,
@@ -28,17 +31,25 @@ from .provider import (
     pipeline_rank_and_size,
     require_inference_chunk,
     require_new_parameters,
-    without_training,
 )
-from .refusal import refuse_training
-from .rng import preserved_rng
-from .thread_overrides import replaced_in_this_thread
-
-__all__ = ["build_inference_model", "freeze", "without_training"]
 
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
 PreWrap = Callable[[list[Module]], "Sequence[Module] | None"]
+
+# Attribute of a chunk that only scores: its role, and the setting because of which it is one.
+_ROLE = "inference_only_role"
+# Methods of a DDP chunk that training loops call.
+_TRAINING_METHODS = (
+    "disable_forward_pre_hook",
+    "enable_forward_pre_hook",
+    "finish_grad_sync",
+    "no_sync",
+    "scale_gradients",
+    "start_grad_sync",
+    "start_param_sync",
+    "zero_grad_buffer",
+)
 
 
 def build_inference_model(
@@ -153,6 +164,38 @@ def freeze(model: Sequence[Module]) -> None:
     for chunk in model:
         chunk.eval()
         chunk.requires_grad_(False)
+
+
+def refuse_training(model: Sequence[Module], role: str, setting: str) -> None:
+    """Make the chunks raise ``InferenceOnlyError`` in every method that a training loop calls on a DDP chunk.
+
+    Errors name the ``role`` of the model, and the ``setting`` or function because of which it only scores.
+    """
+    for chunk in model:
+        setattr(chunk, _ROLE, (role, setting))
+        for name in _TRAINING_METHODS:
+            setattr(chunk, name, partial(_refuse, role, setting, name))
+        chunk.requires_grad_ = partial(_stay_frozen, role, setting, chunk)  # type: ignore[method-assign]
+
+
+def refuse_to_train(model: Any, action: str) -> None:
+    """Raise ``InferenceOnlyError`` if a chunk of the model only scores."""
+    for chunk in as_chunks(model):
+        if (reason := getattr(chunk, _ROLE, None)) is not None:
+            _refuse(*reason, action)
+
+
+def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> None:
+    raise InferenceOnlyError(
+        f"{action}: the model of role {role!r} only scores. Because of {setting} it was built without DDP, "
+        "gradient buffers and optimizer; if it is to train, change that and build it again."
+    )
+
+
+def _stay_frozen(role: str, setting: str, chunk: Module, requires_grad: bool = True) -> Module:
+    if requires_grad:
+        _refuse(role, setting, "requires_grad_(True)")
+    return Module.requires_grad_(chunk, False)
 
 
 def _target_device(device: torch.device | str | None, dtype: str) -> torch.device:

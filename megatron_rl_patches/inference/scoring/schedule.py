@@ -20,8 +20,7 @@ from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
 from ...losses.objectives.full_distribution import copied_to
 from ...losses.output_layer import deferring
-from ..models.meta_device import rng_tracker_that_does_not_fork
-from ..models.rng import cuda_rng_tracker
+from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -137,7 +136,7 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
 
 
 def raise_on_all_stages(problem: str | None) -> None:
-    """Raise what the last stage objects to on all stages, which would otherwise wait for it forever."""
+    """Raise the problem of the last pipeline stage on all stages; the others would wait for it forever."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         problems = [problem]
         torch.distributed.broadcast_object_list(
@@ -160,11 +159,8 @@ class _ContextParallel(NamedTuple):
     @classmethod
     def of_groups(cls) -> _ContextParallel:
         size = parallel_state.get_context_parallel_world_size()
-        if size == 1:
-            return cls()
-        return cls(
-            parallel_state.get_context_parallel_rank(), size, parallel_state.get_context_parallel_group()
-        )
+        group = parallel_state.get_context_parallel_group() if size > 1 else None
+        return cls(parallel_state.get_context_parallel_rank(), size, group)
 
     def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
