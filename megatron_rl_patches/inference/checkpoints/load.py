@@ -38,26 +38,25 @@ def load_inference_checkpoint(
 ) -> int:
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
-    It works on megatron-core alone and changes no global state, such as arguments and random generators. The
-    optimizer's shards are neither read nor checked, and may be absent; Megatron-LM's ``load_checkpoint``
-    refuses other TP and PP sizes unless they were saved in a fully reshardable format
-    (``megatron/training/checkpointing.py``).
+    It works on megatron-core alone and changes no global state. The optimizer's shards are neither read nor
+    checked, and may be absent. So TP and PP sizes may change, too, where Megatron-LM's ``load_checkpoint``
+    refuses because of the optimizer's format (``megatron/training/checkpointing.py``).
 
-    A collective: every rank of the default process group calls it. The ranks agree after each step, so
-    either all of them load or all of them raise. Keys, shapes and file sizes are checked before any tensor
-    is read, and all tensors are read before the first weight is written. Bytes that changed within a stored
-    tensor go unnoticed, since torch does not verify its checksums.
+    A collective: every rank of the default process group calls it, and either all of them load or all of
+    them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
+    before the first weight is written. Bytes that changed within a stored tensor go unnoticed, since torch
+    does not verify its checksums.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
-    a warning: rows beyond those stored become zero. Pass ``vocab_size`` to :func:`forward_log_probs` to leave
+    a warning: rows beyond those stored become zero, and ``vocab_size`` of :func:`forward_log_probs` leaves
     them out. ``_extra_state`` entries (scales of Transformer Engine) are loaded where both sides have
     them. No code runs that the files name; a file that asks for it is refused.
 
-    It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, plus
-    one stored piece, plus a byte for each number of the weight that it reads, plus a second copy of weights
-    that Megatron splits for storage (gated MLP) while it joins them. From ``torch``, tensors are mapped from
-    the file and copied one by one.
+    It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, and
+    twice while it joins those that Megatron splits for storage (gated MLP); beside them one stored piece, and
+    a byte for each number of the weight that it reads. From ``torch``, tensors are mapped, and copied one by
+    one.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -86,9 +85,8 @@ def load_inference_checkpoint(
         stored_format = detect_format(location.folder)
         if format not in ("auto", stored_format):
             raise CheckpointError(f"{location.folder} is in the format {stored_format}, not {format}")
-    # While a run is saving, ranks may read different iterations from the tracker.
     names = _gather(location.folder.name)
-    if len(set(names)) > 1:
+    if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
         each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
 
@@ -122,7 +120,7 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
         return _iteration(location, load_dict(min(location.folder.glob("mp_rank_*")) / _TORCH_FILE))
     from .torch_dist import TorchDistCheckpoint
 
-    return _iteration(location, TorchDistCheckpoint.open(location.folder).common)
+    return _iteration(location, TorchDistCheckpoint(location.folder).common)
 
 
 def _read_torch_dist(
@@ -131,20 +129,20 @@ def _read_torch_dist(
     from .torch_dist import TorchDistCheckpoint, requested_tensors
 
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-        checkpoint = TorchDistCheckpoint.open(location.folder)
+        checkpoint = TorchDistCheckpoint(location.folder)
         request = checkpoint.request(chunks)
         requested = requested_tensors(request)
         checkpoint.check_files(requested)
         mismatch, paddings = checkpoint.compare(requested, exact)
-    # A tensor of the checkpoint may have its place on any rank. One bit for each stored name says whether it
-    # has one on this rank: the names themselves would be megabytes from every rank to every rank.
+    # Every stored tensor must be requested by some rank. Each rank sends one bit for each stored name, which
+    # says whether it requests that tensor: the names themselves would be megabytes from each to each.
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
     all_bits, mismatches, all_paddings = zip(*_gather((bits, mismatch, paddings)), strict=True)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        for name, (stored, expected) in {k: v for each in all_paddings for k, v in each.items()}.items():
+        for name, rows in functools.reduce(operator.or_, all_paddings).items():
             # It might be another vocabulary, which shows nowhere else.
-            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, stored, expected)
+            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, *rows)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         union = functools.reduce(operator.or_, all_bits)
         unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
@@ -270,12 +268,10 @@ def _on_all_ranks_or_none(action: str, outcome: str = _AS_BEFORE) -> Iterator[No
 def _summary(reasons: dict[int, str]) -> str:
     """Join the reasons, each once, with the ranks that have it."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    ranks_by_reason: dict[str, list[int]] = {}
-    for rank, reason in reasons.items():
-        ranks_by_reason.setdefault(reason, []).append(rank)
     parts = []
-    for reason, ranks in ranks_by_reason.items():
-        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    for reason in dict.fromkeys(reasons.values()):
+        ranks = [str(rank) for rank, other in reasons.items() if other == reason]
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
         parts.append(f"{'every rank' if len(ranks) == world else listed}: {reason}")
     return "; ".join(parts)
 

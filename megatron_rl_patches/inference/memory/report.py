@@ -18,11 +18,11 @@ def rows(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
 
     Units are decimal (1 GB is 10⁹ bytes); the sum is also given in the binary one (1 GiB is 2³⁰ bytes).
     """
-    power = _power(max(memory.total for *_, memory in _memories(estimate.stages)))
-    parts = [f"{name} ({_DECIMAL[power]})" for name in _PARTS.values()]
-    header = ("stage", "use", "where", *parts, f"total ({_DECIMAL[power]})", f"total ({_BINARY[power]})")
-    table: list[tuple[str, ...]] = [header]
-    for stage, use, where, memory in _memories(estimate.stages):
+    memories = list(_memories(estimate.stages))
+    power = _power(max(memory.total for *_, memory in memories))
+    columns = [f"{name} ({_DECIMAL[power]})" for name in (*_PARTS.values(), "total")]
+    table: list[tuple[str, ...]] = [("stage", "use", "where", *columns, f"total ({_BINARY[power]})")]
+    for stage, use, where, memory in memories:
         sizes = [size / 1000**power for size in (*asdict(memory).values(), memory.total)]
         sizes.append(memory.total / 1024**power)
         table.append((str(stage), use, where, *(f"{size:.2f}" if size else "-" for size in sizes)))

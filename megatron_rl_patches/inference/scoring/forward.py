@@ -104,8 +104,8 @@ def forward_log_probs(
     )
     if scores is None:
         return None
-    log_probs, *entropies = zip(*scores, strict=True)
-    return Scores(list(log_probs), list(entropies[0]) if with_entropy else None)
+    log_probs, *entropies = map(list, zip(*scores, strict=True))
+    return Scores(log_probs, entropies[0] if with_entropy else None)
 
 
 def forward_topk(
@@ -189,8 +189,8 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. No logits are
-    made, and nothing of a microbatch stays on the device after it.
+    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. Logits are
+    not materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype, in the original order, on the last pipeline

@@ -165,7 +165,8 @@ def test_a_stored_object_runs_no_code(evidence: Path, tmp_path: Path) -> None:
 
     name = ShardedObject("layer._extra_state", None, (1,), (0,)).unique_key
     save_alone({name: _CreatesAFile(evidence)}, tmp_path)
-    checkpoint = TorchDistCheckpoint(tmp_path, read_metadata(tmp_path), {})
+    torch.save({}, tmp_path / "common.pt")
+    checkpoint = TorchDistCheckpoint(tmp_path)
     request = {"model": {"layer._extra_state": ShardedObject("layer._extra_state", None, (1,), (0,))}}
     checkpoint.check_files(requested_tensors(request))
     checkpoint.read(request)
