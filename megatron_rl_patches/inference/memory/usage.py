@@ -9,7 +9,7 @@ import psutil
 import torch
 
 if TYPE_CHECKING:
-    from ..teachers.pool import TeacherPool
+    from ..teachers import TeacherPool
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ def materialize(module: torch.nn.Module, device: torch.device) -> None:
                     f"holds another reference to {name} than modules do ({one_line(error)})"
                 ) from error
     for path, child in module.named_modules():
-        for name, value in {**vars(child), **child._buffers}.items():
-            # Parameters, which are real by now, and other tensors, also in lists and dicts.
+        # Parameters are real by now; buffers and other tensors may not be, also those in lists and dicts.
+        for name, value in {**child._buffers, **vars(child)}.items():
             if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
                 name = f"{path}.{name}".lstrip(".")
                 raise NeedsValuesError(f"makes {name} from a weight while it builds the model")
