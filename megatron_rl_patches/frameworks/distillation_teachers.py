@@ -23,7 +23,7 @@ from ..common.chunks import unwrap
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..errors import InvalidInputError
-from ..inference.scoring.hidden_states import hidden_states_of, output_head
+from ..inference.scoring.forward import hidden_states_of, output_head
 from ..losses import (
     FullDistribution,
     OutputHead,

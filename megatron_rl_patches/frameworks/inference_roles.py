@@ -17,9 +17,9 @@ import torch
 
 from ..common.scopes import Scope
 from ..engine.call import Call
-from ..inference.models.model import freeze, without_training
-from ..inference.models.refusal import refuse_to_train, refuse_training
-from ..inference.models.rng import preserved_rng
+from ..inference.models.isolation import preserved_rng
+from ..inference.models.model import freeze, refuse_to_train
+from ..inference.models.provider import without_training
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -103,8 +103,7 @@ def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = SETT
         setting: named in errors, as what to change for a model that trains.
     """
     _give_own_config(model)
-    freeze(model)
-    refuse_training(model, role, setting)
+    freeze(model, role, setting)
 
 
 def _give_own_config(model: Sequence[torch.nn.Module]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import CheckpointError, InvalidInputError
-from ..inference.checkpoints.mismatch import MAX_PADDING
+from ..inference.checkpoints.location import MAX_PADDING
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -19,7 +19,7 @@ TEACHERS = {"a": A, "b": B, "added": ADDED}
 
 
 def _watched() -> Watched:
-    return Watched("teachers/pool.py", "teachers/weights.py", methods=frozenset({"copy_"}))
+    return Watched("inference/teachers.py", "inference/weights.py", methods=frozenset({"copy_"}))
 
 
 def _pool() -> TeacherPool:

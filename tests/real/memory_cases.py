@@ -14,12 +14,12 @@ import torch
 
 from megatron_rl_patches.inference.memory.estimate import (
     GPTDescription,
+    Memory,
     MemoryEstimate,
     OptimizerSettings,
     ParallelSizes,
     estimate_memory,
 )
-from megatron_rl_patches.inference.memory.training import Memory
 from megatron_rl_patches.testing import spawn_ranks
 from tests.real.one_device import gpu_or_cpu
 from tests.unit.losses.live_bytes import reachable_bytes
