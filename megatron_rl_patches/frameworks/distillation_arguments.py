@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..engine.call import Call
-from ..engine.options import build
+from ..engine.settings import build
 from ..errors import InvalidInputError
 from ..losses.logits.divergences import divergence_named
 
