@@ -35,7 +35,6 @@ from ..losses import (
 from ..losses.logits.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.sequences.responses import rows_of
 from .distillation_arguments import scores_teachers
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
@@ -163,7 +162,7 @@ class TeacherScorer:
 
     def _topk(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, options = self._options(logits, args)
-        topk = vocab_parallel_topk(rows_of(logits, layout), args.opd_top_k, **options)
+        topk = vocab_parallel_topk(layout.rows_of(logits), args.opd_top_k, **options)
         return _collected_topk(topk, layout, non_loss_data)
 
     def _at_ids(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
@@ -171,7 +170,7 @@ class TeacherScorer:
         indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
         with torch.no_grad():
             log_probs, tail = vocab_parallel_log_probs_at(
-                rows_of(logits, layout), indices, with_tail=True, **options
+                layout.rows_of(logits), indices, with_tail=True, **options
             )
         return _collected_topk(TopKDistribution(indices, log_probs, tail), layout, non_loss_data)
 
@@ -194,7 +193,7 @@ class TeacherScorer:
     def _hidden(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
         layout, _ = layout_of(args, self.batch, logits)
         try:
-            hidden = hidden_states_of(rows_of(logits, layout), layout.response_rows).to("cpu")
+            hidden = hidden_states_of(layout.rows_of(logits), layout.response_rows).to("cpu")
         except InvalidInputError as error:
             self._problem = str(error)
             hidden = torch.empty(len(layout.response_rows), 0)
