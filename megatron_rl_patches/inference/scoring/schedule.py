@@ -18,7 +18,7 @@ from ...common.chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwr
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
-from ...losses.objectives.full_distribution import copied_to
+from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
 from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
