@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..losses.logits import log_probs
 from ..losses.logits.deferred import DeferredLogits
-from ..losses.logits.log_probs_autograd import JointBackward
+from ..losses.logits.log_probs import JointBackward
 from ..losses.logits.options import VocabParallelOptions
 
 _IGNORED = -100

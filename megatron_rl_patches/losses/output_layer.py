@@ -22,8 +22,8 @@ from ..common.chunks import has_base
 from ..common.scopes import Scope, replaced
 from .logits.collectives import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
-from .logits.head import TileOptions
 from .logits.log_probs import vocab_parallel_log_probs
+from .logits.tiles import TileOptions
 
 _log = logging.getLogger(__name__)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.

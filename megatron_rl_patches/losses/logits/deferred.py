@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
-from .autograd import gradients_of_inputs, save_source
+from .autograd import Tensors, gradients_of_inputs, save_source
 from .collectives import gather_sequence, sum_gradient
 from .deferred_contents import Contents, Origin
-from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
 from .options import check_group, check_integer
 from .rows import Inputs, LogitSource, SelectedRows, as_slice, on_device
+from .tiles import OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -119,7 +119,7 @@ def defer(
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
     hidden_th = hidden.flatten(0, -2)
-    head = HeadLogits(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
+    head = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
     return _deferred(Origin(head, shape, hidden.dtype, layer))
 
@@ -164,7 +164,7 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
         logits[..., start:] = float("-inf")
         return logits
     old = logits._contents
-    head = cast("HeadLogits", old.origin.all_rows)
+    head = cast("OutputLayerRows", old.origin.all_rows)
     zeros = head.weight.new_zeros(logits.shape[-1])
     bias = zeros if head.bias is None else head.bias.detach().clone()
     bias[start:] = float("-inf")
@@ -264,7 +264,7 @@ class DeferredLogits(Tensor):
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
-        head = cast("HeadLogits", self._contents.origin.all_rows)
+        head = cast("OutputLayerRows", self._contents.origin.all_rows)
         return head.hidden.detach()[on_device(self.row_numbers, head.device)]
 
     @property
@@ -292,8 +292,7 @@ class DeferredLogits(Tensor):
             return source.detached()
         if torch.is_grad_enabled():
             origin.has_losses = True
-            if isinstance(source, HeadLogits):
-                source = replace(source, keeps_tiles=True)
+            source = source.keeping_tiles(True)
         return source
 
     # --- operations
@@ -306,7 +305,7 @@ class DeferredLogits(Tensor):
             logits = args[0]
             if isinstance(logits, DeferredLogits) and logits._is_product:
                 # Some losses multiply this by zero, to reach every parameter.
-                total = sum_of_logits(cast("HeadLogits", logits.source()))
+                (total,) = SumOfLogits().apply(logits.source())
                 return (total / logits.divisor).to(logits.dtype)
         if func in (Tensor.argmax, torch.argmax, Tensor.max, torch.max):
             largest = _largest(*args, **(kwargs or {}))
@@ -431,7 +430,7 @@ class _Defer(torch.autograd.Function):
     def forward(ctx: Any, origin: Origin, *inputs: Tensor | None) -> DeferredLogits:
         ctx.exists = origin.exists
         if not origin.exists:
-            save_source(ctx, origin.all_rows)
+            save_source(ctx, origin.all_rows, {})
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
         contents = Contents(origin, None, origin.dtype, 1.0, origin.values)
         contents.are_existing = origin.exists
@@ -443,10 +442,13 @@ class _Defer(torch.autograd.Function):
         if ctx.exists:
             return None, gradient_tv
 
-        def compute(ctx: Any, head: HeadLogits, saved: Any, gradient: Tensor) -> Inputs:
-            return head.gradients_of(gradient, ctx.needs_input_grad[1:])
+        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient_tv)
 
-        return None, *gradients_of_inputs(ctx, compute, gradient_tv)
+
+def _gradients_of_logits(
+    layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], gradient: Tensor
+) -> Inputs:
+    return layer.gradients_of(gradient, needed)
 
 
 class _ToDense(torch.autograd.Function):
@@ -469,7 +471,7 @@ def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) 
     is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
     if not is_of_rows or not logits._is_product:
         return None
-    of_rows = largest_logits(cast("HeadLogits", logits.source()))
+    of_rows = largest_logits(cast("OutputLayerRows", logits.source()))
     values, indices = (largest.view(logits.shape[:-1]) for largest in of_rows)
     return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
 

@@ -16,13 +16,18 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import checked_source, valid_targets
-from .log_probs_autograd import JointBackward, LogProbsAndEntropy
+from .autograd import LogitFunction, Tensors, without_autocast
+from .deferred import DeferredLogits
+from .log_probs_autograd import LogProbsAndEntropy, gradients_of_scores, scores
 from .options import VocabParallelOptions
+from .rows import Inputs, LogitSource, as_slice, on_device
 
 
 def vocab_parallel_log_probs(
@@ -154,6 +159,103 @@ def log_probs_and_entropy(
         return joint.add(logits, source, local_target, valid, options)
     claim = source.claim()
     claim.asked_for = claim.asked_for or options.others_overwrite
-    return LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        source, local_target, valid, keep_mask, options, claim, *source.inputs
+    log_probs, entropies = LogProbsAndEntropy(options, claim).apply(
+        source, local_target=local_target, valid=valid, keep_mask=keep_mask
     )
+    return log_probs, entropies if entropies is None or options.entropy_grad else entropies.detach()
+
+
+class JointBackward:
+    """Scores rows of deferred logits call by call, and computes the gradient of all calls in one pass.
+
+    It is for code that scores sample after sample, where the gradient of each call alone would be as large as
+    that of all: a tensor of the size of all logits, or of the weight. Here a call stores its numbers with
+    those of the other rows, and autograd adds up the gradients of the results, two numbers per row.
+    """
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        self._origin = logits.origin
+        self._function = _Joint(self._origin.all_rows.n)
+        #: Zeros ``[T, 2]`` that are added to the log-probability and the entropy of each row.
+        (self._zeros,) = self._function.apply(self._origin.all_rows)
+
+    def accepts(self, logits: Tensor, source: LogitSource, options: VocabParallelOptions) -> bool:
+        """Return whether a call can be one of those with a common backward.
+
+        Its rows must be new, with numbers in host memory, and its options those of the calls before.
+        """
+        return (
+            isinstance(logits, DeferredLogits)
+            and logits.is_deferred
+            and logits.origin is self._origin
+            and logits.requires_grad
+            and torch.is_grad_enabled()
+            and not source.is_frozen
+            and self._function.options in (None, options)
+            and logits.row_numbers.device.type == "cpu"
+            and not self._function.is_scored[logits.row_numbers].any()
+        )
+
+    def add(
+        self,
+        logits: Tensor,
+        source: LogitSource,
+        local_target: Tensor,
+        valid: Tensor,
+        options: VocabParallelOptions,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies of the rows; see :func:`.scores` for the arguments."""
+        assert isinstance(logits, DeferredLogits)
+        source = source.keeping_tiles(False)  # the common backward reads other tiles
+        with torch.no_grad():
+            log_prob, entropy, of_rows = without_autocast(scores)(
+                source, local_target, valid, None, options, source.claim()
+            )
+        numbers = logits.row_numbers.flatten()
+        self._function.add(numbers, of_rows, options)
+        zeros = self._zeros[on_device(numbers, self._zeros.device)]
+        if entropy is not None and options.entropy_grad:
+            entropy = entropy + zeros[:, 1]
+        return log_prob + zeros[:, 0], entropy
+
+
+class _Joint(LogitFunction):
+    """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored."""
+
+    def __init__(self, size: int) -> None:
+        self.options: VocabParallelOptions | None = None
+        self.is_scored = torch.zeros(size, dtype=torch.bool)
+        self._numbers: list[Tensor] = []
+        self._of_rows: list[Tensors] = []
+
+    def add(self, numbers: Tensor, of_rows: Tensors, options: VocabParallelOptions) -> None:
+        """Store what :func:`.scores` returned of the rows with these numbers."""
+        self.options = options
+        self.is_scored[numbers] = True
+        self._numbers.append(numbers)
+        self._of_rows.append(of_rows)
+
+    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        return [torch.zeros((source.n, 2), dtype=source.dtype, device=source.device)], {}
+
+    def gradients(
+        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        (gradient,), options = gradients, self.options
+        assert gradient is not None and options is not None
+        numbers, order = torch.cat(self._numbers).sort()
+        index, order = as_slice(numbers), on_device(order, source.device)
+        index = index if isinstance(index, slice) else on_device(index, source.device)
+        of_rows = {
+            name: torch.cat([part[name] for part in self._of_rows], -1)[..., order]
+            for name in self._of_rows[0]
+        }
+        grad_log_prob, grad_entropy = gradient[index].unbind(1)
+        return gradients_of_scores(
+            source.select(index, options.block_bytes),
+            of_rows,
+            options,
+            needed,
+            grad_log_prob,
+            grad_entropy if options.with_entropy and options.entropy_grad else None,
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution
-from ..logits.topk import vocab_parallel_log_probs_at
+from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from .distillation_batch import DistillationBatch, DistillationOptions
 from .divergences import of_buckets
 from .full_distribution import FullDistribution

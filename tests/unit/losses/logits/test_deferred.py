@@ -35,8 +35,8 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.logits import deferred
 from megatron_rl_patches.losses.logits.arguments import checked_source
-from megatron_rl_patches.losses.logits.head import HeadLogits, TileOptions
 from megatron_rl_patches.losses.logits.options import VocabParallelOptions
+from megatron_rl_patches.losses.logits.tiles import OutputLayerRows, TileOptions
 
 from .dense import IGNORE
 from .pairwise import pairwise
@@ -314,7 +314,7 @@ def test_matrix_products(trained: Sequence[str], keep_bytes: int, products: int)
 
 def test_tiles_have_a_bounded_size_whatever_the_rows_and_the_vocabulary() -> None:
     for n, width, tile_bytes in ((1, 300_000, 4096), (5000, 700, 64), (100_000, 3000, 1 << 20), (0, 10, 8)):
-        head = HeadLogits(
+        head = OutputLayerRows(
             torch.empty(n, 1, device="meta"),
             torch.empty(width, 1, device="meta"),
             None,
