@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..common.chunks import has_base
 from ..common.scopes import Scope, replaced
-from .logits.collectives import gather_sequence, sum_gradient
+from .logits.autograd import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
 from .logits.log_probs import vocab_parallel_log_probs
 from .logits.tiles import TileOptions

@@ -16,7 +16,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.logits.options import VocabParallelOptions
+from ...losses.logits.arguments import VocabParallelOptions
 from .hidden_states import hidden_states_of
 from .microbatches import Microbatch
 from .schedule import Forward, Group, forward_only, raise_on_all_stages, vocabulary_of

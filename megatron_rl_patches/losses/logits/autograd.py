@@ -1,4 +1,4 @@
-"""The autograd function that all losses over logits share, and what it refuses."""
+"""What the losses share: one autograd function, and the collectives of ranks that share a vocabulary."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource
 
 P = ParamSpec("P")
@@ -163,3 +165,72 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+# --- collectives
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: StorageClaim | None = None) -> Tensor:
+    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group.
+
+    With a claim, check that all ranks can overwrite their logits.
+    """
+    if claim is not None and claim.asked_for:
+        gathered = all_gather(torch.cat([values, claim.marker(values, len(values))[:, None]], dim=1), group)
+        claim.check(gathered[:, 0, -1])
+        return gathered[..., :-1]
+    if group is None or (size := dist.get_world_size(group)) == 1:
+        return values[None]
+    gathered = values.new_empty((size * len(values), *values.shape[1:]))
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(size, *values.shape)
+
+
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the hidden states; their gradient is summed over the group.
+
+    So does Megatron's ``copy_to_tensor_model_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``[s, ..., h]`` of all ranks' ``[s / tp, ..., h]``; the gradient is summed and scattered.
+
+    So does Megatron's ``gather_from_sequence_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _GatherSequence.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        whole = hidden.new_empty((size * len(hidden), *hidden.shape[1:]))
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        part = gradient.new_empty((len(gradient) // size, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None

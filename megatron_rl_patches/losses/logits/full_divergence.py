@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import LogitFunction, Tensors
-from .collectives import all_gather
+from .autograd import LogitFunction, Tensors, all_gather
 from .divergences import RULED_OUT, Compared, Divergence
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
@@ -102,10 +101,10 @@ class _FullDivergence(LogitFunction):
         in_one_pass = False
         if options.needs_normalizers:
             first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self._temperature))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, self._claim.gather)
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, partial(all_gather, claim=self._claim))
         else:
             of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
-            *parts, differ = _reduced(pairs, of_block, merge, self._claim.gather)
+            *parts, differ = _reduced(pairs, of_block, merge, partial(all_gather, claim=self._claim))
             normalizers, (value, expected), in_one_pass = (
                 torch.stack(parts[:-2]),
                 parts[-2:],

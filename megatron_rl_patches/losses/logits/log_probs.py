@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source, valid_targets
+from .arguments import VocabParallelOptions, valid_targets
 from .autograd import LogitFunction, Tensors, without_autocast
-from .deferred import DeferredLogits
+from .deferred import DeferredLogits, checked_source
 from .log_probs_autograd import LogProbsAndEntropy, gradients_of_scores, scores
-from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, as_slice, on_device
 
 

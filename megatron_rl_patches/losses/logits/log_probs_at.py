@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source, valid_indices
+from .arguments import VocabParallelOptions, valid_indices
 from .autograd import LogitFunction, Tensors
+from .deferred import checked_source
 from .distributions import NO_ENTRY
-from .options import VocabParallelOptions
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
 from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, block_statistics, stretches

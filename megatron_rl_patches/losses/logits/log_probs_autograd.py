@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import softmax
-from .autograd import LogitFunction, Tensors
-from .options import VocabParallelOptions
+from .arguments import VocabParallelOptions
+from .autograd import LogitFunction, Tensors, all_gather
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, Tile, reduced
 from .softmax import NO_SOFTMAX, SoftmaxGradient, exp_floor
@@ -68,7 +68,7 @@ def scores(
     merge = partial(_merged, temperature=options.temperature, has_mask=keep_mask is not None)
     parts = _statistics_of_tiles(source, local_target, keep_mask, options, derivative)
     local = reduced(parts, merge).to(source.dtype)
-    *statistics, target_logit = merge(claim.gather(local, options.tp_group).unbind())
+    *statistics, target_logit = merge(all_gather(local, options.tp_group, claim).unbind())
     softmaxes = _softmaxes(torch.stack(statistics), keep_mask is not None)
     max_logit, sum_exp_minus_1 = softmaxes[0][:2]
     exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()

@@ -20,8 +20,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .arguments import VocabParallelOptions
 from .compiling import BlockFunction
-from .options import VocabParallelOptions
 from .rows import SelectedRows
 
 _MINUS_INF = float("-inf")

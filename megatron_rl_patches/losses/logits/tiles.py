@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .arguments import check_integer
 from .autograd import LogitFunction, Tensors, without_autocast
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, Tile, TileGradient, ranges
@@ -56,6 +57,11 @@ class TileOptions:
     tile_bytes: int | None = None
     keep_bytes: int = 0
     main_gradient: MainGradient | None = None
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, lowest, "a number of bytes")
 
     def elements(self, like: Tensor) -> int:
         """Return how many logits of a dtype and a device one tile has."""

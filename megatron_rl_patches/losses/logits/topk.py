@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source
-from .autograd import without_autocast
-from .collectives import all_gather
+from .arguments import VocabParallelOptions, check_integer
+from .autograd import all_gather, without_autocast
+from .deferred import checked_source
 from .distributions import TopKDistribution
-from .options import VocabParallelOptions, check_integer
 from .rows import LogitSource, SelectedRows, reduced
 from .softmax import finite, merge, scaled_, sum_exp
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.collectives import all_gather
+from ..logits.arguments import check_integer
+from ..logits.autograd import all_gather
 from ..logits.deferred import DeferredLogits, deferred_logits
 from ..logits.distributions import Distribution
-from ..logits.options import check_integer
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import checked_source
+from ..logits.arguments import VocabParallelOptions, check_integer
+from ..logits.deferred import checked_source
 from ..logits.divergences import DivergenceName, divergence_named
 from ..logits.full_divergence import DivergenceOptions, Logits, divergence_of
-from ..logits.options import VocabParallelOptions, check_integer
 from ..logits.rows import SelectedRows
 from .teachers import weighted
 
