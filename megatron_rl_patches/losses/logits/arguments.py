@@ -28,25 +28,25 @@ class VocabParallelOptions:
         tp_group: ranks that hold the other columns of the vocabulary; ``None``: there are none.
         temperature: logits are divided by it.
         inplace_backward: backward overwrites the logits with their gradient.
-        others_overwrite: other ranks may have ``inplace_backward`` though this one has not: each chooses by
-            its own logits.
         block_bytes: scratch memory for a block of rows; ``None``: chosen by size and device.
         fused: ``True``: compile the functions that work on a block; ``False``: run them as they are;
             ``"auto"``: compile for large logits, where there is a compiler.
         ignore_index: target, or entry of ``indices``, that stands for no token.
         with_entropy: compute entropies beside log-probabilities.
         entropy_grad: entropies require grad.
+        others_overwrite: other ranks may have ``inplace_backward`` though this one has not: each chooses by
+            its own logits.
     """
 
     tp_group: dist.ProcessGroup | None = None
     temperature: float = 1.0
     inplace_backward: bool = False
-    others_overwrite: bool = False
     block_bytes: int | None = None
     fused: bool | str = "auto"
     ignore_index: int = -100
     with_entropy: bool = False
     entropy_grad: bool = False
+    others_overwrite: bool = False
 
     def __post_init__(self) -> None:
         temperature: Any = self.temperature  # numpy's numbers count

@@ -371,17 +371,9 @@ class DeferredLogits(Tensor):
         return tree_map_only(Tensor, lambda t: materialized.get(id(t), t), result) if writes else result
 
     def _warn(self, operation: str) -> None:
-        """Warn, once for each line of code, that an operation is the first to read the values."""
-        if self._contents.values is not None or self.origin.exists:
-            return
-        frame = sys._getframe()
-        while frame.f_back is not None and _is_library(frame.f_code.co_filename):
-            frame = frame.f_back
-        place = operation, frame.f_code.co_filename, frame.f_lineno
-        if place not in _warned:
-            _warned.add(place)
-            message = "%s at %s:%d looks at deferred logits %s, which were materialized"
-            _log.warning(message, *place, list(self.shape))
+        """Warn if an operation is the first to read the values."""
+        if self._contents.values is None and not self.origin.exists:
+            _warn(operation, self)
 
     def _as_of_now(self) -> Callable[[], Tensor]:
         """Return a function that returns the values, as they are now, as a view of the contents."""
@@ -491,6 +483,18 @@ _READ_STORAGE: dict[Any, tuple[str, bool]] = {
     Tensor.tolist: ("tolist", False),
     Tensor.untyped_storage: ("untyped_storage", True),
 }
+
+
+def _warn(operation: str, logits: DeferredLogits) -> None:
+    """Warn, once for each line of code, that an operation materializes the logits."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = operation, frame.f_code.co_filename, frame.f_lineno
+    if place not in _warned:
+        _warned.add(place)
+        message = "%s at %s:%d looks at deferred logits %s, which were materialized"
+        _log.warning(message, *place, list(logits.shape))
 
 
 def _is_library(file: str) -> bool:

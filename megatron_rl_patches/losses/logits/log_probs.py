@@ -25,7 +25,7 @@ from torch import Tensor
 from .arguments import VocabParallelOptions, valid_targets
 from .autograd import LogitFunction, Tensors, without_autocast
 from .deferred import DeferredLogits, checked_source
-from .log_probs_autograd import LogProbsAndEntropy, gradients_of_scores, scores
+from .log_probs_autograd import LogProbsAndEntropy, Targets
 from .rows import Inputs, LogitSource, as_slice, on_device
 
 
@@ -82,14 +82,7 @@ def vocab_parallel_log_probs(
             So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
             logits were overwritten since forward.
     """
-    options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        fused=fused,
-        ignore_index=ignore_index,
-    )
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index)
     return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
 
 
@@ -120,14 +113,7 @@ def vocab_parallel_log_probs_and_entropy(
         Log-probabilities ``[n]`` and entropies ``[n]``.
     """
     options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        fused=fused,
-        ignore_index=ignore_index,
-        with_entropy=True,
-        entropy_grad=entropy_grad,
+        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
     )
     log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
@@ -149,18 +135,15 @@ def log_probs_and_entropy(
             its own.
     """
     source, options = checked_source(logits, rows, keep_mask, options)
-    targets = valid_targets(targets, source, options)
-    valid = targets != options.ignore_index
-    start = options.tp_rank * source.width
-    is_local = valid & (targets >= start) & (targets < start + source.width)
-    local_target = torch.where(is_local, targets - start, -1)
-    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
-        return joint.add(logits, source, local_target, valid, options)
+    ids = valid_targets(targets, source, options)
+    scored = Targets.of(ids, keep_mask, source, options)
     claim = source.claim()
     claim.asked_for = claim.asked_for or options.others_overwrite
-    log_probs, entropies = LogProbsAndEntropy(options, claim).apply(
-        source, local_target=local_target, valid=valid, keep_mask=keep_mask
-    )
+    function = LogProbsAndEntropy(options, claim)
+    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
+        log_probs, entropies = joint.add(logits, source, scored, function)
+    else:
+        log_probs, entropies = function.apply(source, **scored._asdict())
     return log_probs, entropies if entropies is None or options.entropy_grad else entropies.detach()
 
 
@@ -196,40 +179,35 @@ class JointBackward:
         )
 
     def add(
-        self,
-        logits: Tensor,
-        source: LogitSource,
-        local_target: Tensor,
-        valid: Tensor,
-        options: VocabParallelOptions,
+        self, logits: Tensor, source: LogitSource, targets: Targets, function: LogProbsAndEntropy
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities and entropies of the rows; see :func:`.scores` for the arguments."""
+        """Return log-probabilities and entropies of the rows."""
         assert isinstance(logits, DeferredLogits)
         source = source.keeping_tiles(False)  # the common backward reads other tiles
         with torch.no_grad():
-            log_prob, entropy, of_rows = without_autocast(scores)(
-                source, local_target, valid, None, options, source.claim()
-            )
+            log_prob, entropy, of_rows = without_autocast(function.scores)(source, targets)
         numbers = logits.row_numbers.flatten()
-        self._function.add(numbers, of_rows, options)
+        self._function.add(numbers, of_rows, function)
         zeros = self._zeros[on_device(numbers, self._zeros.device)]
-        if entropy is not None and options.entropy_grad:
-            entropy = entropy + zeros[:, 1]
-        return log_prob + zeros[:, 0], entropy
+        return log_prob + zeros[:, 0], None if entropy is None else entropy + zeros[:, 1]
 
 
 class _Joint(LogitFunction):
     """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored."""
 
     def __init__(self, size: int) -> None:
-        self.options: VocabParallelOptions | None = None
         self.is_scored = torch.zeros(size, dtype=torch.bool)
+        self._function: LogProbsAndEntropy | None = None
         self._numbers: list[Tensor] = []
         self._of_rows: list[Tensors] = []
 
-    def add(self, numbers: Tensor, of_rows: Tensors, options: VocabParallelOptions) -> None:
-        """Store what :func:`.scores` returned of the rows with these numbers."""
-        self.options = options
+    @property
+    def options(self) -> VocabParallelOptions | None:
+        return None if self._function is None else self._function.options
+
+    def add(self, numbers: Tensor, of_rows: Tensors, function: LogProbsAndEntropy) -> None:
+        """Store what a function needs in backward of the rows with these numbers."""
+        self._function = function
         self.is_scored[numbers] = True
         self._numbers.append(numbers)
         self._of_rows.append(of_rows)
@@ -240,8 +218,8 @@ class _Joint(LogitFunction):
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        (gradient,), options = gradients, self.options
-        assert gradient is not None and options is not None
+        (gradient,), function = gradients, self._function
+        assert gradient is not None and function is not None
         numbers, order = torch.cat(self._numbers).sort()
         index, order = as_slice(numbers), on_device(order, source.device)
         index = index if isinstance(index, slice) else on_device(index, source.device)
@@ -250,11 +228,11 @@ class _Joint(LogitFunction):
             for name in self._of_rows[0]
         }
         grad_log_prob, grad_entropy = gradient[index].unbind(1)
-        return gradients_of_scores(
-            source.select(index, options.block_bytes),
+        differentiates_entropy = function.options.with_entropy and function.options.entropy_grad
+        return function.gradients(
+            source.select(index, function.options.block_bytes),
             of_rows,
-            options,
             needed,
             grad_log_prob,
-            grad_entropy if options.with_entropy and options.entropy_grad else None,
+            grad_entropy if differentiates_entropy else None,
         )

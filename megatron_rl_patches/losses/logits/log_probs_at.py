@@ -100,11 +100,7 @@ def vocab_parallel_log_probs_at(
             are checked by the device. In backward: the logits were overwritten since forward.
     """
     options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        ignore_index=NO_ENTRY,
+        tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
     )
     source, options = checked_source(logits, rows, None, options)
     indices = valid_indices(indices, source, options)

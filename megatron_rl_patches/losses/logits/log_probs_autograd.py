@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,124 +18,149 @@ from .softmax import NO_SOFTMAX, SoftmaxGradient, exp_floor
 from .tiles import OutputLayerRows, add_product
 
 
+class Targets(NamedTuple):
+    """The token that is scored in each row, and the columns that log-probabilities see beside it."""
+
+    column: Tensor  # [n], of this rank, or -1
+    valid: Tensor  # bool [n], whether there is a target
+    keep_mask: Tensor | None = None  # bool [n, V / tp]
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, keep_mask: Tensor | None, source: LogitSource, options: VocabParallelOptions
+    ) -> Targets:
+        """Return the targets that have these token ids."""
+        valid = ids != options.ignore_index
+        column = ids - options.tp_rank * source.width
+        is_local = valid & (column >= 0) & (column < source.width)
+        return cls(torch.where(is_local, column, -1), valid, keep_mask)
+
+    def in_tile(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
+        """Return the columns of the tile, -1 for those that it does not have, and its part of the mask."""
+        column = self.column[tile.rows] - tile.columns.start
+        is_inside = (column >= 0) & (column < tile.columns.stop - tile.columns.start)
+        mask = None if self.keep_mask is None else self.keep_mask[tile.rows, tile.columns]
+        return torch.where(is_inside, column, -1), mask
+
+
 class LogProbsAndEntropy(LogitFunction):
-    """Log-probabilities and entropies; backward gets the inputs and a few numbers per row."""
+    """Log-probabilities and entropies of targets; backward gets the inputs and a few numbers per row."""
 
     def __init__(self, options: VocabParallelOptions, claim: StorageClaim) -> None:
-        self._options, self._claim = options, claim
+        self.options, self._claim = options, claim
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
-        derivative = FrozenDerivative.of(source, tensors["keep_mask"], self._options)
+        targets = Targets(**tensors)
+        derivative = _FrozenDerivative.of(source, targets, self.options)
+        source = source if derivative is None else source.keeping_tiles(False)
+        log_prob, entropy, saved = self.scores(source, targets, derivative)
+        return (log_prob, entropy), {"keep_mask": targets.keep_mask, **saved}
+
+    def scores(
+        self, source: LogitSource, targets: Targets, derivative: _FrozenDerivative | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensors]:
+        """Read all tiles once; one collective.
+
+        Returns:
+            Log-probabilities ``[n]``, entropies ``[n]`` if they are wanted, and what :meth:`gradients` needs
+            of each row, ``[..., n]`` each.
+        """
+        options, valid, has_mask = self.options, targets.valid, targets.keep_mask is not None
+
+        def merge(parts: Sequence[Tensor]) -> Tensor:
+            """Return the statistics ``[m, n]`` of all columns from those of tiles or ranks."""
+            stacked = torch.stack(list(parts)).double()
+            merged = [softmax.merge(x, options.temperature) for x in _softmaxes(stacked[:, :-1], has_mask)]
+            return torch.cat([*merged, stacked[:, -1].amax(0)[None]])
+
+        local = reduced(self._statistics_of_tiles(source, targets, derivative), merge).to(source.dtype)
+        merged = merge(all_gather(local, options.tp_group, self._claim).unbind())
+        softmaxes, target_logit = _softmaxes(merged[:-1], has_mask), merged[-1]
+        max_logit, sum_exp_minus_1 = softmaxes[0][:2]
+        exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
+        log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
+        entropy = None
+        if options.with_entropy:
+            _, of_all, sum_z_exp = softmaxes[-1]
+            entropy = torch.where(valid, of_all.log1p() - sum_z_exp / (1.0 + of_all), 0.0).to(source.dtype)
         if derivative is not None:
-            source = source.keeping_tiles(False)
-        *results, of_rows = scores(
-            source, **tensors, options=self._options, claim=self._claim, derivative=derivative
-        )
-        return results, {"keep_mask": tensors["keep_mask"], **of_rows}
+            of_log_prob = derivative.finish(targets.column, max_logit, 1.0 + sum_exp_minus_1, exact_log_prob)
+            return log_prob, entropy, {"valid": valid, "derivative": of_log_prob}
+        of_rows = {
+            "column": targets.column,
+            "valid": valid,
+            "log_prob": log_prob.clone(),  # since the caller may change the returned tensor
+            "target_logit": target_logit.to(source.dtype),
+            "softmax": _Softmax.of(softmaxes[0], source.dtype),
+        }
+        if len(softmaxes) > 1 and options.entropy_grad:
+            of_rows["softmax of the entropy"] = _Softmax.of(softmaxes[1], source.dtype)
+        return log_prob, entropy, of_rows
+
+    def _statistics_of_tiles(
+        self, source: LogitSource, targets: Targets, derivative: _FrozenDerivative | None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and :func:`.softmax.statistics` with the targets' logits of each tile.
+
+        The logit of a target that is not in the tile is -inf.
+        """
+        for tile in source.tiles():
+            column, mask = targets.in_tile(tile)
+            statistics = softmax.statistics(tile.logits, column, mask, self.options)
+            logit = tile.logits.logits[tile.logits.row_indices, column.clamp(min=0)].double()
+            yield tile.rows, torch.cat([*statistics, torch.where(column < 0, float("-inf"), logit)[None]])
+            if derivative is not None:
+                derivative.add(tile, statistics[-1][0], column)
 
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        if "derivative" not in saved:
-            return gradients_of_scores(source, saved, self._options, needed, *gradients)
-        assert isinstance(source, OutputLayerRows) and gradients[0] is not None
-        # A row without a gradient may hold NaN.
-        of_log_prob = gradients[0][:, None]
-        has_grad = saved["valid"][:, None] & (of_log_prob != 0)
-        return source.spread(torch.where(has_grad, of_log_prob * saved["derivative"], 0.0)), None, None
-
-
-def scores(
-    source: LogitSource,
-    local_target: Tensor,
-    valid: Tensor,
-    keep_mask: Tensor | None,
-    options: VocabParallelOptions,
-    claim: StorageClaim,
-    derivative: FrozenDerivative | None = None,
-) -> tuple[Tensor, Tensor | None, Tensors]:
-    """Read all tiles once; one collective.
-
-    Args:
-        local_target: ``[n]``, a column of this rank or -1.
-        valid: bool ``[n]``, whether there is a target.
-
-    Returns:
-        Log-probabilities ``[n]``, entropies ``[n]`` if they are wanted, and what :func:`gradients_of_scores`
-        needs of each row, ``[..., n]`` each.
-    """
-    merge = partial(_merged, temperature=options.temperature, has_mask=keep_mask is not None)
-    parts = _statistics_of_tiles(source, local_target, keep_mask, options, derivative)
-    local = reduced(parts, merge).to(source.dtype)
-    *statistics, target_logit = merge(all_gather(local, options.tp_group, claim).unbind())
-    softmaxes = _softmaxes(torch.stack(statistics), keep_mask is not None)
-    max_logit, sum_exp_minus_1 = softmaxes[0][:2]
-    exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
-    log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
-    entropy = None
-    if options.with_entropy:
-        _, of_all, sum_z_exp = softmaxes[-1]
-        entropy = torch.where(valid, of_all.log1p() - sum_z_exp / (1.0 + of_all), 0.0).to(source.dtype)
-    if derivative is not None:
-        of_log_prob = derivative.finish(local_target, max_logit, 1.0 + sum_exp_minus_1, exact_log_prob)
-        return log_prob, entropy, {"valid": valid, "derivative": of_log_prob}
-    of_rows = {
-        "valid": valid,
-        "local_target": local_target,
-        "log_prob": log_prob.clone(),  # since the caller may change the returned tensor
-        "target_logit": target_logit.to(source.dtype),
-        "softmax": _Softmax.of(softmaxes[0], source.dtype),
-    }
-    if len(softmaxes) > 1 and options.entropy_grad:
-        of_rows["softmax of the entropy"] = _Softmax.of(softmaxes[1], source.dtype)
-    return log_prob, entropy, of_rows
-
-
-def gradients_of_scores(
-    source: LogitSource,
-    of_rows: Tensors,
-    options: VocabParallelOptions,
-    needed: Sequence[bool],
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Inputs:
-    """Return the gradients of the source's inputs; ``of_rows`` as of :func:`scores`, and a keep-mask."""
-    keep_mask, local_target, log_prob = of_rows.get("keep_mask"), of_rows["local_target"], of_rows["log_prob"]
-    temperature = options.temperature
-    of_log_prob = _Softmax(*of_rows["softmax"])
-    of_entropy = _Softmax(*of_rows.get("softmax of the entropy", of_rows["softmax"]))
-    if keep_mask is None:
-        masked, unmasked = NO_SOFTMAX, of_log_prob.gradient(grad_log_prob, grad_entropy, temperature)
-    else:
-        masked = of_log_prob.gradient(grad_log_prob, None, temperature)
-        unmasked = of_entropy.gradient(None, grad_entropy, temperature)
-    at_target, has_grad = torch.zeros_like(log_prob), torch.zeros_like(of_rows["valid"])
-    if grad_log_prob is not None:
-        has_grad |= grad_log_prob != 0
-        at_target -= grad_log_prob * log_prob.expm1()  # 1 - p, accurate when p is near 1
-    if grad_entropy is not None:
-        assert of_entropy.mean_z is not None
-        has_grad |= grad_entropy != 0
-        z = (of_rows["target_logit"] - of_entropy.max_logit) / temperature
-        z = z.clamp(min=exp_floor(source.dtype))
-        at_target -= grad_entropy * (z.exp() / of_entropy.sum_exp) * (z - of_entropy.mean_z)
-    # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
-    has_grad &= of_rows["valid"]
-    at_target = torch.where(has_grad, at_target / temperature, 0.0)
-
-    def of_tile(tile: Tile, in_place: bool) -> Tensor:
-        return softmax.gradient(
-            tile.logits,
-            softmax.of_rows(unmasked, tile.rows),
-            softmax.of_rows(masked, tile.rows),
-            _column_in_tile(local_target, tile),
-            at_target[tile.rows],
-            None if keep_mask is None else keep_mask[tile.rows, tile.columns],
-            has_grad[tile.rows],
-            replace(options, inplace_backward=in_place),
+        valid, (grad_log_prob, grad_entropy) = saved["valid"], gradients
+        if "derivative" in saved:
+            assert isinstance(source, OutputLayerRows) and grad_log_prob is not None
+            # A row without a gradient may hold NaN.
+            has_grad = (valid & (grad_log_prob != 0))[:, None]
+            of_hidden = torch.where(has_grad, grad_log_prob[:, None] * saved["derivative"], 0.0)
+            return source.spread(of_hidden), None, None
+        temperature, targets = (
+            self.options.temperature,
+            Targets(saved["column"], valid, saved.get("keep_mask")),
         )
+        of_log_prob = _Softmax(*saved["softmax"])
+        of_entropy = _Softmax(*saved.get("softmax of the entropy", saved["softmax"]))
+        if targets.keep_mask is None:
+            masked, unmasked = NO_SOFTMAX, of_log_prob.gradient(grad_log_prob, grad_entropy, temperature)
+        else:
+            masked = of_log_prob.gradient(grad_log_prob, None, temperature)
+            unmasked = of_entropy.gradient(None, grad_entropy, temperature)
+        at_target, has_grad = torch.zeros_like(saved["log_prob"]), torch.zeros_like(valid)
+        if grad_log_prob is not None:
+            has_grad |= grad_log_prob != 0
+            at_target -= grad_log_prob * saved["log_prob"].expm1()  # 1 - p, accurate when p is near 1
+        if grad_entropy is not None:
+            assert of_entropy.mean_z is not None
+            has_grad |= grad_entropy != 0
+            z = (saved["target_logit"] - of_entropy.max_logit) / temperature
+            z = z.clamp(min=exp_floor(source.dtype))
+            at_target -= grad_entropy * (z.exp() / of_entropy.sum_exp) * (z - of_entropy.mean_z)
+        # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+        has_grad &= valid
+        at_target = torch.where(has_grad, at_target / temperature, 0.0)
 
-    return source.gradients(of_tile, needed)
+        def of_tile(tile: Tile, in_place: bool) -> Tensor:
+            column, mask = targets.in_tile(tile)
+            return softmax.gradient(
+                tile.logits,
+                softmax.of_rows(unmasked, tile.rows),
+                softmax.of_rows(masked, tile.rows),
+                column,
+                at_target[tile.rows],
+                mask,
+                has_grad[tile.rows],
+                replace(self.options, inplace_backward=in_place),
+            )
+
+        return source.gradients(of_tile, needed)
 
 
 class _Softmax(NamedTuple):
@@ -169,48 +193,13 @@ class _Softmax(NamedTuple):
         return self.max_logit[:, None], a[:, None], None if b is None else b[:, None]
 
 
-def _statistics_of_tiles(
-    source: LogitSource,
-    local_target: Tensor,
-    keep_mask: Tensor | None,
-    options: VocabParallelOptions,
-    derivative: FrozenDerivative | None,
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows and :func:`.softmax.statistics` with the targets' logits of each tile.
-
-    The logit of a target that is not in the tile is -inf.
-    """
-    for tile in source.tiles():
-        column = _column_in_tile(local_target, tile)
-        mask = None if keep_mask is None else keep_mask[tile.rows, tile.columns]
-        statistics = softmax.statistics(tile.logits, column, mask, options)
-        logit = tile.logits.logits[tile.logits.row_indices, column.clamp(min=0)].double()
-        yield tile.rows, torch.cat([*statistics, torch.where(column < 0, float("-inf"), logit)[None]])
-        if derivative is not None:
-            derivative.add(tile, statistics[-1][0], column)
-
-
 def _softmaxes(statistics: Tensor, has_mask: bool) -> list[Tensor]:
     """Return the statistics of each softmax from all ``[..., m, n]``; those of kept columns come first."""
     size = statistics.shape[-2]
     return list(statistics.split([2, size - 2] if has_mask and size > 2 else [size], -2))
 
 
-def _merged(parts: Sequence[Tensor], temperature: float, has_mask: bool) -> Tensor:
-    """Return the statistics ``[m, n]`` of all columns from those of tiles or ranks."""
-    stacked = torch.stack(list(parts)).double()
-    softmaxes = _softmaxes(stacked[:, :-1], has_mask)
-    return torch.cat([*(softmax.merge(one, temperature) for one in softmaxes), stacked[:, -1].amax(0)[None]])
-
-
-def _column_in_tile(local_target: Tensor, tile: Tile) -> Tensor:
-    """Return the targets of the tile's rows as columns of the tile; -1 where it does not have them."""
-    columns = local_target[tile.rows]
-    inside = (columns >= tile.columns.start) & (columns < tile.columns.stop)
-    return torch.where(inside, columns - tile.columns.start, -1)
-
-
-class FrozenDerivative:
+class _FrozenDerivative:
     """The derivative of log-probabilities by the hidden states of an output layer that is frozen.
 
     The gradient of a row's hidden state is linear in the gradient of its log-probability. So forward, which
@@ -231,10 +220,10 @@ class FrozenDerivative:
 
     @classmethod
     def of(
-        cls, source: LogitSource, keep_mask: Tensor | None, options: VocabParallelOptions
-    ) -> FrozenDerivative | None:
+        cls, source: LogitSource, targets: Targets, options: VocabParallelOptions
+    ) -> _FrozenDerivative | None:
         """Return empty sums, or ``None`` if backward must compute the logits again."""
-        if not isinstance(source, OutputLayerRows) or not source.is_frozen or keep_mask is not None:
+        if not isinstance(source, OutputLayerRows) or not source.is_frozen or targets.keep_mask is not None:
             return None
         return None if options.with_entropy and options.entropy_grad else cls(source, options)
 
