@@ -7,7 +7,8 @@ from .checkpointing import checkpointed
 from .logits.deferred import DeferredLogits, deferred_logits
 from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
+from .logits.log_probs_at import vocab_parallel_log_probs_at
+from .logits.topk import vocab_parallel_topk
 from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
 from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
 from .objectives.full_vocabulary import FullDistribution, OutputHead, full_vocabulary_divergence

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..common.chunks import has_base
 from ..common.scopes import Scope, replaced
-from .logits.collectives import gather_sequence, sum_gradient
+from .logits.autograd import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
-from .logits.head import TileOptions
 from .logits.log_probs import vocab_parallel_log_probs
+from .logits.tiles import TileOptions
 
 _log = logging.getLogger(__name__)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.

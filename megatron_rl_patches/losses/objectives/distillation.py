@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
-from ..logits.topk import vocab_parallel_log_probs_at
+from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,

@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import checked_source
-from ..logits.collectives import all_gather
-from ..logits.deferred import DeferredLogits, deferred_logits
+from ..logits.arguments import VocabParallelOptions, check_integer
+from ..logits.autograd import all_gather
+from ..logits.deferred import DeferredLogits, checked_source, deferred_logits
 from ..logits.distributions import Distribution
 from ..logits.divergences import DivergenceName, divergence_named
 from ..logits.full_divergence import DivergenceOptions, Logits, divergence_of
-from ..logits.head import HeadLogits
-from ..logits.options import VocabParallelOptions, check_integer
 from ..logits.rows import SelectedRows
 from .teachers import weighted
 
@@ -243,10 +241,8 @@ def full_vocabulary_divergence(
     if num_ids is not None:
         expected = f"from 1 to {most}, which all logits have"
         num_ids = check_integer("num_ids", num_ids, 1, expected, highest=most)
-    if isinstance(source, HeadLogits):
-        source = source.sharing(1 + len(others))
     return divergence_of(
-        Logits(source, student_options.temperature),
+        Logits(source.sharing(1 + len(others)), student_options.temperature),
         others,
         DivergenceOptions(
             measure,
