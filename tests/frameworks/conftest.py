@@ -21,17 +21,15 @@ CORE = {
     "test_train_goes_on_where_a_batch_broke[slime]",
     "test_bridge_and_nemo_rl",
     "test_verl_with_chunks_that_share_a_config[before]",
-    "test_policy_and_teachers_side_by_side[2-openclaw]",
+    "test_policy_and_teachers_side_by_side[2-slime]",
     "test_policy_and_teachers_side_by_side[1-miles]",
-    "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-1]",
-    "test_the_schedule_goes_on_where_the_checkpoint_left_it[openclaw-2]",
+    "test_the_schedule_goes_on_where_the_checkpoint_left_it[miles-2]",
     "test_nemo_rl",
     "test_areal",
     "test_values_and_gradients[slime-before-2]",
-    "test_values_and_gradients[openclaw-after-1]",
-    "test_values_and_gradients[miles-before-2]",
+    "test_values_and_gradients[miles-after-1]",
     "test_all_gather_cp[miles]",
-    "test_recomputed_loss[openclaw]",
+    "test_policy_loss[miles]",
     "test_verl[before-2]",
     "test_what_happens_around_the_training",
     "test_the_student_approaches_its_teachers[slime-2-full-mixture]",
@@ -58,10 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def stand_ins_on_the_path(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ranks inherit ``sys.path``. OpenClaw-RL vendors slime under its name, and vime under another one."""
+    """Ranks inherit ``sys.path``; vime is slime under another name."""
     monkeypatch.syspath_prepend(str(STAND_INS))
-    if "openclaw" in request.node.name:
-        monkeypatch.syspath_prepend(str(STAND_INS / "openclaw"))
     if "vime" in request.node.name:
         (tmp_path / "vime").symlink_to(STAND_INS / "slime")
         monkeypatch.syspath_prepend(str(tmp_path))

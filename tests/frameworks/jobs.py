@@ -164,7 +164,7 @@ class _ActorJob(Job):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         actor = importlib.import_module(f"{self.package}.actor")
-        self.actor = actor.MegatronTrainActor(self.args, self.model, self.optimizer, self.scheduler)
+        self.actor = actor.MegatronTrainRayActor(self.args, self.model, self.optimizer, self.scheduler)
 
     def save(self) -> None:
         self.actor.save_model(self.steps)
@@ -238,7 +238,6 @@ class BridgeJob(Job):
             cfg=SimpleNamespace(
                 model=self.config,
                 ddp=self.model[0].ddp_config,
-                dist=SimpleNamespace(align_grad_reduce=True),
                 train=self.args,
             ),
             timers=get_timers(),

@@ -27,8 +27,6 @@ from tests.frameworks.jobs import MICROBATCHES, Batches
 from tests.real import tiny_gpt
 
 ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1000
-#: Role and package; OpenClaw-RL's slime is another than slime's.
-PACKAGES = {"slime": "slime", "openclaw": "slime", "miles": "miles"}
 
 
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
@@ -65,8 +63,6 @@ def arguments(**values: Any) -> SimpleNamespace:
         fp16=False,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        align_grad_reduce=True,
-        align_param_gather=False,
         use_distributed_optimizer=True,
         ddp_bucket_size=tiny_gpt.BUCKET,
         manual_gc=False,
@@ -87,14 +83,13 @@ def process(seed: int = 1234) -> None:
 
 
 def framework_model(framework: str) -> ModuleType:
-    return importlib.import_module(f"{PACKAGES[framework]}.backends.megatron_utils.model")
+    return importlib.import_module(f"{framework}.backends.megatron_utils.model")
 
 
 def train(framework: str, state: Sequence[Any], steps: int, batches: Batches) -> None:
     """One call of the framework's ``train`` with ``(model, optimizer, scheduler)``."""
     further: dict[str, tuple[Any, ...]] = {
         "slime": ([SAMPLES_PER_ITERATION] * steps,),
-        "openclaw": (),
         "miles": ([SAMPLES_PER_ITERATION] * steps, None, 0),
     }
     framework_model(framework).train(0, *state, [batches], [MICROBATCHES] * steps, *further[framework])

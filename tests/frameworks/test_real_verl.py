@@ -7,11 +7,12 @@ import importlib
 import pytest
 import torch
 
-from megatron_rl_patches import Settings, applied, apply, revert
+from megatron_rl_patches import Settings, applied, apply
 from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
-from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
+from tests.frameworks.rollouts import NO_SYNC, outcome
+from tests.frameworks.test_lean_loss import check_verl
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_reentry import prepare
@@ -60,28 +61,14 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
     prepare(verl)
     import_stubs.install(["accelerate", "datasets", "pandas", "peft"])
-    from tests.frameworks.loss_jobs import VERL, VerlJob, distance, initialize
+    from tests.frameworks.loss_jobs import VERL, VerlJob, initialize
 
     initialize(tp=ranks)
-    job = VerlJob()
     # Its chunks overwrite what each other's backward needs.
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        job.processed(entropy=True, chunks=True)
+        VerlJob().processed(entropy=True, chunks=True)
     assert importlib.import_module(VERL).__file__.startswith(verl[0])
-    for entropy, chunks in ((False, False), (True, False), (True, True)):
-        dense = job.dense(entropy)
-        unpatched = None if chunks else job.processed(entropy)
-        apply("lean-loss")
-        patched = job.processed(entropy, chunks)
-        deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
-        assert "applied" in states_of("verl", patch="lean-loss").values()
-        assert set(states_of("verl", patch="lean-loss").values()) <= {"applied", "not needed"}
-        revert("lean-loss")
-        assert not deferred["made"]
-        for key, value in dense.items():
-            assert max(distance(run[key], value) for run in (patched, deferred)) < 1e-6
-            assert unpatched is None or distance(unpatched[key], value) < 1e-5
-        assert unpatched is None or unpatched["returned"] == patched["returned"]
+    check_verl(chunks_work_unpatched=False)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -184,11 +185,9 @@ def test_verl_with_chunks_that_share_a_config(order: str) -> None:
     from tests.real import tiny_gpt
 
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2), overlap_param_gather=False)
-    schedule = {
-        "num_microbatches": MICROBATCHES,
-        "seq_length": tiny_gpt.SEQUENCE,
-        "micro_batch_size": tiny_gpt.BATCH,
-    }
+    sizes = SimpleNamespace(
+        num_microbatches=MICROBATCHES, seq_length=tiny_gpt.SEQUENCE, micro_batch_size=tiny_gpt.BATCH
+    )
     if order == "before":
         apply(PATCH)
     from verl.utils import megatron_utils
@@ -211,7 +210,7 @@ def test_verl_with_chunks_that_share_a_config(order: str) -> None:
         assert config.grad_sync_func == [chunk.start_grad_sync for chunk in engine.module]
     data = tiny_gpt.data_iterators(options)
     for _ in range(2):
-        engine.train_batch(tiny_gpt.forward_step, data, **schedule)
+        engine.train_batch(tiny_gpt.forward_step, data, sizes)
     assert tiny_gpt.checksum(engine.module, engine.optimizer) == uninterrupted
     config.no_sync_func = nullcontext
     assert outcome(engine.initialize).startswith(NO_SYNC)

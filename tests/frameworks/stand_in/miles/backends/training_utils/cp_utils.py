@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn
+from loss_parts import whole_responses, zigzag_part
 from torch import Tensor
 
 from .parallel import get_parallel_state
@@ -14,10 +14,7 @@ from .parallel import get_parallel_state
 
 def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
     cp = get_parallel_state().cp
-    chunk_length = -(-total_length // (2 * cp.size))
-    rows = torch.arange(total_length - response_length - 1, total_length - 1)
-    chunk = rows // chunk_length
-    return log_prob[(chunk == cp.rank) | (chunk == 2 * cp.size - 1 - cp.rank)]
+    return zigzag_part(log_prob, total_length, response_length, cp.size, cp.rank)
 
 
 def allgather_cp_redistribute(
@@ -27,23 +24,12 @@ def allgather_cp_redistribute(
     args: Any,
     total_lengths: list[int],
     response_lengths: list[int],
-    max_seq_lens: list[int] | None = None,
 ) -> None:
     cp = get_parallel_state().cp
     first = cp.rank * logits.size(1)
+    placeholder = torch.zeros(0, requires_grad=True)
     for key, values in res.items():
-        whole, start = [], 0
-        for value, total, response in zip(values, total_lengths, response_lengths, strict=True):
-            before = min(max(first - (start + total - response - 1), 0), response)
-            if len(value) == 0:
-                whole.append(torch.zeros(response, dtype=value.dtype, requires_grad=True))
-            else:
-                whole.append(torch.nn.functional.pad(value, (before, response - before - len(value))))
-            start += total
-        gathered = dist.nn.all_reduce(torch.cat(whole), group=cp.group)
-        res[key] = [
-            slice_log_prob_with_cp(value, total, response)
-            for value, total, response in zip(
-                gathered.split(response_lengths), total_lengths, response_lengths, strict=True
-            )
-        ]
+        whole = whole_responses(values, placeholder, first, total_lengths, response_lengths)
+        gathered = torch.distributed.nn.all_reduce(whole, group=cp.group)
+        lengths = zip(gathered.split(response_lengths), total_lengths, response_lengths, strict=True)
+        res[key] = [slice_log_prob_with_cp(*sample) for sample in lengths]

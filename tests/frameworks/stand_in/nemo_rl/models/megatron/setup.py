@@ -11,13 +11,7 @@ from megatron.bridge.training.setup import _update_model_config_funcs
 
 
 def finalize_megatron_setup(megatron_cfg: SimpleNamespace, model: Any, optimizer: Any) -> None:
-    _update_model_config_funcs(
-        [model],
-        megatron_cfg.model,
-        megatron_cfg.ddp,
-        optimizer,
-        align_grad_reduce=megatron_cfg.dist.align_grad_reduce,
-    )
+    _update_model_config_funcs([model], megatron_cfg.model, megatron_cfg.ddp, optimizer)
 
 
 def setup_model_and_optimizer(

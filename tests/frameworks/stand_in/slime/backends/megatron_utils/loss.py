@@ -6,12 +6,11 @@ values do not.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn
+from loss_parts import as_megatron_expects, custom_loss, whole_responses
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -27,27 +26,14 @@ def _allgather_cp_redistribute(
     args: Any,
     total_lengths: list[int],
     response_lengths: list[int],
-    max_seq_lens: list[int] | None = None,
 ) -> None:
     first = mpu.get_context_parallel_rank() * logits_local_len
+    placeholder = torch.zeros(0, requires_grad=True)
     for key, values in res.items():
-        whole, start = [], 0
-        for value, total, response in zip(values, total_lengths, response_lengths, strict=True):
-            begins = start + total - response - 1
-            before = min(max(first - begins, 0), response)
-            if len(value) == 0:
-                whole.append(torch.zeros(response, dtype=value.dtype, requires_grad=True))
-            else:
-                after = response - before - len(value)
-                whole.append(torch.nn.functional.pad(value, (before, after)))
-            start += total
-        gathered = dist.nn.all_reduce(torch.cat(whole), group=mpu.get_context_parallel_group())
-        res[key] = [
-            slice_log_prob_with_cp(value, total, response)
-            for value, total, response in zip(
-                gathered.split(response_lengths), total_lengths, response_lengths, strict=True
-            )
-        ]
+        whole = whole_responses(values, placeholder, first, total_lengths, response_lengths)
+        gathered = torch.distributed.nn.all_reduce(whole, group=mpu.get_context_parallel_group())
+        lengths = zip(gathered.split(response_lengths), total_lengths, response_lengths, strict=True)
+        res[key] = [slice_log_prob_with_cp(*sample) for sample in lengths]
 
 
 def get_log_probs_and_entropy(
@@ -59,7 +45,6 @@ def get_log_probs_and_entropy(
     response_lengths: list[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
-    max_seq_lens: list[int] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     logits = logits.squeeze(0)
     if args.rollout_temperature != 1.0:
@@ -95,12 +80,9 @@ def get_log_probs_and_entropy(
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    home, _, name = args.custom_loss_function_path.rpartition(".")
-    function = getattr(importlib.import_module(home), name)
+    function = custom_loss(args)
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits, use_reentrant=False)
     else:
         loss, log = function(args, batch, logits)
-    if args.allgather_cp:
-        loss = loss + 0 * logits.sum()
-    return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}
+    return as_megatron_expects(args, logits, loss, log)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from loss_parts import NaiveEntropy
 from megatron.core import parallel_state as mpu
-from naive_entropy import NaiveEntropy
 from torch import Tensor
 
 

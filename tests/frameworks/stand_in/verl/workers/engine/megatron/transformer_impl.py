@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from steps import run_microbatches, zero_gradients
 from torch import Tensor
 
 from verl.utils.megatron.tensor_parallel import (
@@ -25,16 +25,10 @@ class MegatronEngine:
     def initialize(self) -> None:
         register_megatron_training_hooks(self.module, self.optimizer)
 
-    def train_batch(self, forward_step: Any, data_iterator: Any, **schedule: int) -> list[Any]:
-        for chunk in self.module:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data_iterator,
-            model=self.module,
-            forward_only=False,
-            **schedule,
+    def train_batch(self, forward_step: Any, data_iterator: Any, sizes: Any) -> list[Any]:
+        zero_gradients(self.module, self.optimizer)
+        losses: list[Any] = run_microbatches(
+            sizes, forward_step, data_iterator, self.module, sizes.num_microbatches
         )
         update_successful, _, _ = self.optimizer.step()
         assert update_successful
