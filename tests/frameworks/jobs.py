@@ -246,9 +246,9 @@ class BridgeJob(Job):
 
     def pretrain(self, steps: int) -> None:
         """Setup and training."""
-        self.args.train_iters = self.state.train_state.step + steps
-        pretrain = importlib.import_module("megatron.bridge.training.pretrain")
-        pretrain.pretrain(self.state, tiny_gpt.forward_step, self, self.iterator)
+        setup = importlib.import_module("megatron.bridge.training.setup")
+        setup.setup(self.state, self.model, self.optimizer)
+        self._train(steps)
 
     def _train(self, steps: int) -> None:
         self.args.train_iters = self.state.train_state.step + steps

@@ -27,7 +27,8 @@ from tests.unit.losses.live_bytes import live_bytes
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "lean-loss"
-of_each = pytest.mark.parametrize("framework", ["slime", "miles"])
+slow = pytest.mark.slow
+of_each = pytest.mark.parametrize("framework", [pytest.param("slime", marks=slow), "miles"])
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
 
 
@@ -100,8 +101,7 @@ def check_policy_loss(framework: str, tolerance: float = 1e-5, **options: Any) -
         revert(PATCH)
 
 
-@pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
-@of_each
+@pytest.mark.parametrize(("framework", "order", "tp"), [("slime", "before", 2), ("miles", "after", 1)])
 @on_ranks(lambda tp: tp)
 def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
     from tests.frameworks.loss_jobs import LOSSES, SCORES, initialize
@@ -133,6 +133,7 @@ def test_policy_loss(framework: str) -> None:
     assert policy_loss.call_count == 2
 
 
+@slow
 @on_ranks(1)
 def test_miles_keeps_the_bits_of_its_engine() -> None:
     from tests.frameworks.loss_jobs import LossJob, initialize
@@ -145,6 +146,7 @@ def test_miles_keeps_the_bits_of_its_engine() -> None:
     assert all((patched[key] == unpatched[key]).all() for key in ("log_probs", "entropy", "gradient"))
 
 
+@slow
 @on_ranks(1)
 def test_candidates_of_a_top_k_loss() -> None:
     from megatron.core import parallel_state
@@ -193,6 +195,7 @@ def _unpatched(framework: str, backward: bool) -> None:
     assert requires_grad[1, 0.0] == [True, without_response]
 
 
+@slow
 @of_each
 def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only(framework: str) -> None:
     _unpatched(framework=framework, backward=False)
@@ -234,14 +237,11 @@ def check_verl(chunks_work_unpatched: bool) -> None:
             assert patched["returned"] == unpatched["returned"]
 
 
-@pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
-@on_ranks(lambda tp: tp)
-def test_verl(order: str, tp: int) -> None:
+@on_ranks(2)
+def test_verl() -> None:
     from tests.frameworks.loss_jobs import VERL, VERL_ENGINE, VerlJob, distance, initialize
 
-    initialize(tp=tp)
-    if order == "before":
-        apply(PATCH)
+    initialize(tp=2)
     engine = importlib.import_module(VERL_ENGINE)
     check_verl(chunks_work_unpatched=True)
     job = VerlJob()
@@ -261,6 +261,7 @@ def test_verl(order: str, tp: int) -> None:
 # --- memory -------------------------------------------------------------------------------------------------
 
 
+@slow
 @pytest.mark.parametrize("framework", ["slime", "miles", "verl"])
 @on_ranks(1)
 def test_memory_beyond_the_logits(framework: str) -> None:
