@@ -15,14 +15,9 @@ STAND_INS = Path(__file__).with_name("stand_in")
 
 
 @pytest.fixture
-def stand_ins_on_the_path(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ranks inherit ``sys.path``; vime is slime under another name."""
+def stand_ins_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks inherit ``sys.path``."""
     monkeypatch.syspath_prepend(str(STAND_INS))
-    if "vime" in request.node.name:
-        (tmp_path / "vime").symlink_to(STAND_INS / "slime")
-        monkeypatch.syspath_prepend(str(tmp_path))
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ class Job:
 
 
 class _ActorJob(Job):
-    """slime, vime and miles: through the actor, which holds copies of the functions."""
+    """slime and miles: through the actor, which holds copies of the functions."""
 
     package: str
 
@@ -180,10 +180,6 @@ class _ActorJob(Job):
 
 class SlimeJob(_ActorJob):
     package = "slime.backends.megatron_utils"
-
-
-class VimeJob(_ActorJob):
-    package = "vime.backends.megatron_utils"
 
 
 class MilesJob(_ActorJob):
@@ -259,7 +255,6 @@ class BridgeJob(Job):
 
 JOBS: dict[str, type[Job]] = {
     "slime": SlimeJob,
-    "vime": VimeJob,
     "miles": MilesJob,
     "megatron.training": MegatronJob,
 }

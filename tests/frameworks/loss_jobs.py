@@ -32,7 +32,6 @@ CP_UTILS = {
     "vime": "vime.backends.megatron_utils.cp_utils",
     "miles": "miles.backends.training_utils.cp_utils",
 }
-VERL = "verl.utils.megatron.tensor_parallel"
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)

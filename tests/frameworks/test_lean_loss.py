@@ -168,7 +168,7 @@ def test_candidates_of_a_top_k_loss() -> None:
 # --- all-gather context parallelism: a gradient on some ranks only ------------------------------------------
 
 
-def _redistributed(framework: str, backward: bool) -> dict[tuple[int, float], list[bool]]:
+def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     """Return by number of samples and entropy coefficient which values require grad on this rank."""
     from tests.frameworks.loss_jobs import LossJob, distance, initialize
 
@@ -177,10 +177,9 @@ def _redistributed(framework: str, backward: bool) -> dict[tuple[int, float], li
     # In the first layout one rank has the whole response, in the second each lacks one of the samples.
     for layout in ({"totals": (24,), "responses": (6,)}, {}):
         for entropy_coef in (0.0, 0.1):
-            # miles says of the entropy that it is a metric; slime's era knows it itself.
-            options = {"entropy_requires_grad": entropy_coef != 0} if framework == "miles" else {}
-            job = LossJob(framework, allgather_cp=True, entropy_coef=entropy_coef, **layout)
-            result = job.result(backward, **options)
+            job = LossJob("miles", allgather_cp=True, entropy_coef=entropy_coef, **layout)
+            # The caller says whether the entropy is a metric.
+            result = job.result(backward, entropy_requires_grad=entropy_coef != 0)
             requires_grad[len(job.totals), entropy_coef] = result["requires_grad"]
             if backward:
                 dense = job.dense()
@@ -189,107 +188,47 @@ def _redistributed(framework: str, backward: bool) -> dict[tuple[int, float], li
 
 
 @on_ranks(2, timeout=30)
-def _unpatched(framework: str, backward: bool) -> None:
-    requires_grad = _redistributed(framework, backward)
+def _unpatched(backward: bool) -> None:
+    requires_grad = _redistributed(backward)
     without_response = torch.distributed.get_rank() == 0
     assert requires_grad[1, 0.0] == [True, without_response]
 
 
 @slow
-@of_each
-def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only(framework: str) -> None:
-    _unpatched(framework=framework, backward=False)
+def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only() -> None:
+    _unpatched(backward=False)
     # The other one waits for it, or, as here, finds it gone.
     with pytest.raises(RanksFailed, match="rank 0"):
-        _unpatched(framework=framework, backward=True)
+        _unpatched(backward=True)
 
 
-@of_each
 @on_ranks(2)
-def test_all_gather_cp(framework: str) -> None:
+def test_all_gather_cp() -> None:
     apply(PATCH)
-    for (_, entropy_coef), requires_grad in _redistributed(framework, backward=True).items():
+    for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]
-
-
-# --- verl ---------------------------------------------------------------------------------------------------
-
-
-def check_verl(chunks_work_unpatched: bool) -> None:
-    """Compare the scores and gradients of verl's engine with the dense ones."""
-    from tests.frameworks.loss_jobs import VerlJob, distance
-
-    job = VerlJob()
-    for entropy, chunks in ((False, False), (True, False), (True, True)):
-        dense = job.dense(entropy)
-        apply(PATCH)
-        patched = job.processed(entropy, chunks)
-        deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
-        states = set(states_of("verl", patch=PATCH).values())
-        assert "applied" in states <= {"applied", "not needed"}
-        revert(PATCH)
-        assert not deferred["made"]
-        for key, value in dense.items():
-            assert max(distance(run[key], value) for run in (patched, deferred)) < 1e-6
-        if chunks_work_unpatched or not chunks:
-            unpatched = job.processed(entropy, chunks)
-            assert all(distance(unpatched[key], value) < 1e-5 for key, value in dense.items())
-            assert patched["returned"] == unpatched["returned"]
-
-
-@on_ranks(2)
-def test_verl() -> None:
-    from tests.frameworks.loss_jobs import VERL, VERL_ENGINE, VerlJob, distance, initialize
-
-    initialize(tp=2)
-    engine = importlib.import_module(VERL_ENGINE)
-    check_verl(chunks_work_unpatched=True)
-    job = VerlJob()
-    unpatched = job.processed(True)
-    apply(PATCH)
-    assert set(states_of("verl", patch=PATCH).values()) == {"applied"}
-    for entropy in (False, True):
-        dense, processed = job.dense(entropy), job.processed(entropy, distillation=True)
-        assert all(
-            distance(processed[key], value) < 1e-6 for key, value in dense.items() if key != "gradient"
-        )
-    foreign = importlib.import_module(VERL).vocab_parallel_log_probs_from_logits.__wrapped__
-    with mock.patch.object(engine, "vocab_parallel_log_probs_from_logits", foreign):
-        assert job.processed(True)["returned"] == unpatched["returned"]
 
 
 # --- memory -------------------------------------------------------------------------------------------------
 
 
+def extra_memory(job: Any, run: Callable[[], object]) -> float:
+    """Peak of forward and backward beyond the logits, in units of the logits."""
+    logits = job.logits()
+    with mock.patch.object(job, "logits", lambda: logits):
+        return live_bytes(run).peak / logits.nbytes
+
+
 @slow
-@pytest.mark.parametrize("framework", ["slime", "miles", "verl"])
+@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1)
 def test_memory_beyond_the_logits(framework: str) -> None:
-    from tests.frameworks.loss_jobs import VERL, LossJob, VerlJob, initialize
+    from tests.frameworks.loss_jobs import LossJob, initialize
 
     initialize()
-    job: Any
-    run: Callable[[], object]
-    if framework == "verl":
-        job = VerlJob(rows=512, vocabulary=8192)
-        run = lambda: job.processed(True, squares=False)  # noqa: E731
-    else:
-        options: dict[str, Any] = {"entropy_coef": 0.1, "rollout_temperature": 0.7, "vocabulary": 8192}
-        job = LossJob(framework, totals=(64,) * 8, responses=(56,) * 8, **options)
-        run = job.result
-
-    def extra_memory() -> float:
-        """Peak of forward and backward beyond the logits, in units of the logits."""
-        logits = job.logits()
-        with mock.patch.object(job, "logits", lambda: logits):
-            return live_bytes(run).peak / logits.nbytes
-
-    assert extra_memory() > 3.9
+    options: dict[str, Any] = {"entropy_coef": 0.1, "rollout_temperature": 0.7, "vocabulary": 8192}
+    job = LossJob(framework, totals=(64,) * 8, responses=(56,) * 8, **options)
+    assert extra_memory(job, job.result) > 4
     apply(PATCH)
     # The gradient of the logits, and the one that the test reads at its leaf.
-    assert extra_memory() < 2.05
-    if framework == "verl":
-        logits = job.logits()
-        log_probs = importlib.import_module(VERL).vocab_parallel_log_probs_from_logits(logits, job.labels)
-        [gradient] = torch.autograd.grad(log_probs.sum(), logits)
-        assert gradient.data_ptr() == logits.data_ptr()
+    assert extra_memory(job, job.result) < 2.05

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +36,6 @@ FRAMEWORKS = ("slime", pytest.param("megatron.training", marks=slow))
     ("framework", "order", "ranks"),
     [
         ("slime", "before", 2),
-        ("vime", "after", 1),
         ("miles", "after", 1),
         ("megatron.training", "before", 2),
     ],
@@ -186,42 +184,3 @@ def test_bridge_and_nemo_rl() -> None:
     revert(PATCH)
     assert nemo_setup._update_model_config_funcs is originals[1]
     assert (train.train, setup._update_model_config_funcs) == originals
-
-
-@on_ranks(2)
-def test_verl_with_chunks_that_share_a_config() -> None:
-    """Two pipeline stages of two chunks each."""
-    from tests.frameworks.jobs import MICROBATCHES
-    from tests.real import tiny_gpt
-
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2), overlap_param_gather=False)
-    sizes = SimpleNamespace(
-        num_microbatches=MICROBATCHES, seq_length=tiny_gpt.SEQUENCE, micro_batch_size=tiny_gpt.BATCH
-    )
-    from verl.utils import megatron_utils
-    from verl.workers.engine.megatron import transformer_impl
-
-    model, optimizer = tiny_gpt.build(options)
-    data = tiny_gpt.data_iterators(options)
-    tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * 2, options)
-    uninterrupted = tiny_gpt.checksum(model, optimizer)
-
-    engine = transformer_impl.MegatronEngine(*tiny_gpt.build(options))
-    assert outcome(engine.initialize).startswith(NO_SYNC)
-    apply(PATCH)
-    engine = transformer_impl.MegatronEngine(*tiny_gpt.build(options))
-    config = tiny_gpt.get_model_config(engine.module[0])
-    for _ in range(3):  # built again on the same chunks: the functions are replaced, not doubled
-        engine.initialize()
-        assert config.no_sync_func == [chunk.no_sync for chunk in engine.module]
-        assert config.grad_sync_func == [chunk.start_grad_sync for chunk in engine.module]
-    data = tiny_gpt.data_iterators(options)
-    for _ in range(2):
-        engine.train_batch(tiny_gpt.forward_step, data, sizes)
-    assert tiny_gpt.checksum(engine.module, engine.optimizer) == uninterrupted
-    config.no_sync_func = nullcontext
-    assert outcome(engine.initialize).startswith(NO_SYNC)
-    revert(PATCH)
-    register = megatron_utils.register_megatron_training_hooks
-    assert transformer_impl.register_megatron_training_hooks is register
-    assert not hasattr(register, "__wrapped__")

@@ -1,4 +1,4 @@
-"""In the shape of AReaL's: what builds the model does not know whether the engine has an optimizer."""
+"""In the shape of AReaL's: the registry builds, and does not know whether the engine has an optimizer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
 
-
-def make_mcore_model(model: Any, mcore_config: Any) -> list[Any]:
-    return [DDP(model.config, mcore_config.ddp, model) if mcore_config.wrap_with_ddp else model]
+from .registry import make_mcore_model
 
 
 class MegatronEngine:
@@ -16,6 +14,6 @@ class MegatronEngine:
         self.config, self.optimizer_config, self.mcore_config = config, config.optimizer, config.megatron
 
     def initialize(self, addr: Any, ft_spec: Any) -> None:
-        self.model = make_mcore_model(self.config.model_provider(), self.mcore_config)
+        self.model = make_mcore_model(self.config.model_provider, self.mcore_config)
         if self.mcore_config.ddp.overlap_grad_reduce and isinstance(self.model[0], DDP):
             self.model[0].config.no_sync_func = self.model[0].no_sync

@@ -1,4 +1,7 @@
-"""In the shape of miles: as slime's, of the groups that the trainer has set."""
+"""In the shape of miles: context parallelism, zigzag or all-gather, on the groups that the trainer has set.
+
+A rank without tokens of a sample has a placeholder that requires grad, also where other ranks' values do not.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed.nn
-from loss_parts import whole_responses, zigzag_part
 from torch import Tensor
 
 from .parallel import get_parallel_state
 
 
 def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
+    """Chunks ``r`` and ``2 * size - 1 - r`` of the sequence are on rank ``r``."""
     cp = get_parallel_state().cp
-    return zigzag_part(log_prob, total_length, response_length, cp.size, cp.rank)
+    chunk_length = -(-total_length // (2 * cp.size))
+    rows = torch.arange(total_length - response_length - 1, total_length - 1)
+    chunk = rows // chunk_length
+    return log_prob[(chunk == cp.rank) | (chunk == 2 * cp.size - 1 - cp.rank)]
 
 
 def allgather_cp_redistribute(
@@ -27,9 +33,15 @@ def allgather_cp_redistribute(
 ) -> None:
     cp = get_parallel_state().cp
     first = cp.rank * logits.size(1)
-    placeholder = torch.zeros(0, requires_grad=True)
     for key, values in res.items():
-        whole = whole_responses(values, placeholder, first, total_lengths, response_lengths)
-        gathered = torch.distributed.nn.all_reduce(whole, group=cp.group)
-        lengths = zip(gathered.split(response_lengths), total_lengths, response_lengths, strict=True)
-        res[key] = [slice_log_prob_with_cp(*sample) for sample in lengths]
+        whole, start = [], 0
+        for value, total, response in zip(values, total_lengths, response_lengths, strict=True):
+            before = min(max(first - (start + total - response - 1), 0), response)
+            if len(value) == 0:
+                whole.append(torch.zeros(response, dtype=value.dtype, requires_grad=True))
+            else:
+                whole.append(torch.nn.functional.pad(value, (before, response - before - len(value))))
+            start += total
+        gathered = torch.distributed.nn.all_reduce(torch.cat(whole), group=cp.group).split(response_lengths)
+        samples = zip(gathered, total_lengths, response_lengths, strict=True)
+        res[key] = [slice_log_prob_with_cp(*sample) for sample in samples]

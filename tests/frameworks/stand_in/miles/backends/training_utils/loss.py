@@ -24,4 +24,4 @@ def loss_function(
         loss, log = checkpoint(function, args, batch, logits)
     else:
         loss, log = function(args, batch, logits)
-    return as_megatron_expects(args, logits, loss, log)
+    return as_megatron_expects(loss, log)
