@@ -64,25 +64,16 @@ def copies() -> Any:
     return mock.patch.object(HostCopy, "copy_to", autospec=True, side_effect=HostCopy.copy_to)
 
 
-def test_use_brings_in_and_puts_back(pool: TeacherPool, model: Net) -> None:
-    assert holds(model, "own")
-    for name in ("b", "a", "c", "a"):
-        with pool.use(name) as used:
-            assert used is model and pool.resident == name
-            assert holds(model, name)
-        assert holds(model, "own") and pool.resident is None
-
-
 def test_nested_uses_put_back_what_the_outer_ones_had(pool: TeacherPool, model: Net) -> None:
     with pytest.raises(ZeroDivisionError), pool.use("a"):
         with pytest.raises(KeyError), pool.use("b"):
-            with pool.use("a"), pool.use("a"):
-                assert holds(model, "a")
+            with pool.use("a"), pool.use("a") as used:
+                assert used is model and holds(model, "a") and pool.resident == "a"
             assert holds(model, "b")
             raise KeyError
         assert holds(model, "a")
         raise ZeroDivisionError
-    assert holds(model, "own")
+    assert holds(model, "own") and pool.resident is None
 
 
 def test_taking_turns_costs_one_copy_a_turn(pool: TeacherPool, model: Net) -> None:

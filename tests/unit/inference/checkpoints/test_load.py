@@ -38,31 +38,19 @@ def _torch_dist(folder: Path, backend: str = "torch_dist") -> Path:
 
 def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_path: Path) -> None:
     earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
+    assert read_iteration(tmp_path, ckpt_step=5) == 5  # without a tracker
     (tmp_path / TRACKER).write_text("5")
     assert locate(tmp_path) == Location(earlier, 5)  # the latest one is still being written
     (tmp_path / TRACKER).write_text("12345678\n")
     assert locate(tmp_path) == Location(latest, 12_345_678)
-    assert locate(str(tmp_path), ckpt_step=5) == Location(earlier, 5)
-    assert locate(earlier) == Location(earlier, 5)
+    assert locate(str(tmp_path), ckpt_step=5) == locate(earlier) == Location(earlier, 5)
     assert read_iteration(tmp_path) == 12_345_678
-    assert read_iteration(tmp_path, ckpt_step=5) == 5
-
-
-def test_step_needs_no_tracker(tmp_path: Path) -> None:
-    _torch_dist(tmp_path / "iter_0000000")
-    assert read_iteration(tmp_path, ckpt_step=0) == 0
-
-
-def test_release_is_iteration_0(tmp_path: Path) -> None:
-    folder = _torch_dist(tmp_path / "release")
+    release = _torch_dist(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
-    assert locate(tmp_path) == Location(folder, 0)
-    assert read_iteration(folder) == 0
-
-
-def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None:
-    folder = _torch_dist(tmp_path / "teacher")
-    assert locate(folder) == Location(folder, None)
+    assert locate(tmp_path) == Location(release, 0)
+    assert read_iteration(release) == 0
+    bare = _torch_dist(tmp_path / "teacher")
+    assert locate(bare) == Location(bare, None)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +97,6 @@ def test_missing_path_and_file(tmp_path: Path) -> None:
         locate(tmp_path / "file")
 
 
-def test_formats(tmp_path: Path) -> None:
-    assert detect_format(_torch_dist(tmp_path / "dist")) == "torch_dist"
-    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
-    assert detect_format(tmp_path / "legacy") == "torch"
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -135,17 +117,14 @@ def test_other_formats_are_named(files: dict[str, str], message: str, tmp_path: 
 
 
 def test_legacy_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"iteration": 9}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    torch.save({"iteration": 9}, file)
     assert read_iteration(tmp_path) == 9
-
-
-@pytest.mark.parametrize("stored", ["abc", "1" * 5000, [3], float("inf")])
-def test_an_iteration_that_is_no_number(stored: object, tmp_path: Path) -> None:
-    (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"iteration": stored}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
-        read_iteration(tmp_path)
+    for no_number in ("abc", "1" * 5000, [3], float("inf")):
+        torch.save({"iteration": no_number}, file)
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
+            read_iteration(tmp_path)
 
 
 class _Embedding(torch.nn.Module):

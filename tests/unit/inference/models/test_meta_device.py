@@ -12,7 +12,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.tensor_parallel import random as megatron_random
 from torch.nn import Linear, Module, Parameter
 
-from megatron_rl_patches.inference.models.meta_device import construction, materialize
+from megatron_rl_patches.inference.models.meta_device import NeedsValuesError, construction, materialize
 
 
 class _Model(Module):
@@ -142,17 +142,14 @@ def test_the_tracker_outlives_the_first_of_two_overlapping_builds(monkeypatch: p
 
 def test_a_wrapper_that_somebody_puts_around_it_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    before = _replaced()
+    with pytest.raises(ZeroDivisionError), construction(on_meta=True, use_cuda=False):
+        raise ZeroDivisionError
+    assert _replaced() == before
     with construction(on_meta=True, use_cuda=False):
         ours = torch.cuda.current_device
         torch.cuda.current_device = lambda: ours() + 1
     assert torch.cuda.current_device() == 4
-
-
-def test_a_constructor_that_raises_leaves_nothing_replaced() -> None:
-    before = _replaced()
-    with pytest.raises(ZeroDivisionError), construction(on_meta=True, use_cuda=False):
-        1 // 0  # noqa: B018
-    assert _replaced() == before
 
 
 def test_materialized_parameters_are_the_same_objects() -> None:
@@ -168,3 +165,12 @@ def test_materialized_parameters_are_the_same_objects() -> None:
     with torch.no_grad():
         weight.fill_(1)
     assert model(torch.ones(3)).sum() == 6
+
+
+@pytest.mark.parametrize("hold", [lambda view: view, lambda view: [1, view], lambda view: {"a": (view,)}])
+def test_tensors_made_from_a_weight_are_found(hold: Callable[[torch.Tensor], Any]) -> None:
+    with construction(on_meta=True, use_cuda=False):
+        model = _Model()
+        model.linear.views = hold(model.weight.detach().view(-1))
+    with pytest.raises(NeedsValuesError, match=r"makes linear\.views from a weight"):
+        materialize(model, torch.device("cpu"))
