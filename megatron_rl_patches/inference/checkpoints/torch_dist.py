@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...errors import CheckpointError, first, one_line
+from ...errors import CheckpointError, first
 from ..models.provider import virtual_rank
 from ..weights import Mismatch
-from .location import MAX_PADDING
+from .location import MAX_PADDING, reading
 from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
@@ -47,15 +47,8 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-    try:
-        with file.open("rb") as stream:
-            return _checked(MetadataUnpickler(stream).load())
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(
-            f"{file} is corrupt, truncated or not safe to load: {one_line(error)}"
-        ) from error
+    with reading(file, "corrupt, truncated or not safe to load"), file.open("rb") as stream:
+        return _checked(MetadataUnpickler(stream).load())
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -225,12 +218,9 @@ class TorchDistCheckpoint:
             raise CheckpointError(
                 f"{file} is compressed ({first(place.transform_descriptors)}): not supported"
             )
-        try:
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                content = stream.read(place.length)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+        with reading(file, "corrupt or truncated"), file.open("rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
         return load_torch(io.BytesIO(content), file)
 
     def _is_absent_extra_state(self, value: Any) -> bool:
