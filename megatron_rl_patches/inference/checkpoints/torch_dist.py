@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import CheckpointError, first
 from ..models.provider import virtual_rank
-from ..weights import Mismatch
+from ..weights import Differences, differences
 from .location import MAX_PADDING, reading
 from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
@@ -112,25 +112,24 @@ class TorchDistCheckpoint:
 
     def compare(
         self, requested: Mapping[str, RequestedTensor], exact: bool
-    ) -> tuple[Mismatch, dict[str, tuple[int, int]]]:
+    ) -> tuple[Differences, dict[str, tuple[int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other dtypes are no mismatch, nor are vocabularies that differ as two paddings of
+        Unless ``exact``, other dtypes are no difference, nor are vocabularies that differ as two paddings of
         one may; their rows, stored and requested, are the second result.
         """
         stored, paddings = {}, {}
         for name in sorted(requested.keys() & self.metadata.state_dict_metadata.keys()):
-            tensor, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
-            if isinstance(tensor, TensorStorageMetadata):
-                stored[name] = RequestedTensor(tuple(tensor.size), tensor.properties.dtype, False)
-        mismatch = Mismatch.between(stored, dict(sorted(requested.items())), dtypes=exact)
-        for name, (shape, expected) in [*mismatch.shapes.items()]:
-            same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
-            is_padding = not exact and same_width and requested[name].is_vocabulary
-            if is_padding and abs(shape[0] - expected[0]) < MAX_PADDING:
-                paddings[name] = shape[0], expected[0]
-                del mismatch.shapes[name]
-        return mismatch, paddings
+            entry, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
+            if isinstance(entry, TensorStorageMetadata):
+                shape, expected = tuple(entry.size), requested[name].shape
+                same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
+                is_padding = same_width and requested[name].is_vocabulary and not exact
+                if is_padding and 0 < abs(shape[0] - expected[0]) < MAX_PADDING:
+                    paddings[name] = shape[0], expected[0]
+                    shape = expected
+                stored[name] = RequestedTensor(shape, entry.properties.dtype, False)
+        return differences(stored, requested, "the checkpoint", dtypes=exact), paddings
 
     def names(self) -> list[str]:
         """Return the names of the model's tensors, sorted: the same list on every rank."""

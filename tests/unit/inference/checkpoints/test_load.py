@@ -20,7 +20,7 @@ from megatron_rl_patches.inference.checkpoints.load import (
 )
 from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
 from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
-from megatron_rl_patches.inference.weights import Mismatch
+from megatron_rl_patches.inference.weights import describe, differences
 
 from .test_pickles import save_alone
 
@@ -204,12 +204,15 @@ def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
         _states_of_chunks({**saved, "checkpoint_version": 1.0}, 2)
 
 
-def test_mismatch_shows_the_first_ten_of_each_kind_and_their_number() -> None:
-    assert Mismatch().describe("the checkpoint") == ""
-    text = Mismatch([f"m{n}" for n in range(12)], ["u"], {"s": ((2, 3), (2, 4))}).describe("the checkpoint")
-    assert "missing in the checkpoint (12): m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more;" in text
+def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
+    model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
+    differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
+    text = describe(differing, differing)
+    names = ", ".join(f"m{n:02}" for n in range(10))
+    assert f"missing in the checkpoint (12): {names} and 2 more;" in text
     assert "unexpected in the checkpoint (1): u;" in text
     assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
+    assert describe(differences(model, model, "the checkpoint")) == ""
 
 
 def test_ranks_that_failed_alike_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
