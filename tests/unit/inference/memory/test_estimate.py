@@ -50,51 +50,25 @@ def test_a_config_with_experts_has_the_replicas_that_they_need() -> None:
     assert ParallelSizes.from_config(object()) == ParallelSizes(virtual_pipeline_model_parallel_size=1)
 
 
-#: What Adam adds for fp32 gradients of bf16 parameters, the usual case, in bytes per parameter.
-ADAM = {"main_parameters": 4, "exp_avg": 4, "exp_avg_sq": 4}
+#: Bytes per parameter: of the model and of Adam in the usual case, and what is different in others.
+WEIGHTS = {"parameters": 2, "gradients": 4}
+USUAL = {**WEIGHTS, "main_parameters": 4, "exp_avg": 4, "exp_avg_sq": 4}
+COPIED = {"gradients": 2, "main_gradients": 4}
+FP32 = {"parameters": 4, "main_parameters": 0}  # they are their own main parameters
+AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
 
 
 @pytest.mark.parametrize(
     ("dtype", "settings", "device", "host"),
     [
-        (torch.bfloat16, {}, {"parameters": 2, "gradients": 4, **ADAM}, 0),
-        (
-            torch.bfloat16,
-            {"accumulate_allreduce_grads_in_fp32": False},
-            {"parameters": 2, "gradients": 2, "main_gradients": 4, **ADAM},
-            0,
-        ),
-        (torch.float16, {}, {"parameters": 2, "gradients": 2, "main_gradients": 4, **ADAM}, 0),
-        # fp32 parameters are their own main parameters.
-        (torch.float32, {}, {"parameters": 4, "gradients": 4, **ADAM, "main_parameters": 0}, 0),
-        (
-            torch.float32,
-            {"use_distributed_optimizer": True},
-            {"parameters": 4, "gradients": 4, **ADAM, "main_parameters": 0},
-            0,
-        ),
-        (
-            torch.bfloat16,
-            {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True},
-            {"parameters": 2, "gradients": 4, **ADAM, "main_parameters": 2},
-            0,
-        ),
-        (
-            torch.bfloat16,
-            {
-                "use_distributed_optimizer": True,
-                "use_precision_aware_optimizer": True,
-                "optimizer_cpu_offload": True,
-            },
-            {"parameters": 2, "gradients": 4},
-            16,
-        ),
-        (
-            torch.bfloat16,
-            {"optimizer_cpu_offload": True},
-            {"parameters": 2, "gradients": 4, "main_parameters": 4},
-            16,
-        ),
+        (torch.bfloat16, {}, USUAL, 0),
+        (torch.bfloat16, {"accumulate_allreduce_grads_in_fp32": False}, USUAL | COPIED, 0),
+        (torch.float16, {}, USUAL | COPIED, 0),
+        (torch.float32, {}, USUAL | FP32, 0),
+        (torch.float32, {"use_distributed_optimizer": True}, USUAL | FP32, 0),
+        (torch.bfloat16, AWARE, USUAL | {"main_parameters": 2}, 0),
+        (torch.bfloat16, {**AWARE, "optimizer_cpu_offload": True}, WEIGHTS, 16),
+        (torch.bfloat16, {"optimizer_cpu_offload": True}, WEIGHTS | {"main_parameters": 4}, 16),
     ],
 )
 def test_bytes_per_parameter(
