@@ -16,7 +16,7 @@ _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
-#: What differs between the weights of a source and those of the model: kind -> name -> both sides in words.
+#: How the weights of a source differ from those of the model: kind -> name -> both sides in words.
 Differences = dict[str, dict[str, str]]
 
 

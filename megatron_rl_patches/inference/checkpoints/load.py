@@ -39,8 +39,8 @@ def load_inference_checkpoint(
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
     It works on megatron-core alone and changes no global state. The optimizer's shards are neither read nor
-    checked, and may be absent. So TP and PP sizes may change, too, where Megatron-LM's ``load_checkpoint``
-    refuses because of the optimizer's format (``megatron/training/checkpointing.py``).
+    checked, and may be absent. TP and PP sizes may change even where Megatron-LM's ``load_checkpoint``
+    refuses that because of the optimizer's format (``megatron/training/checkpointing.py``).
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
     them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
@@ -133,12 +133,12 @@ def _read_torch_dist(
         request = checkpoint.request(chunks)
         requested = requested_tensors(request)
         checkpoint.check_files(requested)
-        own_differences, paddings = checkpoint.compare(requested, exact)
+        differing, paddings = checkpoint.compare(requested, exact)
     # Every stored tensor must be requested by some rank. Each rank sends one bit for each stored name, which
     # says whether it requests that tensor: the names themselves would be megabytes from each to each.
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
-    all_bits, of_ranks, all_paddings = zip(*_gather((bits, own_differences, paddings)), strict=True)
+    all_bits, all_differing, all_paddings = zip(*_gather((bits, differing, paddings)), strict=True)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for name, rows in functools.reduce(operator.or_, all_paddings).items():
             # It might be another vocabulary, which shows nowhere else.
@@ -146,7 +146,7 @@ def _read_torch_dist(
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         union = functools.reduce(operator.or_, all_bits)
         unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
-        _refuse(*of_ranks, {"unexpected in the checkpoint": {name: name for name in unexpected}})
+        _refuse(*all_differing, {"unexpected in the checkpoint": {name: name for name in unexpected}})
     with _on_all_ranks_or_none(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
