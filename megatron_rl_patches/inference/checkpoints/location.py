@@ -58,7 +58,7 @@ def detect_format(folder: Path) -> str:
     """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
     names = {entry.name for entry in folder.iterdir()}
     if "metadata.json" in names:
-        with reading(folder / "metadata.json", "corrupt"):
+        with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
         if backend != TORCH_DIST:
             raise _unsupported(folder, backend)
@@ -85,7 +85,7 @@ def reading(file: object, fault: str) -> Iterator[None]:
     except (OSError, MemoryError) as error:
         raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
     except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{file} is {fault}: {one_line(error)}") from error
+        raise CheckpointError(f"{file} {fault} {one_line(error)}") from error
 
 
 def _iteration_of(name: str) -> int | None:

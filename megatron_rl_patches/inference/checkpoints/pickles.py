@@ -49,7 +49,7 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             f"{file} needs the unpickler of this package, which torch refuses while "
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD is set; unset it: that unpickler runs no code of the file either"
         )
-    with reading(file, "corrupt or truncated"):
+    with reading(file, "is corrupt or truncated:"):
         _require_plain_archive(source)
         # Torch lets this module do the unpickling, and adds the storages.
         return torch.load(
@@ -78,7 +78,7 @@ def without_inert_extra_states(state: dict[str, Any], folder: Path) -> dict[str,
     for name, value in state.items():
         if EXTRA_STATE in name and isinstance(value, torch.Tensor) and value.numel():
             content = value.cpu().numpy().tobytes()
-            with reading(f"{folder}: {name}", "a pickle that is not safe to load"):
+            with reading(f"{folder}: {name}", "is a pickle that is not safe to load:"):
                 content = pickle.dumps(_ExtraStateUnpickler(io.BytesIO(content)).load())
             value = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         elif EXTRA_STATE in name and isinstance(value, io.BytesIO):

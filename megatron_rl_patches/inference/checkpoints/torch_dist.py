@@ -47,7 +47,7 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-    with reading(file, "corrupt, truncated or not safe to load"), file.open("rb") as stream:
+    with reading(file, "is corrupt, truncated or not safe to load:"), file.open("rb") as stream:
         return _checked(MetadataUnpickler(stream).load())
 
 
@@ -217,7 +217,7 @@ class TorchDistCheckpoint:
             raise CheckpointError(
                 f"{file} is compressed ({first(place.transform_descriptors)}): not supported"
             )
-        with reading(file, "corrupt or truncated"), file.open("rb") as stream:
+        with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
             stream.seek(place.offset)
             content = stream.read(place.length)
         return load_torch(io.BytesIO(content), file)
