@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state
 
+from ..common.ranks import is_rank_0
 from ..inference import (
     TeacherPool,
     build_inference_model,
@@ -113,13 +114,13 @@ def _solved_prompts(order: str, generator: torch.Generator) -> Iterator[policy.B
 def _save(model: list[Any], optimizer: Any, iteration: int, root: Path) -> None:
     """Save model, optimizer and iteration as Megatron-LM does with ``--ckpt-format torch_dist``."""
     folder = root / f"iter_{iteration:07d}"
-    if torch.distributed.get_rank() == 0:
+    if is_rank_0():
         folder.mkdir(parents=True)
     torch.distributed.barrier()
     state: dict[str, Any] = {"iteration": iteration, "model": model[0].module.sharded_state_dict()}
     sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
     dist_checkpointing.save(state, str(folder))
-    if torch.distributed.get_rank() == 0:
+    if is_rank_0():
         (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     torch.distributed.barrier()

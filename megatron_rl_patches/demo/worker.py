@@ -19,6 +19,7 @@ import torch.distributed
 from tqdm import tqdm
 
 from .. import __version__, status
+from ..common.ranks import is_rank_0
 from ..engine.announce import summary
 from ..engine.settings import VARIABLE
 from .figures import DistillationFigures, Figures, LearningFigures
@@ -34,7 +35,7 @@ def run(folder: str, **options: Any) -> dict[str, Any] | None:
     with _device():
         torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))
         figures = _run(folder=folder, **options)
-        is_first = torch.distributed.get_rank() == 0
+        is_first = is_rank_0()
         # Skipped after an exception, since it may wait for a rank that has exited.
         torch.distributed.destroy_process_group()
         return asdict(figures) if is_first else None
@@ -120,7 +121,7 @@ def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> No
 
 def _progress(count: int) -> tqdm[Any]:
     tqdm.set_lock(threading.RLock())  # tqdm's own is for several processes, and would be left behind
-    return tqdm(total=count, unit="rollout", disable=torch.distributed.get_rank() != 0)
+    return tqdm(total=count, unit="rollout", disable=not is_rank_0())
 
 
 def _log(bar: tqdm[Any], text: str) -> None:

@@ -27,8 +27,6 @@ ADDING = "docs/adding-a-patch.md"
 QUICKSTARTS = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
-    (ADDING, "# megatron_rl_patches/patches/quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, "# megatron_rl_patches/quiet.py"): "test_adding_a_patch.py",
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
