@@ -14,13 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import wrapt
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import DefaultDeviceType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: An object, and the values that its attributes have while the redirect is on.
 Replacements = tuple[Any, dict[str, Any]]
@@ -62,7 +66,7 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Engine:
+class _Engine(wrapt.ObjectProxy):
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
     ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode
@@ -70,24 +74,31 @@ class _Engine:
     buffers, which would then not be redirected.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with CudaToCpu():
-            return self._engine.run_backward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+            return self.__wrapped__.run_backward(*args, **kwargs)
 
 
-class Stream:
+class _Context(ContextDecorator):
+    """A context that does nothing, any number of times, and a decorator, as those of ``torch.cuda`` are."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Stream(_Context):
     """Stands for every CUDA stream. Work is done when a call returns, so there is nothing to order."""
 
     cuda_stream = 0
     priority = 0
     device = torch.device("cpu")
-    __init__ = wait_stream = wait_event = synchronize = __exit__ = _constant(None)
+    wait_stream = wait_event = synchronize = _constant(None)
     query = _constant(True)
     is_capturing = _constant(False)
 
@@ -95,9 +106,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def __enter__(self) -> Stream:
-        return self
 
 
 class Event:
@@ -156,19 +164,6 @@ def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
 
-class _NullContext(ContextDecorator):
-    """A context that can be entered any number of times, and a decorator, as those of ``torch.cuda`` are."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``Tensor.type()`` name CUDA types, and ``Tensor.type(dtype)`` accept them.
 
@@ -216,7 +211,7 @@ def replacements() -> list[Replacements]:
     ]
     cuda_functions = {
         **{name: _constant(value) for value, names in by_value for name in names.split()},
-        **dict.fromkeys(("device", "device_of", "stream"), _NullContext),
+        **dict.fromkeys(("device", "device_of", "stream"), _Context),
         **dict.fromkeys(("Stream", "ExternalStream"), Stream),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "Event": Event,
@@ -233,7 +228,7 @@ def replacements() -> list[Replacements]:
         "current_accelerator": _constant(torch.device("cuda")),
         "get_device_capability": _constant({"supported_dtypes": _DTYPES}),
         "get_memory_info": cuda_functions["mem_get_info"],
-        "device_index": _NullContext,
+        "device_index": _Context,
         **dict.fromkeys(("current_device_index", "current_device_idx"), _constant(0)),
         **dict.fromkeys(("set_device_index", "set_device_idx"), _constant(None)),
         **dict.fromkeys(("empty_host_cache", "reset_accumulated_memory_stats"), _constant(None)),
@@ -252,7 +247,7 @@ def replacements() -> list[Replacements]:
         (DefaultDeviceType, {"_default_device_type": "cuda"}),
         (cuda.random, {"current_device": _constant(0), "device_count": _device_count}),
         (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
-        (cuda.nvtx, {"range": _NullContext}),
+        (cuda.nvtx, {"range": _Context}),
         (cuda.nccl, {"version": _constant((2, 0, 0))}),
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),

@@ -13,53 +13,44 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .cuda_redirect import Replacements
 
-
-def _on_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a function that creates process groups, so that it creates gloo groups in place of NCCL's."""
-
-    @functools.wraps(create)
-    def with_gloo(*args: Any, **kwargs: Any) -> Any:
-        # Both creators take the backend positionally as well: first, or third after ranks and timeout.
-        args = tuple("gloo" if isinstance(arg, str) and "nccl" in arg else arg for arg in args)
-        if "nccl" in (kwargs.get("backend") or ""):
-            kwargs["backend"] = "gloo"
-        on_cpu = {name: value for name, value in kwargs.items() if name not in ("pg_options", "device_id")}
-        return create(*args, **on_cpu)
-
-    return with_gloo
+Arguments = dict[str, Any]
 
 
-def _gloo_by_default(init: Callable[..., None]) -> Callable[..., None]:
-    """Adapt ``init_process_group``, which would make a group of NCCL's beside one of gloo's."""
-    with_gloo = _on_gloo(init)
+def _adapted(function: Callable[..., Any], change: Callable[[Arguments], None]) -> Callable[..., Any]:
+    """Return the function with arguments that are changed before each call."""
+    signature = inspect.signature(function)
 
-    @functools.wraps(init)
-    def on_cpu(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        with_gloo(backend or "gloo", *args, **kwargs)
+    @functools.wraps(function)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        change(call.arguments)
+        return function(*call.args, **call.kwargs)
 
     return on_cpu
 
 
-def _without_device_ids(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(barrier)
-    def on_cpu(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
-        return barrier(group=group, async_op=async_op)
+def _gloo_in_place_of_nccl(call: Arguments) -> None:
+    if "nccl" in (call.get("backend") or ""):
+        call["backend"] = "gloo"
+    call.pop("pg_options", None)
+    call.pop("device_id", None)
 
-    return on_cpu
+
+def _gloo_by_default(call: Arguments) -> None:
+    # Without a name torch would make a group of NCCL's beside one of gloo's.
+    call["backend"] = call.get("backend") or "gloo"
+    _gloo_in_place_of_nccl(call)
 
 
-def _sending_a_view(isend: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt ``isend`` to pipeline schedules, which free ``tensor.data`` right after an asynchronous send.
+def _without_device_ids(call: Arguments) -> None:
+    call.pop("device_ids", None)
 
-    NCCL's stream keeps the memory alive until it is sent. Gloo would send what has replaced it (NaN in
-    interleaved runs), unless it holds a view of its own.
-    """
 
-    @functools.wraps(isend)
-    def on_cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return isend(tensor.detach(), *args, **kwargs)
-
-    return on_cpu
+def _sending_a_view(call: Arguments) -> None:
+    # Pipeline schedules free ``tensor.data`` right after an asynchronous send. NCCL's stream keeps the memory
+    # alive until it is sent. Gloo would send what has replaced it (NaN in interleaved runs), unless it holds
+    # a view of its own.
+    call["tensor"] = call["tensor"].detach()
 
 
 class _ScaledSum(NamedTuple):
@@ -68,61 +59,38 @@ class _ScaledSum(NamedTuple):
     factor: Any
 
 
-def _scaling_first(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(reduce)
-
-    @functools.wraps(reduce)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs).arguments
-        if isinstance(op := call.get("op"), _ScaledSum):
-            call["op"] = torch.distributed.ReduceOp.SUM
-            if "input" in call:
-                call["input"] = call["input"] * op.factor
-            else:
-                call["tensor"].mul_(op.factor)
-        return reduce(**call)
-
-    return on_cpu
+def _scaling_first(call: Arguments) -> None:
+    if isinstance(op := call.get("op"), _ScaledSum):
+        call["op"] = torch.distributed.ReduceOp.SUM
+        if "input" in call:
+            call["input"] = call["input"] * op.factor
+        else:
+            call["tensor"].mul_(op.factor)
 
 
-def _flat(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a gather into one tensor: NCCL counts elements, and gloo compares shapes."""
-
-    @functools.wraps(gather)
-    def on_cpu(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return gather(output_tensor.view(-1), input_tensor.reshape(-1), *args, **kwargs)
-
-    return on_cpu
+def _flat(call: Arguments) -> None:
+    # NCCL counts elements, and gloo compares shapes.
+    call["output_tensor"] = call["output_tensor"].view(-1)
+    call["input_tensor"] = call["input_tensor"].reshape(-1)
 
 
-def _with_listed_splits(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt an exchange to split sizes that are tensors; Megatron makes lists of those on a GPU only."""
-
-    @functools.wraps(exchange)
-    def on_cpu(output: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_listed(arg) for arg in args)
-        return exchange(output, input, *args, **{name: _listed(value) for name, value in kwargs.items()})
-
-    return on_cpu
+def _with_listed_splits(call: Arguments) -> None:
+    # Megatron makes lists of split sizes that are tensors on a GPU only.
+    for name in ("output_split_sizes", "input_split_sizes"):
+        if isinstance(sizes := call.get(name), torch.Tensor):
+            call[name] = sizes.tolist()
 
 
-def _listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def _mesh_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return on_cpu
+def _mesh_on_cpu(call: Arguments) -> None:
+    if call["device_type"] == "cuda":
+        call["device_type"] = "cpu"
 
 
 def replacements() -> list[Replacements]:
     """Return everything of ``torch.distributed`` that is replaced while the redirect is on."""
-    adapters = {
+    changes = {
         "init_process_group": _gloo_by_default,
-        "new_group": _on_gloo,
+        "new_group": _gloo_in_place_of_nccl,
         "barrier": _without_device_ids,
         "isend": _sending_a_view,
         "all_reduce": _scaling_first,
@@ -130,9 +98,9 @@ def replacements() -> list[Replacements]:
         "all_gather_into_tensor": _flat,
         "all_to_all_single": _with_listed_splits,
     }
-    adapted = {name: adapt(getattr(distributed_c10d, name)) for name, adapt in adapters.items()}
+    adapted = {name: _adapted(getattr(distributed_c10d, name), change) for name, change in changes.items()}
     adapted["_make_nccl_premul_sum"] = _ScaledSum
     # P2POp compares its operation with the defining module's by identity, so all modules get the same one.
     modules = (torch.distributed, distributed_c10d, device_mesh)
-    mesh = {"__init__": _mesh_on_cpu(DeviceMesh.__init__)}
+    mesh = {"__init__": _adapted(DeviceMesh.__init__, _mesh_on_cpu)}
     return [*((module, adapted) for module in modules), (DeviceMesh, mesh)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 import time
@@ -27,10 +28,25 @@ from unittest import mock
 
 import pytest
 
-from . import megatron_ranks, verdicts
+from . import megatron_ranks
+from .conformance import (
+    CUDA_KERNEL,
+    DATA,
+    FAILED,
+    GPU_TENSOR,
+    HANGS,
+    MORE_RANKS,
+    NOT_RUNNABLE,
+    OTHER_PACKAGE,
+    PASSED,
+    SKIPPED,
+    TRANSFORMER_ENGINE,
+    Result,
+    commit_of,
+    read_results,
+)
 from .cpu_backend import cpu_backend
-from .rank_pool import Outcome, RankPool, group_variables
-from .verdicts import Result
+from .ranks import Outcome, RankPool, group_variables
 
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -40,7 +56,6 @@ _until_exit = ExitStack()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron-lm", "unit tests of Megatron-LM on a CPU")
     group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
-    group.addoption("--megatron-lm", metavar="DIR", help="checkout of Megatron-LM (default: the root folder)")
     group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
     group.addoption(
         "--hang-after", type=float, default=60.0, metavar="SECONDS", help="cut a test off (default: 60)"
@@ -57,7 +72,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     options = early_config.known_args_namespace
-    checkout = _checkout(options.megatron_lm, early_config.rootpath)
+    checkout = early_config.rootpath
+    if not (checkout / "megatron" / "core").is_dir():
+        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM")
     os.environ.update(group_variables(options.ranks, port=0), RANK="0", LOCAL_RANK="0")
     # A group connects its ranks when it is used first. Most groups of a test never are.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -102,13 +119,6 @@ def pytest_unconfigure() -> None:
     _until_exit.close()
 
 
-def _checkout(option: str | None, rootpath: Path) -> Path:
-    checkout = Path(option).resolve() if option else rootpath
-    if not (checkout / "megatron" / "core").is_dir():
-        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; pass one with --megatron-lm")
-    return checkout
-
-
 class _Conductor:
     """Runs the collected tests on the ranks and records what became of them."""
 
@@ -116,14 +126,14 @@ class _Conductor:
         self.config = config
         self.ranks: int = config.option.ranks
         self.patches: str = config.option.patches
-        self.commit = verdicts.commit_of(_checkout(config.option.megatron_lm, config.rootpath))
+        self.commit = commit_of(config.rootpath)
         results: Path | None = config.option.results
         if results and results.exists() and not results.read_bytes().endswith(b"\n"):
             with open(results, "a") as file:
                 file.write("\n")  # the last line was cut off
         self._known = {
             result.nodeid
-            for result in (verdicts.read_results(results) if results else ())
+            for result in (read_results(results) if results else ())
             if (result.ranks, result.patches, result.commit) == (self.ranks, self.patches, self.commit)
         }
 
@@ -159,7 +169,7 @@ class _Conductor:
         outcome, reason = _judged(report.outcome, message, self.ranks)
         if report.nodeid not in self._known:
             self._record(report.nodeid, outcome, reason, message, 0.0)
-        if outcome == verdicts.NOT_RUNNABLE:
+        if outcome == NOT_RUNNABLE:
             _make_skipped(report, collector.path, f"{reason}: {message}")
         return report
 
@@ -228,11 +238,11 @@ def _judge(
         message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
         outcome, reason = _judged("failed", message, item.config.option.ranks)
         report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
-        if outcome == verdicts.NOT_RUNNABLE:
+        if outcome == NOT_RUNNABLE:
             _make_skipped(report, item.path, f"{reason}: {message}")
         return outcome, reason, message, [report]
     if run.died or run.stacks:
-        outcome = verdicts.FAILED if run.died else verdicts.HANGS
+        outcome = FAILED if run.died else HANGS
         texts = run.died or {
             rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
         }
@@ -253,7 +263,7 @@ def _judge(
     ran = [rank for rank, reason in skips.items() if not reason]
     shown = by_rank[ran[0] if ran else 0]
     if ran:
-        return verdicts.PASSED, "", "", shown
+        return PASSED, "", "", shown
     outcome, reason = _judged("skipped", skips[0], item.config.option.ranks)
     return outcome, reason, skips[0], shown
 
@@ -266,8 +276,8 @@ def _innermost(stacks: str, lines: int) -> str:
 
 
 def _judged(outcome: str, message: str, ranks: int) -> tuple[str, str]:
-    reason = verdicts.reason_of(message, skipped=outcome == verdicts.SKIPPED, ranks=ranks)
-    return (verdicts.NOT_RUNNABLE if reason else outcome), reason
+    reason = reason_of(message, skipped=outcome == SKIPPED, ranks=ranks)
+    return (NOT_RUNNABLE if reason else outcome), reason
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -286,3 +296,72 @@ def _last_lines(text: str) -> str:
     """Return what was raised, which comes last in a traceback, and then the lines before it."""
     *before, raised = text.splitlines()[-4:] or [""]
     return "\n".join([raised.removeprefix("E").strip(), *before])
+
+
+# --- why a test cannot run here
+
+# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
+_KERNELS = (
+    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
+    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
+)
+# The first pattern that matches the message gives the reason.
+_RAISED = [
+    (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
+    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
+    (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
+    (
+        TRANSFORMER_ENGINE,
+        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+    ),
+    # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
+    (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
+    (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute"),
+    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating"),
+    (TRANSFORMER_ENGINE, r"str is not a Module subclass|isinstance\(\) arg 2 must be a type"),
+    (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
+    # Without fused norms Megatron uses torch's, which refuses some of their options.
+    (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d"),
+    (CUDA_KERNEL, r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'"),
+    # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
+    (
+        GPU_TENSOR,
+        r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
+    ),
+    (GPU_TENSOR, r"assert device\(type='cpu'\) == device\(type='cuda'"),
+    # These asserts stand before a kernel.
+    (CUDA_KERNEL, r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream =="),
+    (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
+    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient"),
+    (CUDA_KERNEL, r"SymmetricMemory MemPool did not find backend"),
+    (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
+    (
+        OTHER_PACKAGE,
+        r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
+    ),
+    (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
+    (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
+]
+# Reasons with which the authors of the tests skip them.
+_SKIPPED = [
+    (MORE_RANKS, r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b"),
+    (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
+    (
+        CUDA_KERNEL,
+        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+    ),
+    (CUDA_KERNEL, r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba"),
+    (OTHER_PACKAGE, r"(?i)could not import|is required|not installed|is not available"),
+    (DATA, r"(?i)does not exist|download"),
+]
+
+
+# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
+_RANKS_IN_CI = 8
+
+
+def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
+    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
+    rules = _SKIPPED if skipped else _RAISED
+    reason = next((reason for reason, pattern in rules if re.search(pattern, message)), "")
+    return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason

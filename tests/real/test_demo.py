@@ -25,7 +25,7 @@ from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 ROLLOUTS = 14
 UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-PROGRAM = ("digits", "policy", "training", "program", "distillation", "teachers")
+PROGRAM = ("policy", "training", "program", "teachers")
 
 
 class Run(NamedTuple):
@@ -72,9 +72,9 @@ def _two_small_rollouts(folder: str) -> list[float]:
         policy.initialize(0)
         with (
             mock.patch.multiple(teachers, _STEPS=2),
-            mock.patch.multiple(program, _PROMPTS=16, _STEPS=2, _MICROBATCH=32),
+            mock.patch.multiple(program, _PROMPTS=16, _STEPS=2),
         ):
-            rollouts = program.rollouts(2, 0, teachers.Teachers(Path(folder), 0))
+            rollouts = program.learn(2, 0, teachers.Teachers(Path(folder), 0))
             return [rollout.exact_match for rollout in rollouts]
 
 

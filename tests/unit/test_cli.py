@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from megatron_rl_patches import __version__
 from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
-from megatron_rl_patches.cli.output import check_writable
+from megatron_rl_patches.cli.screens import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.testing import conformance
-from megatron_rl_patches.testing.conformance import Change
-from megatron_rl_patches.testing.verdicts import Result
+from megatron_rl_patches.testing.conformance import Change, Result
 
 DDP = "tests/unit_tests/distributed/test_ddp.py::test_"
 WITHOUT = [
