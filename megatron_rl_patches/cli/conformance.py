@@ -100,7 +100,10 @@ def conformance(
         typer.echo(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
     if json_file:
         facts = {
-            **_circumstances(checkout),
+            "commit": tests.commit_of(checkout) or None,
+            "date": datetime.date.today().isoformat(),
+            "python": platform.python_version(),
+            "torch": version("torch"),
             "ranks": counts,
             "patches": compared,
             "seconds": round(sum(one.seconds for one in tests.read_results(file) if not one.patches)),
@@ -120,16 +123,6 @@ def _numbers(ranks: str) -> list[int]:
     if numbers[0] < 1:
         raise MegatronRLPatchesError(f"--ranks is {ranks!r}; pass numbers of ranks with commas between them")
     return numbers
-
-
-def _circumstances(checkout: Path) -> dict[str, str | None]:
-    """Return what the counts depend on, beside the tests; the commit is ``None`` without git."""
-    return {
-        "commit": tests.commit_of(checkout) or None,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
 
 
 def _follow(what: str, results: Iterable[Result]) -> None:
@@ -181,7 +174,9 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
         "passed": outcomes[tests.PASSED],
         "skipped": outcomes[tests.SKIPPED],
         "not_runnable": _reasons(final),
-        "named": {reason: [result.nodeid for result in final if _needs(result, reason)] for reason in _NAMED},
+        "named": {
+            reason: [result.nodeid for result in final if result.reason == reason] for reason in _NAMED
+        },
         "failed": [asdict(result) for result in _failed(final)],
         "changed_by_patches": [_as_dict(change) for change in changed],
         "directories": _by_directory(final),
@@ -189,12 +184,7 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
 
 
 def _reasons(final: Iterable[Result]) -> dict[str, int]:
-    reasons = Counter(result.reason for result in final if result.outcome == tests.NOT_RUNNABLE)
-    return dict(reasons.most_common())
-
-
-def _needs(result: Result, reason: str) -> bool:
-    return result.outcome == tests.NOT_RUNNABLE and result.reason == reason
+    return dict(Counter(result.reason for result in final if result.reason).most_common())
 
 
 def _failed(final: Iterable[Result]) -> list[Result]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from typing_extensions import Self
 
     from ..inference.memory.estimate import MemoryEstimate
     from . import program
@@ -35,10 +34,6 @@ class Figures(ABC):
     steps: int = 0
     seconds: float = 0.0
     error: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls(**json.loads(path.read_text()))
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")

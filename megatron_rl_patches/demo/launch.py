@@ -32,8 +32,8 @@ from ..doctor import examine_startup
 from ..engine.announce import summary
 from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
-from ..testing import cpu_backend
-from ..testing.ranks import RankPool, Send, failure, send_result
+from ..testing import RanksFailed, cpu_backend
+from ..testing.ranks import call_on_ranks
 from .figures import DistillationFigures, LearningFigures
 
 if TYPE_CHECKING:
@@ -91,18 +91,14 @@ def run_demo(
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         sizes = (tensor_parallel_size, pipeline_parallel_size)
-        options = {"rollouts": rollouts, "seed": seed, "sizes": sizes, "distill": distill, "folder": folder}
-        # Each rank is a new interpreter, in which the patches start as in any program.
-        pool = RankPool(ranks, Path(folder), _run_rank, context=SpawnContext(), env=variables)
+        program = partial(_run_program, rollouts, seed, sizes, distill, folder)
         try:
-            outcome = pool.run(options, _PATIENCE_SECONDS, once=True)
-        finally:
-            pool.stop()
-    if not outcome.went_well:
-        root_cause = failure(outcome, _PATIENCE_SECONDS)
-        print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
-        return 1
-    values = next(sent.value for sent in outcome.sent if sent.rank == 0)
+            # Each rank is a new interpreter, in which the patches start as in any program.
+            context = SpawnContext()
+            values = call_on_ranks(program, ranks, Path(folder), _PATIENCE_SECONDS, variables, context)[0]
+        except RanksFailed as root_cause:
+            print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
+            return 1
     figures = (DistillationFigures if distill else LearningFigures)(**values)
     figures.seconds = round(time.monotonic() - started, 1)
     if figures.error:
@@ -134,10 +130,6 @@ def _check_sizes(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: 
 
 
 # --- on each rank
-
-
-def _run_rank(options: dict[str, Any], send: Send) -> None:
-    send_result(partial(_run_program, **options), send)
 
 
 def _run_program(

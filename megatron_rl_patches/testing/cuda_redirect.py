@@ -66,7 +66,7 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Engine(wrapt.ObjectProxy):
+class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
     ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from _pytest._code import TracebackEntry
 
-from .ranks import Send
+from .rank_pool import Send
 
 
 def prepare(session: pytest.Session, rank: int, folder: Path) -> None:

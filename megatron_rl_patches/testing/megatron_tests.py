@@ -46,7 +46,7 @@ from .conformance import (
     read_results,
 )
 from .cpu_backend import cpu_backend
-from .ranks import Outcome, RankPool, group_variables
+from .rank_pool import Outcome, RankPool, group_variables
 
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -195,7 +195,7 @@ class _Conductor:
                         if session.shouldfail or session.shouldstop:
                             return True
                 finally:
-                    pool.stop()
+                    pool.close()
         return True
 
     def _run(self, pool: RankPool, item: pytest.Item, test: tuple[int, int | None]) -> None:

@@ -6,20 +6,21 @@ These need the package to be installed (an editable install will do): the startu
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 from megatron_rl_patches import MegatronRLPatchesError, Settings, applied
 from megatron_rl_patches.demo import launch, run_demo
-from megatron_rl_patches.demo.figures import DistillationFigures, LearningFigures
 from megatron_rl_patches.doctor import Startup
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
@@ -30,7 +31,7 @@ PROGRAM = ("policy", "training", "program", "teachers")
 
 class Run(NamedTuple):
     code: int
-    figures: LearningFigures | None
+    figures: Any
     out: str
     err: str
 
@@ -41,28 +42,13 @@ def _one_folder_of_teachers(monkeypatch: pytest.MonkeyPatch, teachers_folder: st
     monkeypatch.setattr(launch.tempfile, "TemporaryDirectory", lambda **_: nullcontext(teachers_folder))
 
 
-def run(
-    capture: pytest.CaptureFixture[str],
-    folder: Path,
-    *,
-    rollouts: int = ROLLOUTS,
-    ranks: int = 2,
-    without_patches: bool = False,
-    without_lean_head: bool = False,
-    **parallel_sizes: int,
-) -> Run:
+def run(capture: pytest.CaptureFixture[str], folder: Path, **options: Any) -> Run:
+    """Run the demo, as the command does, and read the figures that it writes."""
     file = folder / "figures.json"
-    code = run_demo(
-        rollouts=rollouts,
-        ranks=ranks,
-        seed=0,
-        json_file=file,
-        plot_file=folder / "reward.png",
-        without_patches=without_patches,
-        without_lean_head=without_lean_head,
-        **parallel_sizes,
-    )
-    return Run(code, LearningFigures.read(file) if file.exists() else None, *capture.readouterr())
+    defaults = {"rollouts": ROLLOUTS, "ranks": 2, "seed": 0, "plot_file": folder / "plot.png"}
+    code = run_demo(json_file=file, **{**defaults, **options})
+    figures = json.loads(file.read_text()) if file.exists() else None
+    return Run(code, figures and SimpleNamespace(**figures), *capture.readouterr())
 
 
 def _two_small_rollouts(folder: str) -> list[float]:
@@ -89,7 +75,6 @@ def test_the_reward_rises_over_repeated_calls_of_train(
 ) -> None:
     code, figures, out, err = run(capfd, tmp_path)
     assert code == 0, err
-    assert figures is not None
     rewards = figures.reward_per_rollout
     assert len(rewards) == len(figures.solved_per_rollout) == ROLLOUTS
     # Of chance, 1/12 or less, to about 0.4.
@@ -121,7 +106,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
     assert f"rollout {ROLLOUTS:3d}  reward {rewards[-1]:.3f}" in out
     assert f"{ROLLOUTS}/{ROLLOUTS}" in err  # the progress bar
     assert "wall time" in out
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -131,7 +116,6 @@ def test_the_reward_rises_where_the_model_is_split(
 ) -> None:
     code, figures, _, err = run(capfd, tmp_path, rollouts=5, **{split: 2})
     assert code == 0, err
-    assert figures is not None
     assert figures.reward_per_rollout[-1] > 1.1 * figures.reward_per_rollout[0]
     # Half of the parameters and a few that both ranks have, and all of the optimizer's state for them.
     training = figures.memory["training, device"]
@@ -148,43 +132,28 @@ def test_the_reward_rises_where_the_model_is_split(
 def test_sizes_that_do_not_fit_are_refused(ranks: int, sizes: tuple[int, int], message: str) -> None:
     with pytest.raises(MegatronRLPatchesError, match=message):
         run_demo(
-            rollouts=1,
-            ranks=ranks,
-            seed=0,
-            tensor_parallel_size=sizes[0],
-            pipeline_parallel_size=sizes[1],
+            rollouts=1, ranks=ranks, seed=0, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]
         )
 
 
 @pytest.mark.slow
 def test_distillation(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What it learns is tested in ``test_distillation.py``."""
-    code = run_demo(
-        rollouts=1,
-        ranks=1,
-        seed=0,
-        distill=True,
-        json_file=tmp_path / "figures.json",
-        plot_file=tmp_path / "nats.png",
-        without_patches=False,
-    )
-    out, err = capfd.readouterr()
+    code, figures, out, err = run(capfd, tmp_path, rollouts=1, ranks=1, distill=True)
     assert code == 0, err
-    figures = DistillationFigures.read(tmp_path / "figures.json")
     for by_order in (*figures.divergence_per_rollout.values(), *figures.score_per_rollout.values()):
         assert [len(values) for values in by_order.values()] == [1, 1]
     targets = {"routed, top-k", "routed, full", "mixture, top-k", "mixture, full"}
     assert figures.divergence_per_rollout.keys() == figures.bytes_per_token.keys() == targets
     assert min(figures.teachers.values()) > 0.9
     assert "mixture, full, descending: reverse KL" in out
-    assert (tmp_path / "nats.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, figures, out, err = run(capfd, tmp_path, ranks=1, without_patches=True)
     assert code == 0, err
-    assert figures is not None
     assert not figures.patched
     assert len(figures.reward_per_rollout) == 1
     assert figures.error is not None
@@ -200,7 +169,6 @@ def test_without_patches_a_run_that_does_not_fail_is_a_failure(
     code, figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, without_patches=True)
     assert code == 1
     assert "did not appear" in err
-    assert figures is not None
     assert figures.error is None
 
 
@@ -212,7 +180,6 @@ def test_without_lean_head_the_rewards_are_the_same(
     assert code == 0, err
     code, others, _, err = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
     assert code == 0, err
-    assert figures is not None and others is not None
     assert (figures.makes_logits, others.makes_logits) == (False, True)
     assert figures.reward_per_rollout == pytest.approx(others.reward_per_rollout, abs=0.01)
 

@@ -1,0 +1,263 @@
+"""Ranks, each a process of its own on this machine, that run one task after the other in step."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import connection, parent_process
+from multiprocessing.context import BaseContext, ForkContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+# Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
+# They may also wait for the failed rank for ever.
+_GRACE_SECONDS = 2.0
+
+#: Calls its argument with what is to be sent to the parent, and with whether that is a failure.
+Send = Callable[[Any, bool], None]
+
+
+class Sent(NamedTuple):
+    """Something that a rank has sent while it ran a task."""
+
+    rank: int
+    value: Any
+    is_failure: bool
+
+
+@dataclass
+class Outcome:
+    """What the ranks did in one task.
+
+    Attributes:
+        sent: in the order of arrival.
+        died: ranks whose process ended, with what is known of it.
+        stacks: ranks that were cut off, with the stacks of their threads.
+        failed_at: when ranks that have sent a failure or died did so first.
+    """
+
+    sent: list[Sent] = field(default_factory=list)
+    died: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, str] = field(default_factory=dict)
+    failed_at: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def went_well(self) -> bool:
+        return not (self.failed_at or self.stacks)
+
+    @property
+    def failed(self) -> list[int]:
+        """Ranks that have sent a failure or died, the first to fail first."""
+        return sorted(self.failed_at, key=self.failed_at.__getitem__)
+
+
+def group_variables(size: int, port: int) -> dict[str, str]:
+    """Return the environment variables that torchrun gives to all ranks of a machine alike."""
+    return {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The machine's own name often does not resolve on a laptop without a network.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+
+
+class _Rank(NamedTuple):
+    number: int
+    process: BaseProcess
+    pipe: connection.Connection
+    stack_file: Path
+
+    def is_done(self, outcome: Outcome, since: float) -> bool:
+        """Take what the rank has sent, and return whether it is done, or has died since a moment.
+
+        A rank that has died counts as dead since that moment. Most often the others that fail in the meantime
+        do so because they wait for it.
+        """
+        has_ended = not self.process.is_alive()  # asked first, as what it has sent is in the pipe by then
+        try:
+            while self.pipe.poll():
+                message = self.pipe.recv()
+                if message is None:
+                    return True
+                moment, value, is_failure = message
+                outcome.sent.append(Sent(self.number, value, is_failure))
+                if is_failure:
+                    outcome.failed_at.setdefault(self.number, moment)
+        except (EOFError, ConnectionResetError):
+            has_ended = True
+        if has_ended:
+            outcome.died[self.number] = self.death()
+            outcome.failed_at.setdefault(self.number, since)
+        return has_ended
+
+    def stacks(self) -> str:
+        """Make the rank write the stacks of its threads, and return them."""
+        if not self.stack_file.exists():
+            return "(starting)"
+        before = self.stack_file.stat().st_size
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + 1.0
+        while self.stack_file.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.02)
+        return self.stack_file.read_text()[before:]
+
+    def death(self) -> str:
+        """Return how the process ended, and what it wrote in a crash."""
+        self.process.join(1.0)
+        code = self.process.exitcode
+        what = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+        stacks = self.stack_file.read_text() if self.stack_file.exists() else ""
+        return f"died with {what}, no traceback\n{stacks}"
+
+    def kill(self) -> None:
+        self.pipe.close()
+        # It leads a process group, so the processes that it has started are killed, too.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+
+class RankPool:
+    """Ranks that are started for the first task, and again after each task that failed.
+
+    Args:
+        size: how many ranks there are.
+        folder: for the files of the ranks.
+        run: called in each rank as ``run(task, send)`` with the task that :meth:`run` gets;
+            ``send(value, is_failure)`` passes a value to the :class:`Outcome`.
+        prepare: called in each rank when it has been started, with its number and a folder that is new and
+            the same for all ranks.
+        context: how processes are started; forks of this one by default. Other contexts pickle the functions.
+        env: environment variables of the ranks, besides those inherited and those that torchrun sets.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        folder: Path,
+        run: Callable[[Any, Send], None],
+        prepare: Callable[[int, Path], None] | None = None,
+        context: BaseContext | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.size = size
+        self._folder = folder
+        self._functions = run, prepare
+        self._context: Any = context or ForkContext()
+        self._env = env or {}
+        self._ranks: list[_Rank] = []
+
+    def run(self, task: Any, timeout: float, once: bool = False) -> Outcome:
+        """Run the task, which can be pickled, on all ranks, and cut off those that are not done in time.
+
+        Args:
+            once: each rank ends after the task, so that others that wait for it fail at once.
+        """
+        if not self._ranks:
+            self._start()
+        deadline = time.monotonic() + timeout
+        for rank in self._ranks:
+            with suppress(BrokenPipeError):
+                rank.pipe.send((task, once))
+        running = list(self._ranks)
+        outcome = Outcome()
+        while running and (now := time.monotonic()) < deadline:
+            # The pipe of a rank that has died stays open as long as a process lives that it has started.
+            ends = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
+            connection.wait(ends, deadline - now)
+            running = [rank for rank in running if not rank.is_done(outcome, since=now)]
+            if outcome.failed_at:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        outcome.stacks.update({rank.number: rank.stacks() for rank in running})
+        if not outcome.went_well:
+            self.close()
+        return outcome
+
+    def close(self) -> None:
+        """End the ranks, and the processes that they have started."""
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks = []
+
+    def _start(self) -> None:
+        variables = {**group_variables(self.size, _free_port()), **self._env}
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in range(self.size):
+            ours, theirs = self._context.Pipe()
+            stack_file = folder / f"stacks{number}"
+            # A new interpreter needs variables from the start; a fork of a server gets them when it serves.
+            with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
+                arguments = (theirs, dict(os.environ), self._folder, stack_file, *self._functions)
+                process = self._context.Process(target=_serve, args=arguments, name=f"rank {number}")
+                process.start()
+            theirs.close()
+            self._ranks.append(_Rank(number, process, ours, stack_file))
+
+
+def _serve(
+    pipe: connection.Connection,
+    variables: Mapping[str, str],
+    folder: Path,
+    stack_file: Path,
+    run: Callable[[Any, Send], None],
+    prepare: Callable[[int, Path], None] | None,
+) -> None:
+    """Run tasks in the process of a rank until the parent closes the pipe."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    os.environ.clear()
+    os.environ.update(variables)
+    with open(stack_file, "a") as stacks:
+        faulthandler.enable(stacks)
+        faulthandler.register(signal.SIGUSR1, stacks)
+        if prepare:
+            prepare(int(variables["RANK"]), stack_file.parent)
+        with suppress(EOFError):
+            once = False
+            while not once:
+                task, once = pipe.recv()
+                run(task, lambda value, is_failure: pipe.send((time.monotonic(), value, is_failure)))
+                pipe.send(None)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An orderly end would destroy the process group and join gloo's threads. These may wait for a rank
+        # that has died, and before torch 2.8 for the GIL, which the destructor holds: see
+        # pytorch/pytorch#154976.
+        os._exit(0)
+
+
+def _end_with_parent(folder: Path) -> None:
+    """End this process group when the process that started it has ended, and remove the folder.
+
+    A parent that is killed can do neither.
+    """
+    if (parent := parent_process()) is not None:
+        connection.wait([parent.sentinel])
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
