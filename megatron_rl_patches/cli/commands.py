@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -230,35 +230,34 @@ class Judged:
 
 @dataclass(frozen=True)
 class FrameworkTable:
-    """The sites of a framework, each with its status in every source that contains the framework."""
+    """A framework, and the statuses of its sites in every source that contains it: the same sites in each."""
 
     framework: str
-    sources: tuple[str, ...]
-    sites: dict[tuple[str, str], list[SiteStatus]]
+    columns: dict[str, list[SiteStatus]]
 
     @property
-    def verdicts(self) -> list[tuple[SiteStatus, tuple[str, ...]]]:
+    def rows(self) -> list[tuple[SiteStatus, ...]]:
+        """The statuses of each site, by source."""
+        return list(zip(*self.columns.values(), strict=True))
+
+    @property
+    def verdicts(self) -> list[tuple[SiteStatus, list[str]]]:
         """Each status once, with the sources that it holds for."""
         grouped: dict[tuple[str, str, str, str], tuple[SiteStatus, list[str]]] = {}
-        for statuses in self.sites.values():
-            for source, status in zip(self.sources, statuses, strict=True):
+        for row in self.rows:
+            for source, status in zip(self.columns, row, strict=True):
                 reason = "" if status.state == "fits" else status.reason
                 key = (status.patch, status.target, status.state, reason)
                 grouped.setdefault(key, (status, []))[1].append(source)
-        return [(status, tuple(sources)) for status, sources in grouped.values()]
+        return list(grouped.values())
 
 
-def framework_tables(judged: Sequence[Judged]) -> list[FrameworkTable]:
-    """Return a table for every framework that is in a source."""
-    tables = []
+def framework_tables(judged: Sequence[Judged]) -> Iterator[FrameworkTable]:
+    """Yield a table for every framework that is in a source."""
     for framework in sorted({status.framework for one in judged for status in one.statuses}):
-        sites: dict[tuple[str, str], list[SiteStatus]] = {}
-        sources = [one for one in judged if one.of_framework(framework)]
-        for status in (status for one in sources for status in one.of_framework(framework)):
-            sites.setdefault((status.patch, status.target), []).append(status)
-        if sources:
-            tables.append(FrameworkTable(framework, tuple(one.source for one in sources), sites))
-    return tables
+        columns = {one.source: one.of_framework(framework) for one in judged}
+        if present := {source: statuses for source, statuses in columns.items() if statuses}:
+            yield FrameworkTable(framework, present)
 
 
 def sections(judged: Sequence[Judged]) -> str:
@@ -267,13 +266,13 @@ def sections(judged: Sequence[Judged]) -> str:
 
 
 def _section(table: FrameworkTable) -> str:
-    rows = []
+    rows, every_source = [], list(table.columns)
     for status, sources in table.verdicts:
         state = f"**{status.state}**" if status.is_fault else status.state
         verdict = state if status.state == "fits" else f"{state}: {status.reason}"
-        where = "all" if sources == table.sources else ", ".join(sources)
+        where = "all" if sources == every_source else ", ".join(sources)
         rows.append((status.patch, f"`{status.target}`", verdict, where))
-    named = f"All: {', '.join(table.sources)}.\n\n"
+    named = f"All: {', '.join(every_source)}.\n\n"
     return f"## {table.framework}\n\n{named}{markdown_table(('patch', 'site', 'verdict', 'in'), rows)}"
 
 
@@ -285,8 +284,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _show_judged(judged: Sequence[Judged]) -> None:
     for table in framework_tables(judged):
         typer.echo(table.framework)
-        rows = [(*site, *(status.state for status in statuses)) for site, statuses in table.sites.items()]
-        show_table(("patch", "site", *table.sources), rows)
+        rows = [(row[0].patch, row[0].target, *(status.state for status in row)) for row in table.rows]
+        show_table(("patch", "site", *table.columns), rows)
         for status, sources in table.verdicts:
             if status.state != "fits":
                 where = f"{status.patch}: {status.target} is {status.state} in {', '.join(sources)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,9 +33,6 @@ class Figures(ABC):
     steps: int = 0
     seconds: float = 0.0
     error: str | None = None
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @abstractmethod
     def rows(self) -> dict[str, str]: ...

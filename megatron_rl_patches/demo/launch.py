@@ -6,6 +6,7 @@ first import of a framework, at which time the program's ``train()`` must not be
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -15,7 +16,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -105,7 +105,7 @@ def run_demo(
         print(figures.error, flush=True)
     Console().print(figures.table())
     if json_file:
-        figures.write(json_file)
+        json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
     if plot_file:
         figures.plot(plot_file)
     if without_patches:
@@ -140,7 +140,9 @@ def _run_program(
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
     warnings.simplefilter("ignore")
-    with _device():
+    # A GPU of its own for this rank, or the CPU if there is not one for each.
+    has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    with torch.cuda.device(int(os.environ["LOCAL_RANK"])) if has_gpu else cpu_backend():
         torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))
         import megatron.core
 
@@ -176,15 +178,6 @@ def _run_program(
         # Skipped after an exception, since it may wait for a rank that has exited.
         torch.distributed.destroy_process_group()
         return asdict(figures) if is_first else None
-
-
-def _device() -> AbstractContextManager[Any]:
-    """Return a context in which this rank has a GPU of its own, or the CPU if there is not one for each."""
-    import torch
-
-    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        return torch.cuda.device(int(os.environ["LOCAL_RANK"]))
-    return cpu_backend()
 
 
 def _learn(figures: LearningFigures, count: int, teachers: Teachers) -> None:

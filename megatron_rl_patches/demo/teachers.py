@@ -96,11 +96,22 @@ class Teachers:
         )
 
 
-def _train_and_save(order: str, seed: int, folder: Path) -> None:
+def _train_and_save(order: str, seed: int, root: Path) -> None:
+    """Save model, optimizer and iteration as Megatron-LM does with ``--ckpt-format torch_dist``."""
     model, optimizer = policy.build(seed)
     batches = _solved_prompts(order, policy.make_generator(model, seed))
     train(model, optimizer, batches, [1] * _STEPS, _BATCH, policy_loss)
-    _save(model, optimizer, _STEPS, folder)
+    folder = root / f"iter_{_STEPS:07d}"
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    state: dict[str, Any] = {"iteration": _STEPS, "model": model[0].module.sharded_state_dict()}
+    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
+    dist_checkpointing.save(state, str(folder))
+    if torch.distributed.get_rank() == 0:
+        (root / "latest_checkpointed_iteration.txt").write_text(str(_STEPS))
+    torch.distributed.barrier()
 
 
 def _solved_prompts(order: str, generator: torch.Generator) -> Iterator[policy.Batch]:
@@ -109,18 +120,3 @@ def _solved_prompts(order: str, generator: torch.Generator) -> Iterator[policy.B
         answers_bd = policy.solve(prompts_bp)
         tokens_bs = torch.cat([prompts_bp, answers_bd], dim=1)
         yield {"tokens": tokens_bs, "advantages": torch.ones_like(answers_bd, dtype=torch.float32)}
-
-
-def _save(model: list[Any], optimizer: Any, iteration: int, root: Path) -> None:
-    """Save model, optimizer and iteration as Megatron-LM does with ``--ckpt-format torch_dist``."""
-    folder = root / f"iter_{iteration:07d}"
-    if torch.distributed.get_rank() == 0:
-        folder.mkdir(parents=True)
-    torch.distributed.barrier()
-    state: dict[str, Any] = {"iteration": iteration, "model": model[0].module.sharded_state_dict()}
-    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
-    dist_checkpointing.save(state, str(folder))
-    if torch.distributed.get_rank() == 0:
-        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    torch.distributed.barrier()

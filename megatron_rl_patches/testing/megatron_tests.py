@@ -57,15 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron-lm", "unit tests of Megatron-LM on a CPU")
     group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
     group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
-    group.addoption(
-        "--hang-after", type=float, default=60.0, metavar="SECONDS", help="cut a test off (default: 60)"
-    )
-    group.addoption(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help="append a JSON line per test; leave out tests that it has",
-    )
+    group.addoption("--hang-after", type=float, default=60.0, metavar="SECONDS", help="default: 60")
+    group.addoption("--results", type=Path, metavar="FILE", help="gets a line per test; leave out its tests")
     group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
 
 
@@ -203,15 +196,13 @@ class _Conductor:
         began = time.perf_counter()
         run = pool.run(test, self.config.option.hang_after)
         seconds = time.perf_counter() - began
-        reports = [(sent.rank, self._report(sent.value)) for sent in run.sent]
+        to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
+        reports = [(sent.rank, to_report(data=sent.value)) for sent in run.sent]
         outcome, reason, message, shown = _judge(item, run, reports, seconds)
         self._record(item.nodeid, outcome, reason, message, seconds)
         for report in shown:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-
-    def _report(self, data: dict[str, Any]) -> pytest.TestReport:
-        return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
 
     def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
@@ -231,12 +222,13 @@ def _judge(
     item: pytest.Item, run: Outcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
 ) -> tuple[str, str, str, Iterable[pytest.TestReport]]:
     """Return outcome, reason, message, and the reports that pytest is to show."""
-    of = f" of {item.config.option.ranks}"
+    ranks = item.config.option.ranks
+    of = f" of {ranks}"
     failed = next(((rank, report) for rank, report in reports if report.failed), None)
     if failed:
         rank, report = failed
         message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
-        outcome, reason = _judged("failed", message, item.config.option.ranks)
+        outcome, reason = _judged("failed", message, ranks)
         report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
         if outcome == NOT_RUNNABLE:
             _make_skipped(report, item.path, f"{reason}: {message}")
@@ -264,7 +256,7 @@ def _judge(
     shown = by_rank[ran[0] if ran else 0]
     if ran:
         return PASSED, "", "", shown
-    outcome, reason = _judged("skipped", skips[0], item.config.option.ranks)
+    outcome, reason = _judged("skipped", skips[0], ranks)
     return outcome, reason, skips[0], shown
 
 
