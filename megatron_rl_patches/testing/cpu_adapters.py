@@ -18,9 +18,7 @@ import wrapt
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from .cuda_redirect import Replacements
-
-# --- torch.distributed written for NCCL, on gloo
+from .cuda_redirect import Replacements, names_cuda
 
 Arguments = dict[str, Any]
 
@@ -30,12 +28,25 @@ def _adapted(function: Callable[..., Any], change: Callable[[Arguments], None]) 
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+    def call_changed(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         change(call.arguments)
         return function(*call.args, **call.kwargs)
 
-    return on_cpu
+    return call_changed
+
+
+def _on_cpu(name: str) -> Callable[[Arguments], None]:
+    """Return a change of one argument: the CPU in the place of a GPU."""
+
+    def change(call: Arguments) -> None:
+        if names_cuda(call[name]):
+            call[name] = "cpu"
+
+    return change
+
+
+# --- torch.distributed written for NCCL, on gloo
 
 
 def _gloo_in_place_of_nccl(call: Arguments) -> None:
@@ -90,11 +101,6 @@ def _with_listed_splits(call: Arguments) -> None:
             call[name] = sizes.tolist()
 
 
-def _mesh_on_cpu(call: Arguments) -> None:
-    if call["device_type"] == "cuda":
-        call["device_type"] = "cpu"
-
-
 # --- torch.optim.Adam in the place of the fused ones of TransformerEngine and apex
 
 
@@ -133,7 +139,7 @@ def _with_steps(call: Arguments) -> None:
 
 
 def replacements() -> list[Replacements]:
-    """Return everything of ``torch.distributed`` and ``torch.optim`` that is replaced meanwhile."""
+    """Return the functions that are adapted while the redirect is on."""
     changes = {
         "init_process_group": _gloo_by_default,
         "new_group": _gloo_in_place_of_nccl,
@@ -149,7 +155,13 @@ def replacements() -> list[Replacements]:
     # P2POp compares its operation with the defining module's by identity, so all modules get the same one.
     modules = (torch.distributed, distributed_c10d, device_mesh)
     replaced: list[Replacements] = [(module, adapted) for module in modules]
-    replaced.append((DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _mesh_on_cpu)}))
+    replaced.append((DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _on_cpu("device_type"))}))
+    # torch adds a default device after the redirect.
+    set_default = _adapted(torch.set_default_device, _on_cpu("device"))
+    # What torch.load puts on a GPU because of the file, or of ``map_location``.
+    restore = _adapted(torch.serialization.default_restore_location, _on_cpu("location"))
+    replaced.append((torch, {"set_default_device": set_default}))
+    replaced.append((torch.serialization, {"default_restore_location": restore}))
     # In torch 2.6 AdamW, which Megatron uses, does not derive from Adam.
     adam, adam_w = torch.optim.Adam, torch.optim.AdamW
     owners: list[Any] = [adam] if issubclass(adam_w, adam) else [adam, adam_w]

@@ -36,7 +36,7 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _names_cuda(device: object) -> bool:
+def names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -57,11 +57,11 @@ class CudaToCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device and isinstance(args[0], int):
             return torch.device("cuda", args[0])
-        if _names_cuda(kwargs.get("device")):
+        if names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and names_cuda(args[1]):
             args = (args[0], "cpu", *args[2:])
         return func(*args, **kwargs)
 
@@ -151,15 +151,6 @@ class _Generator(torch.Generator, metaclass=_GeneratorType):
         return cls.__base__()
 
 
-def _default_device(set_default: Callable[..., None]) -> Callable[..., None]:
-    """Make the CPU the default device in place of a GPU. torch adds it after the redirect."""
-
-    def set_default_device(device: Any) -> None:
-        set_default("cpu" if _names_cuda(device) else device)
-
-    return set_default_device
-
-
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
 
@@ -181,17 +172,12 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
-def _restoring_on_cpu(restore: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``torch.load`` put on the CPU what a file, or ``map_location``, puts on a GPU."""
-    return lambda storage, location: restore(storage, "cpu" if _names_cuda(location) else location)
-
-
 def _eager(model: Any = None, **options: object) -> Any:
     return model if model is not None else _itself
 
 
 def replacements() -> list[Replacements]:
-    """Return everything of torch, ``torch.distributed`` apart, that is replaced while the redirect is on."""
+    """Return what of torch is replaced while the redirect is on, besides that of ``cpu_adapters``."""
     cuda, stream = torch.cuda, _constant(Stream())
     properties = SimpleNamespace(
         name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
@@ -239,7 +225,6 @@ def replacements() -> list[Replacements]:
         "record_stream": _constant(None),
         "type": _tensor_type(torch.Tensor.type),
     }
-    restore = torch.serialization.default_restore_location
     return [
         (cuda, cuda_functions),
         (torch.accelerator, accelerator_functions),
@@ -253,6 +238,4 @@ def replacements() -> list[Replacements]:
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
         (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
-        (torch, {"set_default_device": _default_device(torch.set_default_device)}),
-        (torch.serialization, {"default_restore_location": _restoring_on_cpu(restore)}),
     ]
