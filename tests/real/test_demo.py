@@ -30,7 +30,6 @@ PROGRAM = ("policy", "training", "program", "teachers")
 
 
 class Run(NamedTuple):
-    code: int
     figures: Any
     out: str
     err: str
@@ -42,13 +41,15 @@ def _one_folder_of_teachers(monkeypatch: pytest.MonkeyPatch, teachers_folder: st
     monkeypatch.setattr(launch.tempfile, "TemporaryDirectory", lambda **_: nullcontext(teachers_folder))
 
 
-def run(capture: pytest.CaptureFixture[str], folder: Path, **options: Any) -> Run:
+def run(capture: pytest.CaptureFixture[str], folder: Path, code: int = 0, **options: Any) -> Run:
     """Run the demo, as the command does, and read the figures that it writes."""
     file = folder / "figures.json"
     defaults = {"rollouts": ROLLOUTS, "ranks": 2, "seed": 0, "plot_file": folder / "plot.png"}
-    code = run_demo(json_file=file, **{**defaults, **options})
+    exit_code = run_demo(json_file=file, **{**defaults, **options})
+    out, err = capture.readouterr()
+    assert exit_code == code, err
     figures = json.loads(file.read_text()) if file.exists() else None
-    return Run(code, figures and SimpleNamespace(**figures), *capture.readouterr())
+    return Run(figures and SimpleNamespace(**figures), out, err)
 
 
 def _two_small_rollouts(folder: str) -> list[float]:
@@ -73,8 +74,7 @@ def test_the_program_runs(tmp_path: Path) -> None:
 def test_the_reward_rises_over_repeated_calls_of_train(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, out, err = run(capfd, tmp_path)
-    assert code == 0, err
+    figures, out, err = run(capfd, tmp_path)
     rewards = figures.reward_per_rollout
     assert len(rewards) == len(figures.solved_per_rollout) == ROLLOUTS
     # Of chance, 1/12 or less, to about 0.4.
@@ -114,8 +114,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
 def test_the_reward_rises_where_the_model_is_split(
     split: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=5, **{split: 2})
-    assert code == 0, err
+    figures, _, _ = run(capfd, tmp_path, rollouts=5, **{split: 2})
     assert figures.reward_per_rollout[-1] > 1.1 * figures.reward_per_rollout[0]
     # Half of the parameters and a few that both ranks have, and all of the optimizer's state for them.
     training = figures.memory["training, device"]
@@ -139,8 +138,7 @@ def test_sizes_that_do_not_fit_are_refused(ranks: int, sizes: tuple[int, int], m
 @pytest.mark.slow
 def test_distillation(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What it learns is tested in ``test_distillation.py``."""
-    code, figures, out, err = run(capfd, tmp_path, rollouts=1, ranks=1, distill=True)
-    assert code == 0, err
+    figures, out, _ = run(capfd, tmp_path, rollouts=1, ranks=1, distill=True)
     for by_order in (*figures.divergence_per_rollout.values(), *figures.score_per_rollout.values()):
         assert [len(values) for values in by_order.values()] == [1, 1]
     targets = {"routed, top-k", "routed, full", "mixture, top-k", "mixture, full"}
@@ -152,8 +150,7 @@ def test_distillation(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, figures, out, err = run(capfd, tmp_path, ranks=1, without_patches=True)
-    assert code == 0, err
+    figures, out, _ = run(capfd, tmp_path, ranks=1, without_patches=True)
     assert not figures.patched
     assert len(figures.reward_per_rollout) == 1
     assert figures.error is not None
@@ -166,8 +163,7 @@ def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str
 def test_without_patches_a_run_that_does_not_fail_is_a_failure(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, without_patches=True)
-    assert code == 1
+    figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, code=1, without_patches=True)
     assert "did not appear" in err
     assert figures.error is None
 
@@ -176,10 +172,8 @@ def test_without_patches_a_run_that_does_not_fail_is_a_failure(
 def test_without_lean_head_the_rewards_are_the_same(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=4, ranks=1)
-    assert code == 0, err
-    code, others, _, err = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
-    assert code == 0, err
+    figures, _, _ = run(capfd, tmp_path, rollouts=4, ranks=1)
+    others, _, _ = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
     assert (figures.makes_logits, others.makes_logits) == (False, True)
     assert figures.reward_per_rollout == pytest.approx(others.reward_per_rollout, abs=0.01)
 
@@ -189,8 +183,7 @@ def test_a_failing_rank_surfaces(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.training:another")
-    code, figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1)
-    assert code == 1
+    figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1, code=1)
     assert figures is None
     assert UPSTREAM in err
     assert "see the root cause above" in err
