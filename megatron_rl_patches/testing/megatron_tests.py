@@ -16,14 +16,14 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -112,6 +112,14 @@ def pytest_unconfigure() -> None:
     _until_exit.close()
 
 
+class _Verdict(NamedTuple):
+    """Fields of a :class:`~.conformance.Result`."""
+
+    outcome: str
+    reason: str = ""
+    message: str = ""
+
+
 class _Conductor:
     """Runs the collected tests on the ranks and records what became of them."""
 
@@ -159,11 +167,11 @@ class _Conductor:
         if report.outcome == "passed":
             return report
         message = _skip_reason(report) or _last_lines(report.longreprtext)
-        outcome, reason = _judged(report.outcome, message, self.ranks)
+        verdict = _judged(report.outcome, message, self.ranks)
         if report.nodeid not in self._known:
-            self._record(report.nodeid, outcome, reason, message, 0.0)
-        if outcome == NOT_RUNNABLE:
-            _make_skipped(report, collector.path, f"{reason}: {message}")
+            self._record(report.nodeid, verdict, 0.0)
+        if verdict.outcome == NOT_RUNNABLE:
+            _make_skipped(report, collector.path, verdict)
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -198,21 +206,21 @@ class _Conductor:
         seconds = time.perf_counter() - began
         to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
         reports = [(sent.rank, to_report(data=sent.value)) for sent in run.sent]
-        outcome, reason, message, shown = _judge(item, run, reports, seconds)
-        self._record(item.nodeid, outcome, reason, message, seconds)
+        verdict, shown = _judge(item, run, reports, seconds)
+        self._record(item.nodeid, verdict, seconds)
         for report in shown:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
+    def _record(self, nodeid: str, verdict: _Verdict, seconds: float) -> None:
+        message = verdict.message
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        result = Result(
-            nodeid, self.ranks, self.patches, outcome, reason, message, round(seconds, 3), self.commit
-        )
+        verdict = verdict._replace(message=message)
+        result = Result(nodeid, self.ranks, self.patches, *verdict, round(seconds, 3), self.commit)
         if self.config.option.results:
             with open(self.config.option.results, "a") as file:
                 file.write(result.to_json() + "\n")
@@ -220,21 +228,20 @@ class _Conductor:
 
 def _judge(
     item: pytest.Item, run: Outcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
-) -> tuple[str, str, str, Iterable[pytest.TestReport]]:
-    """Return outcome, reason, message, and the reports that pytest is to show."""
+) -> tuple[_Verdict, list[pytest.TestReport]]:
+    """Return the verdict, and the reports that pytest is to show."""
     ranks = item.config.option.ranks
     of = f" of {ranks}"
     failed = next(((rank, report) for rank, report in reports if report.failed), None)
     if failed:
         rank, report = failed
         message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
-        outcome, reason = _judged("failed", message, ranks)
+        verdict = _judged("failed", message, ranks)
         report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
-        if outcome == NOT_RUNNABLE:
-            _make_skipped(report, item.path, f"{reason}: {message}")
-        return outcome, reason, message, [report]
+        if verdict.outcome == NOT_RUNNABLE:
+            _make_skipped(report, item.path, verdict)
+        return verdict, [report]
     if run.died or run.stacks:
-        outcome = FAILED if run.died else HANGS
         texts = run.died or {
             rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
         }
@@ -249,15 +256,12 @@ def _judge(
         )
         lines = _MESSAGE_LENGTH // 100 // len(texts)
         message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
-        return outcome, "", message, [report]
+        return _Verdict(FAILED if run.died else HANGS, message=message), [report]
     by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
     skips = {rank: next(filter(None, map(_skip_reason, own)), "") for rank, own in by_rank.items()}
     ran = [rank for rank, reason in skips.items() if not reason]
     shown = by_rank[ran[0] if ran else 0]
-    if ran:
-        return PASSED, "", "", shown
-    outcome, reason = _judged("skipped", skips[0], ranks)
-    return outcome, reason, skips[0], shown
+    return (_Verdict(PASSED) if ran else _judged("skipped", skips[0], ranks)), shown
 
 
 def _innermost(stacks: str, lines: int) -> str:
@@ -267,9 +271,9 @@ def _innermost(stacks: str, lines: int) -> str:
     return "\n".join([first, *thread.splitlines()[1 : lines + 2]])
 
 
-def _judged(outcome: str, message: str, ranks: int) -> tuple[str, str]:
+def _judged(outcome: str, message: str, ranks: int) -> _Verdict:
     reason = reason_of(message, skipped=outcome == SKIPPED, ranks=ranks)
-    return (NOT_RUNNABLE if reason else outcome), reason
+    return _Verdict(NOT_RUNNABLE if reason else outcome, reason, message)
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -279,9 +283,9 @@ def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     return text.removeprefix("Skipped: ") or "no reason given"
 
 
-def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, reason: str) -> None:
+def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, verdict: _Verdict) -> None:
     report.outcome = "skipped"
-    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}")
+    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {verdict.reason}: {verdict.message}")
 
 
 def _last_lines(text: str) -> str:
