@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_patches.cli.compatibility import LEGEND, markdown_table, sections
-from megatron_rl_patches.testing.verdicts import FAILED, HANGS, PASSED, REASONS
+from megatron_rl_patches.cli.commands import LEGEND, markdown_table, sections
+from megatron_rl_patches.testing.conformance import FAILED, HANGS, PASSED, REASONS
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known

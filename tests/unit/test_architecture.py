@@ -112,8 +112,10 @@ def test_no_circle_of_imports() -> None:
 
 
 def _folder(dotted: str) -> str:
-    """The folder of a module. What a folder exports, its ``__init__``, counts alone."""
-    return dotted if PACKAGE.joinpath(*dotted.split(".")).is_dir() else f"{dotted.rpartition('.')[0]}/"
+    """The innermost folder of a module. Modules beside folders, and what a folder exports, count alone."""
+    folder = PACKAGE.joinpath(*dotted.split(".")).parent
+    has_folders = any(folder.glob("*/__init__.py"))
+    return dotted if has_folders else f"{dotted.rpartition('.')[0]}/"
 
 
 def test_frameworks_know_of_the_engine_only_the_calls_that_they_get() -> None:
