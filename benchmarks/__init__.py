@@ -1,1 +1,1 @@
-"""One module per claim: `python -m benchmarks.bench_startup` and so on; each writes into docs/benchmarks."""
+"""One module per claim, which `python -m benchmarks.run` measures: the result goes into docs/benchmarks."""

@@ -1,11 +1,12 @@
-"""``bench_head`` names the heads of others that do not run, with the reason."""
+"""The benchmark of the output layer names the heads of others that do not run, with the reason."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks._head_candidates import OTHERS, load_heads
-from benchmarks.bench_head import Beside, render_beside
+from benchmarks.candidates import calls
+from benchmarks.head_candidates import OTHERS
+from benchmarks.page import left_out
 
 
 def test_a_head_that_cannot_be_loaded_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,10 +14,10 @@ def test_a_head_that_cannot_be_loaded_is_left_out_with_its_reason(monkeypatch: p
     for variable in variables:
         monkeypatch.delenv(variable, raising=False)
 
-    heads, missing = load_heads(OTHERS)
+    reasons: dict[str, str] = {}
+    loaded = calls(OTHERS, lambda head: pytest.fail("no head is called"), reasons)
 
-    assert not heads
-    assert list(missing) == [candidate.name for candidate in OTHERS]
-    page = "\n".join(render_beside(Beside(missing=missing)))
+    assert not loaded
+    assert list(reasons) == [candidate.name for candidate in OTHERS]
     for variable in variables:
-        assert f"{variable} not set" in page
+        assert f"{variable} not set" in left_out(reasons)

@@ -1,0 +1,344 @@
+"""Memory, time and error of an output layer with its loss: logits that are made, and deferred ones."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .candidates import calls, revisions
+from .head_candidates import (
+    BASE,
+    DEFERRED,
+    HALF_KEPT,
+    NAIVE,
+    NEMO_RL,
+    OTHERS,
+    OURS,
+    TEMPERATURE,
+    Head,
+    Inputs,
+    deferred,
+)
+from .measure import TURNS, Call, Cost, Result, largest_error, on_ranks
+from .page import Benchmark, bars, join, left_out, number, table
+
+REFERENCE_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Setup:
+    rows: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of float32 logits."""
+        return 4 * self.rows * self.vocabulary
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the loss reads, and what is trained."""
+
+    name: str
+    used_rows: float = 1.0
+    trains_hidden: bool = True
+    trains_weight: bool = True
+
+    @property
+    def trains(self) -> bool:
+        return self.trains_hidden or self.trains_weight
+
+
+SETUPS = (
+    Setup(1024, 1024, 32768),
+    Setup(512, 512, 151936),
+    Setup(512, 512, 151936, torch.bfloat16),
+)
+# Memory alone, at the sizes of real runs.
+LARGE = (Setup(8192, 256, 65536), Setup(4096, 256, 151936, torch.bfloat16))
+# Memory and time, as rows and vocabulary grow.
+GROWING = (
+    Setup(1024, 256, 32768),
+    Setup(2048, 256, 32768),
+    Setup(4096, 256, 32768),
+    Setup(1024, 256, 65536),
+    Setup(1024, 256, 131072),
+)
+QUICK = (Setup(256, 64, 8192),)
+ALL_ROWS = Mode("all rows")
+HALF = Mode("half of the rows", used_rows=0.5)
+FROZEN = Mode("frozen head", trains_weight=False)
+SCORING = Mode("scoring", trains_hidden=False, trains_weight=False)
+MODES = (ALL_ROWS, HALF, FROZEN, SCORING)
+ENTROPY = "entropy"
+WAYS = [candidate.name for candidate in OURS]
+
+
+def inputs_of(setup: Setup, mode: Mode) -> Inputs:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
+    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
+    n, rows = int(setup.rows * mode.used_rows), None
+    if mode.used_rows < 1:
+        # Responses stand between prompts: pieces, not one range.
+        rows = torch.arange(setup.rows, device=device).view(-1, 16)[::2].flatten()[:n]
+    return Inputs(
+        hidden.requires_grad_(mode.trains_hidden),
+        weight.requires_grad_(mode.trains_weight),
+        torch.randint(setup.vocabulary, (n,), **options),
+        torch.randn(n, **options),
+        rows,
+    )
+
+
+def step(head: Head, x: Inputs, entropy: bool = False) -> list[Tensor]:
+    """Forward and backward; return log-probabilities, or the entropies, and gradients."""
+    trained = [tensor for tensor in (x.hidden, x.weight) if tensor.requires_grad]
+    with torch.set_grad_enabled(bool(trained)):
+        values = head(x, entropy)[int(entropy)]
+    gradients = torch.autograd.grad((values * x.advantages).sum(), trained) if trained else ()
+    return [values.detach(), *gradients]
+
+
+def call(x: Inputs, head: Head, entropy: bool = False, **options: Any) -> Call:
+    """Return the call of a step; the options are those of :class:`Call`."""
+    read = x.hidden.nbytes + x.weight.nbytes
+    gradients = sum(tensor.nbytes for tensor in (x.hidden, x.weight) if tensor.requires_grad)
+    # Forward and backward read hidden states and weight, and backward writes their gradients.
+    least_bytes = read * (2 if gradients else 1) + gradients
+    return Call(lambda _: step(head, x, entropy), least_bytes=least_bytes, results_bytes=gradients, **options)
+
+
+@dataclass
+class Results:
+    large: list[Result]
+    setups: list[Result]
+    growing: list[Result]
+
+
+def measure(quick: bool) -> Results:
+    large, setups, growing = (QUICK, QUICK, QUICK) if quick else (LARGE, SETUPS, GROWING)
+    turns = 1 if quick else TURNS
+    return Results(
+        on_ranks(_memory_of, large, turns=0),
+        on_ranks(_measure, setups, turns),
+        on_ranks(_deferred, growing, turns),
+    )
+
+
+def _memory_of(setup: Setup, turns: int) -> Result:
+    result, x = Result(setup), inputs_of(setup, ALL_ROWS)
+    candidates = [candidate for candidate in OURS + OTHERS if candidate.name != NAIVE]
+    result.measure(ALL_ROWS.name, calls(candidates, partial(call, x), result.left_out), turns)
+    return result
+
+
+def _deferred(setup: Setup, turns: int) -> Result:
+    result, x = Result(setup), inputs_of(setup, ALL_ROWS)
+    result.measure(ALL_ROWS.name, {DEFERRED: call(x, deferred)}, turns, clock=time.process_time)
+    return result
+
+
+def _measure(setup: Setup, turns: int) -> Result:
+    result = Result(setup)
+    for mode in MODES:
+        x = inputs_of(setup, mode)
+        ways = OURS if mode.trains else [candidate for candidate in OURS if candidate.name != HALF_KEPT]
+        candidates = [*ways, *(OTHERS if mode in (ALL_ROWS, FROZEN) else ())]
+
+        def of_mode(head: Head, x: Inputs = x, mode: Mode = mode) -> Call:
+            return call(x, head, details=partial(_details, setup, head, mode))
+
+        steps = calls(candidates, of_mode, result.left_out)
+        result.measure(mode.name, steps, turns, clock=time.process_time)
+    x = inputs_of(setup, ALL_ROWS)
+
+    def of_entropy(head: Head) -> Call:
+        return call(x, head, entropy=True, details=partial(_errors, setup, head, entropy=True))
+
+    with_entropy = [c for c in OURS + OTHERS if c.name not in (HALF_KEPT, NEMO_RL)]
+    result.measure(ENTROPY, calls(with_entropy, of_entropy, result.left_out), turns=0)
+    return result
+
+
+def _details(setup: Setup, head: Head, mode: Mode) -> tuple[float, ...]:
+    """Return errors of all rows, and of a frozen head whether its gradient is computed all the same."""
+    if mode == ALL_ROWS:
+        return _errors(setup, head)
+    return (float(_computes_frozen(setup, head)),) if mode == FROZEN else ()
+
+
+def _errors(setup: Setup, head: Head, entropy: bool = False) -> tuple[float, float]:
+    """Return the largest errors of values and of gradients."""
+    x, expected = _expected(setup, entropy)
+    values, *gradients = map(largest_error, step(head, x, entropy), expected)
+    return values, max(gradients)
+
+
+@functools.cache
+def _expected(setup: Setup, entropy: bool) -> tuple[Inputs, list[Tensor]]:
+    """Return inputs of a few rows, and the results of a step in float64."""
+    x = inputs_of(replace(setup, rows=REFERENCE_ROWS), ALL_ROWS)
+
+    def exact(of: Inputs, entropy: bool) -> tuple[Tensor, ...]:
+        # In 16 bits the model's logits are what they are rounded to; gradients flow as if they were not.
+        logits = linear(of.hidden, of.weight)
+        if setup.dtype != torch.float32:
+            logits = logits + (linear(x.hidden, x.weight).double() - logits).detach()
+        log_p = (logits / TEMPERATURE).log_softmax(-1)
+        log_probs = log_p.gather(1, of.targets[:, None]).squeeze(1)
+        return log_probs, -(log_p.exp() * log_p).sum(-1)
+
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (x.hidden, x.weight))
+    return x, step(exact, Inputs(hidden, weight, x.targets, x.advantages.double()), entropy)
+
+
+def _computes_frozen(setup: Setup, head: Head) -> bool:
+    """Say whether backward makes a gradient of the weight that nobody asked for."""
+    x = inputs_of(replace(setup, rows=8), FROZEN)
+    made: list[Tensor] = []
+
+    def hook(gradients: Sequence[Tensor | None], _: Any) -> None:
+        made.extend(g for g in gradients if g is not None and g.shape == x.weight.shape)
+
+    [log_probs, *_] = head(x, False)
+    nodes = [log_probs.grad_fn]
+    for node in nodes:
+        if node is not None:
+            node.register_hook(hook)
+            nodes.extend(following for following, _ in node.next_functions)
+    torch.autograd.grad(log_probs.sum(), x.hidden)
+    return bool(made)
+
+
+def parts(results: Results) -> dict[str, str]:
+    setups, everything = results.setups, results.large + results.setups
+    missing = {name: why for result in everything for name, why in result.left_out.items()}
+    others = revisions(["nemo-rl", "SkyRL", "AReaL", "TRL", "TRL before 1.13"])
+    modes = [(result, mode.name) for result in setups for mode in MODES]
+    return {
+        "memory": table(
+            {"setup": str(result.setup), **{way: _memory(result, ALL_ROWS.name, way) for way in WAYS}}
+            for result in everything
+        ),
+        "time": table(
+            {"setup": str(result.setup), "rows": mode, **{way: _time(result, mode, way) for way in WAYS}}
+            for result, mode in modes
+        ),
+        "errors": table(
+            {"setup": str(result.setup), **{way: _errors_of(result, ALL_ROWS.name, way) for way in WAYS}}
+            for result in setups
+        ),
+        "growth": table(_growth(results.growing)),
+        "others": join(
+            table(row for result in everything for row in _beside(result)),
+            f"Others: {', '.join(others)}." if others else "",
+            left_out(missing),
+        ),
+    }
+
+
+def _memory(result: Result, mode: str, way: str) -> str:
+    cost = result.cost(mode, way)
+    return number(cost.peak_bytes / result.setup.logits_bytes if cost else None, ".3f")
+
+
+def _time(result: Result, mode: str, way: str) -> str:
+    cost, base = result.cost(mode, way), result.cost(mode, BASE)
+    return number(cost.milliseconds / base.milliseconds if cost and base else None, ".2f")
+
+
+def _errors_of(result: Result, mode: str, way: str) -> str:
+    cost = result.cost(mode, way)
+    return "{:.1e}, {:.1e}".format(*cost.details) if cost and cost.details else "–"
+
+
+def _growth(growing: Sequence[Result]) -> Iterator[dict[str, str]]:
+    costs = [result.costs[ALL_ROWS.name][DEFERRED] for result in growing]
+    for result, cost in zip(growing, costs, strict=True):
+        yield {
+            "setup": str(result.setup),
+            "float32 logits": f"{result.setup.logits_bytes >> 20} MiB",
+            "memory, MiB": f"{cost.peak_bytes / 2**20:.0f}",
+            "time": f"{cost.milliseconds / costs[0].milliseconds:.2f}",
+        }
+
+
+def _beside(result: Result) -> Iterator[dict[str, str]]:
+    for name, cost in result.costs[ALL_ROWS.name].items():
+        if name != HALF_KEPT:
+            yield {
+                "setup": str(result.setup),
+                "head": name,
+                "memory": _memory(result, ALL_ROWS.name, name),
+                "time": _time(result, ALL_ROWS.name, name),
+                "time, frozen head": _time(result, FROZEN.name, name),
+                "log-probs, gradients: errors": _errors_of(result, ALL_ROWS.name, name),
+                "entropy, gradient: errors": _errors_of(result, ENTROPY, name),
+                "memory with the entropy's gradient": _memory(result, ENTROPY, name),
+                "leaves out": "; ".join(_leaves_out(result, name, cost)) or "–",
+            }
+
+
+def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
+    """Say what a head does not do, by what this run measured."""
+    if not cost.details:
+        return
+    if name in (NAIVE, BASE):
+        yield "makes the logits"
+        return
+    if cost.details[0] > 1e-4:
+        yield "the temperature" if cost.details[0] > 1e-2 else "exact values"
+    entropy, frozen = result.cost(ENTROPY, name), result.cost(FROZEN.name, name)
+    if entropy is None:
+        yield "the entropy"
+    elif entropy.details[1] > 0.1:
+        yield "the entropy's gradient"
+    elif entropy.peak_bytes > 1.5 * cost.peak_bytes:
+        yield "the entropy's gradient in chunks"
+    if frozen and frozen.details[0]:
+        yield "the saving of a frozen weight"
+
+
+def plot(results: Results, figure: Any) -> None:
+    memory, duration = figure.subplots(1, 2)
+    setups, first = results.large + results.setups, results.setups[0]
+    peaks = {
+        way.replace("`", ""): {
+            str(result.setup): cost.peak_bytes / result.setup.logits_bytes
+            for result in setups
+            if (cost := result.cost(ALL_ROWS.name, way))
+        }
+        for way in WAYS
+    }
+    times = {
+        way: {
+            mode.name: cost.milliseconds / first.costs[mode.name][BASE].milliseconds
+            for mode in MODES
+            if (cost := first.cost(mode.name, way))
+        }
+        for way in WAYS
+    }
+    bars(memory, "peak beyond gradients, in float32 logits", peaks)
+    bars(duration, "time, logits made with lean-loss = 1", times)
+    duration.set_title(str(first.setup), fontsize=9)
+    memory.legend(fontsize=7)
+
+
+BENCHMARK = Benchmark(measure, parts, plot, image="head_memory_and_time.png")
