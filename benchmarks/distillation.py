@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,25 +60,26 @@ KS = (16, 64, 256, 1024)
 BYTES = (4096, 151936)
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     hidden: Tensor
     weight: Tensor
     teacher_hidden: Tensor
     teacher_weight: Tensor
     weights: Tensor
 
-    @classmethod
-    def of(cls, setup: Setup) -> Inputs:
-        generator = torch.Generator().manual_seed(0)
 
-        def layer(hidden: int) -> tuple[Tensor, Tensor]:
-            states = torch.randn(setup.rows, hidden, generator=generator)
-            return states, 3 * torch.randn(setup.vocabulary, hidden, generator=generator) / hidden**0.5
+def inputs_of(setup: Setup) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
 
-        student, teacher = layer(setup.hidden), layer(setup.teacher_hidden)
-        weights = torch.rand(setup.rows, generator=generator)
-        return cls(student[0].requires_grad_(), student[1].requires_grad_(), *teacher, weights)
+    def layer(hidden: int, trained: bool) -> tuple[Tensor, Tensor]:
+        states = torch.randn(setup.rows, hidden, generator=generator)
+        weight = 3 * torch.randn(setup.vocabulary, hidden, generator=generator) / hidden**0.5
+        return states.requires_grad_(trained), weight.requires_grad_(trained)
+
+    hidden, weight = layer(setup.hidden, trained=True)
+    teacher_hidden, teacher_weight = layer(setup.teacher_hidden, trained=False)
+    weights = torch.rand(setup.rows, generator=generator)
+    return Inputs(hidden, weight, teacher_hidden, teacher_weight, weights)
 
 
 #: From inputs and the name of a divergence to one value per row.
@@ -167,7 +168,7 @@ def measure(quick: bool) -> Results:
 
 def _measure(setup: Setup, turns: int) -> Result:
     """Measure all divergences; without turns, the memory of the reverse KL alone."""
-    result, x = Result(setup), Inputs.of(setup)
+    result, x = Result(setup), inputs_of(setup)
     for divergence, passes in PASSES.items() if turns else [("reverse_kl", 0)]:
         products = {PRODUCTS: Call(partial(_products, x, passes))} if turns else {}
         ways = calls(CANDIDATES, partial(_call, x, setup, divergence, turns), result.left_out)
@@ -207,14 +208,8 @@ def _products(x: Inputs, passes: int, _: object) -> None:
 
 def _errors(way: Way, setup: Setup, divergence: str) -> tuple[float, float]:
     """Return the largest errors of values and of gradients against float64."""
-    x = Inputs.of(replace(setup, rows=REFERENCE_ROWS))
-    exact = Inputs(
-        x.hidden.detach().double().requires_grad_(),
-        x.weight.detach().double().requires_grad_(),
-        x.teacher_hidden.double(),
-        x.teacher_weight.double(),
-        x.weights.double(),
-    )
+    x = inputs_of(replace(setup, rows=REFERENCE_ROWS))
+    exact = Inputs(*(tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in x))
     values, *gradients = map(largest_error, step(way, x, divergence), step(naive, exact, divergence))
     return values, max(gradients)
 

@@ -27,12 +27,11 @@ from tests.real import memory_cases
 from tests.real.one_device import gpu_or_cpu
 
 from . import head as output_layer
-from . import head_candidates, loss_candidates, overhead, topk_candidates
+from . import head_candidates, inference_memory, loss_candidates, overhead
 from . import loss as logits_loss
 from . import topk as logits_topk
 from .candidates import calls
 from .head_candidates import DEFERRED
-from .inference_memory import BF16_GRADIENTS, PLAIN, PLAIN_BF16_GRADIENTS
 from .logits import LogitsSetup
 from .measure import Call, Cost, Result, kernels
 from .page import met
@@ -64,7 +63,7 @@ class GpuCost(Cost):
 
 @dataclass
 class StepResult(Result):
-    """What a step result; the page shows all of it.
+    """What a step measured; the page shows all of it.
 
     Attributes:
         costs: :class:`GpuCost` by case and way.
@@ -185,8 +184,8 @@ def topk(dry: bool) -> StepResult:
     setup, result = logits_topk.Setup(1, rows, vocabulary, torch.bfloat16, k), StepResult()
     with _group() as group:
         inputs = logits_topk.Inputs(setup, group)
-        at_ids = calls(topk_candidates.AT_IDS, inputs.at_ids, result.left_out)
-        selections = calls(topk_candidates.SELECTIONS, inputs.selection, result.left_out)
+        at_ids = calls(logits_topk.AT_IDS, inputs.at_ids, result.left_out)
+        selections = calls(logits_topk.SELECTIONS, inputs.selection, result.left_out)
         result.compare(f"{setup}, at given ids", at_ids, seconds)
         result.compare(f"{setup}, selection", selections, seconds)
     return result
@@ -205,13 +204,6 @@ def _group() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-OPTIMIZERS = {
-    "bf16": PLAIN,
-    "bf16, bf16 gradients": PLAIN_BF16_GRADIENTS,
-    "bf16, bf16 gradients, distributed optimizer": BF16_GRADIENTS,
-}
-
-
 def memory(dry: bool) -> StepResult:
     """Measure a model that trains and one that only scores, beside the estimate."""
     description = memory_cases.DENSE
@@ -219,7 +211,9 @@ def memory(dry: bool) -> StepResult:
         description = replace(description, hidden_size=2048, ffn_hidden_size=6144, vocab_size=32000)
         description = replace(description, num_attention_heads=16, num_query_groups=8)
     cases = [
-        memory_cases.Case(name, description, optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()
+        replace(case, description=description)
+        for case in inference_memory.CASES
+        if case.name in ("bf16", "bf16, bf16 gradients", "bf16, bf16 gradients, distributed optimizer")
     ]
     cases = cases[-1:] if dry else cases
     measured = memory_cases.measure(cases, RANK_VARIABLES)
@@ -227,22 +221,14 @@ def memory(dry: bool) -> StepResult:
     for case in cases:
         [account] = measured[case.name]
         [stage] = account.from_chunks.stages
-        for use, live, allocated, estimated in (
-            ("training", account.live_training, account.allocated_training, stage.training),
-            ("inference-only", account.live_inference, account.allocated_inference, stage.inference_only),
-        ):
-            total = estimated.device.total
-            result.table.append(
-                {
-                    "": case.name,
-                    "bytes": use,
-                    "live": f"{live:,}",
-                    "CUDA allocator": f"{allocated:,}",
-                    "estimated": f"{total:,}",
-                    "live − estimated": f"{live / total - 1:+.3%}",
-                }
-            )
-            off = abs(live / total - 1)
+        memory = inference_memory.Result(case.name, account, stage)
+        allocated = {
+            "CUDA allocator: training": f"{account.allocated_training:,}",
+            "CUDA allocator: inference-only": f"{account.allocated_inference:,}",
+        }
+        result.table.append({"set-up": case.name, **inference_memory.compared(memory), **allocated})
+        for use, (live, estimated) in memory.pairs().items():
+            off = abs(live / estimated - 1)
             result.claim(f"estimate of {use}, {case.name}", f"{off:.2%} off", "<= 1%", off <= 0.01)
     [of_scoring] = spawn_ranks(_scoring, 1, cases[-1], 0.1 if dry else 2.0, env=RANK_VARIABLES)
     result.costs = of_scoring.costs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,10 +58,7 @@ class Mode:
     used_rows: float = 1.0
     trains_hidden: bool = True
     trains_weight: bool = True
-
-    @property
-    def trains(self) -> bool:
-        return self.trains_hidden or self.trains_weight
+    entropy: bool = False
 
 
 SETUPS = (
@@ -84,9 +81,17 @@ ALL_ROWS = Mode("all rows")
 HALF = Mode("half of the rows", used_rows=0.5)
 FROZEN = Mode("frozen head", trains_weight=False)
 SCORING = Mode("scoring", trains_hidden=False, trains_weight=False)
+ENTROPY = Mode("entropy", entropy=True)
 MODES = (ALL_ROWS, HALF, FROZEN, SCORING)
-ENTROPY = "entropy"
 WAYS = [candidate.name for candidate in OURS]
+# Half of the tiles can be kept for a backward pass only, and NeMo-RL's head has no entropy.
+CANDIDATES = {
+    ALL_ROWS: OURS + OTHERS,
+    HALF: OURS,
+    FROZEN: OURS + OTHERS,
+    SCORING: [candidate for candidate in OURS if candidate.name != HALF_KEPT],
+    ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (HALF_KEPT, NEMO_RL)],
+}
 
 
 def inputs_of(setup: Setup, mode: Mode) -> Inputs:
@@ -104,25 +109,26 @@ def inputs_of(setup: Setup, mode: Mode) -> Inputs:
         torch.randint(setup.vocabulary, (n,), **options),
         torch.randn(n, **options),
         rows,
+        mode.entropy,
     )
 
 
-def step(head: Head, x: Inputs, entropy: bool = False) -> list[Tensor]:
-    """Forward and backward; return log-probabilities, or the entropies, and gradients."""
+def step(x: Inputs, head: Head) -> list[Tensor]:
+    """Forward and backward; return log-probabilities or entropies, and gradients."""
     trained = [tensor for tensor in (x.hidden, x.weight) if tensor.requires_grad]
     with torch.set_grad_enabled(bool(trained)):
-        values = head(x, entropy)[int(entropy)]
+        values = head(x)[int(x.entropy)]
     gradients = torch.autograd.grad((values * x.advantages).sum(), trained) if trained else ()
     return [values.detach(), *gradients]
 
 
-def call(x: Inputs, head: Head, entropy: bool = False, **options: Any) -> Call:
-    """Return the call of a step; the options are those of :class:`Call`."""
+def call(x: Inputs, head: Head, details: Callable[[], tuple[float, ...]] = tuple) -> Call:
+    """Return the call of a step."""
     read = x.hidden.nbytes + x.weight.nbytes
     gradients = sum(tensor.nbytes for tensor in (x.hidden, x.weight) if tensor.requires_grad)
     # Forward and backward read hidden states and weight, and backward writes their gradients.
     least_bytes = read * (2 if gradients else 1) + gradients
-    return Call(lambda _: step(head, x, entropy), least_bytes=least_bytes, results_bytes=gradients, **options)
+    return Call(lambda _: step(x, head), least_bytes=least_bytes, results_bytes=gradients, details=details)
 
 
 @dataclass
@@ -157,46 +163,32 @@ def _deferred(setup: Setup, turns: int) -> Result:
 
 def _measure(setup: Setup, turns: int) -> Result:
     result = Result(setup)
-    for mode in MODES:
-        x = inputs_of(setup, mode)
-        ways = OURS if mode.trains else [candidate for candidate in OURS if candidate.name != HALF_KEPT]
-        candidates = [*ways, *(OTHERS if mode in (ALL_ROWS, FROZEN) else ())]
-
-        def of_mode(head: Head, x: Inputs = x, mode: Mode = mode) -> Call:
-            return call(x, head, details=partial(_details, setup, head, mode))
-
-        steps = calls(candidates, of_mode, result.left_out)
-        result.measure(mode.name, steps, turns, clock=time.process_time)
-    x = inputs_of(setup, ALL_ROWS)
-
-    def of_entropy(head: Head) -> Call:
-        return call(x, head, entropy=True, details=partial(_errors, setup, head, entropy=True))
-
-    with_entropy = [c for c in OURS + OTHERS if c.name not in (HALF_KEPT, NEMO_RL)]
-    result.measure(ENTROPY, calls(with_entropy, of_entropy, result.left_out), turns=0)
+    for mode, candidates in CANDIDATES.items():
+        steps = calls(candidates, partial(_call, setup, mode, inputs_of(setup, mode)), result.left_out)
+        result.measure(mode.name, steps, 0 if mode.entropy else turns, clock=time.process_time)
     return result
 
 
-def _details(setup: Setup, head: Head, mode: Mode) -> tuple[float, ...]:
-    """Return errors of all rows, and of a frozen head whether its gradient is computed all the same."""
-    if mode == ALL_ROWS:
-        return _errors(setup, head)
-    return (float(_computes_frozen(setup, head)),) if mode == FROZEN else ()
+def _call(setup: Setup, mode: Mode, x: Inputs, head: Head) -> Call:
+    """Return the call of a step, with its errors; if the head is frozen, with whether that saves nothing."""
+    details = {ALL_ROWS: _errors, ENTROPY: _errors, FROZEN: _computes_frozen}.get(mode)
+    return call(x, head, partial(details, setup, mode, head) if details else tuple)
 
 
-def _errors(setup: Setup, head: Head, entropy: bool = False) -> tuple[float, float]:
+def _errors(setup: Setup, mode: Mode, head: Head) -> tuple[float, float]:
     """Return the largest errors of values and of gradients."""
-    x, expected = _expected(setup, entropy)
-    values, *gradients = map(largest_error, step(head, x, entropy), expected)
+    x, expected = _expected(setup, mode)
+    values, *gradients = map(largest_error, step(x, head), expected)
     return values, max(gradients)
 
 
 @functools.cache
-def _expected(setup: Setup, entropy: bool) -> tuple[Inputs, list[Tensor]]:
+def _expected(setup: Setup, mode: Mode) -> tuple[Inputs, list[Tensor]]:
     """Return inputs of a few rows, and the results of a step in float64."""
-    x = inputs_of(replace(setup, rows=REFERENCE_ROWS), ALL_ROWS)
+    x = inputs_of(replace(setup, rows=REFERENCE_ROWS), mode)
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (x.hidden, x.weight))
 
-    def exact(of: Inputs, entropy: bool) -> tuple[Tensor, ...]:
+    def exact(of: Inputs) -> tuple[Tensor, ...]:
         # In 16 bits the model's logits are what they are rounded to; gradients flow as if they were not.
         logits = linear(of.hidden, of.weight)
         if setup.dtype != torch.float32:
@@ -205,26 +197,25 @@ def _expected(setup: Setup, entropy: bool) -> tuple[Inputs, list[Tensor]]:
         log_probs = log_p.gather(1, of.targets[:, None]).squeeze(1)
         return log_probs, -(log_p.exp() * log_p).sum(-1)
 
-    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (x.hidden, x.weight))
-    return x, step(exact, Inputs(hidden, weight, x.targets, x.advantages.double()), entropy)
+    return x, step(replace(x, hidden=hidden, weight=weight, advantages=x.advantages.double()), exact)
 
 
-def _computes_frozen(setup: Setup, head: Head) -> bool:
-    """Say whether backward makes a gradient of the weight that nobody asked for."""
-    x = inputs_of(replace(setup, rows=8), FROZEN)
+def _computes_frozen(setup: Setup, mode: Mode, head: Head) -> tuple[float]:
+    """Return 1 if backward makes a gradient of the weight that nobody asked for."""
+    x = inputs_of(replace(setup, rows=8), mode)
     made: list[Tensor] = []
 
     def hook(gradients: Sequence[Tensor | None], _: Any) -> None:
         made.extend(g for g in gradients if g is not None and g.shape == x.weight.shape)
 
-    [log_probs, *_] = head(x, False)
+    [log_probs, *_] = head(x)
     nodes = [log_probs.grad_fn]
     for node in nodes:
         if node is not None:
             node.register_hook(hook)
             nodes.extend(following for following, _ in node.next_functions)
     torch.autograd.grad(log_probs.sum(), x.hidden)
-    return bool(made)
+    return (float(bool(made)),)
 
 
 def parts(results: Results) -> dict[str, str]:
@@ -290,8 +281,8 @@ def _beside(result: Result) -> Iterator[dict[str, str]]:
                 "time": _time(result, ALL_ROWS.name, name),
                 "time, frozen head": _time(result, FROZEN.name, name),
                 "log-probs, gradients: errors": _errors_of(result, ALL_ROWS.name, name),
-                "entropy, gradient: errors": _errors_of(result, ENTROPY, name),
-                "memory with the entropy's gradient": _memory(result, ENTROPY, name),
+                "entropy, gradient: errors": _errors_of(result, ENTROPY.name, name),
+                "memory with the entropy's gradient": _memory(result, ENTROPY.name, name),
                 "leaves out": "; ".join(_leaves_out(result, name, cost)) or "–",
             }
 
@@ -305,7 +296,7 @@ def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
         return
     if cost.details[0] > 1e-4:
         yield "the temperature" if cost.details[0] > 1e-2 else "exact values"
-    entropy, frozen = result.cost(ENTROPY, name), result.cost(FROZEN.name, name)
+    entropy, frozen = result.cost(ENTROPY.name, name), result.cost(FROZEN.name, name)
     if entropy is None:
         yield "the entropy"
     elif entropy.details[1] > 0.1:

@@ -37,6 +37,7 @@ class Inputs:
     Attributes:
         hidden: hidden states [T, h].
         weight: [V, h].
+        entropy: whether the step is that of the entropies, not of the log-probabilities.
     """
 
     hidden: Tensor
@@ -44,6 +45,7 @@ class Inputs:
     targets: Tensor
     advantages: Tensor
     rows: Tensor | None = None
+    entropy: bool = False
 
     @property
     def used(self) -> Tensor:
@@ -53,40 +55,39 @@ class Inputs:
 
 #: Log-probs and, where asked for and where there is one, the entropies.
 Values = tuple[Tensor, ...]
-# (inputs, with entropy) -> values.
-Head = Callable[[Inputs, bool], Values]
+Head = Callable[[Inputs], Values]
 
 
-def naive(x: Inputs, entropy: bool) -> Values:
+def naive(x: Inputs) -> Values:
     """``log_softmax`` of float32 logits, as frameworks without such functions write it."""
     logits = linear(x.hidden, x.weight).float()
     log_p = ((logits if x.rows is None else logits[x.rows]) / TEMPERATURE).log_softmax(-1)
     log_probs = log_p.gather(1, x.targets[:, None]).squeeze(1)
-    return (log_probs, -(log_p.exp() * log_p).sum(-1)) if entropy else (log_probs,)
+    return (log_probs, -(log_p.exp() * log_p).sum(-1)) if x.entropy else (log_probs,)
 
 
-def made(x: Inputs, entropy: bool) -> Values:
+def made(x: Inputs) -> Values:
     """Logits in float32, as Megatron's ``Float16Module`` returns them."""
-    return _ours(linear(x.hidden, x.weight).float(), x, entropy)
+    return _ours(linear(x.hidden, x.weight).float(), x)
 
 
-def deferred(x: Inputs, entropy: bool, tile_bytes: int | None = None) -> Values:
-    return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x, entropy)
+def deferred(x: Inputs, tile_bytes: int | None = None) -> Values:
+    return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x)
 
 
-def half_kept(x: Inputs, entropy: bool) -> Values:
+def half_kept(x: Inputs) -> Values:
     keep_bytes = len(x.targets) * len(x.weight) * x.hidden.element_size() // 2
-    return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x, entropy)
+    return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
 
 
-def _ours(logits: Tensor, x: Inputs, entropy: bool) -> Values:
+def _ours(logits: Tensor, x: Inputs) -> Values:
     options: dict[str, Any] = {"rows": x.rows, "temperature": TEMPERATURE}
-    if entropy:
+    if x.entropy:
         return vocab_parallel_log_probs_and_entropy(logits, x.targets, entropy_grad=True, **options)
     return (vocab_parallel_log_probs(logits, x.targets, **options),)
 
 
-def nemo_rl(module: Any, x: Inputs, entropy: bool) -> Values:
+def nemo_rl(module: Any, x: Inputs) -> Values:
     """With what its training step does next: divide what the model returned by the temperature."""
     step = Path(module.__file__).parents[1] / "models" / "megatron" / "train.py"
     log_probs = module.ChunkedDistributedHiddenStatesToLogprobs.apply(
@@ -97,7 +98,7 @@ def nemo_rl(module: Any, x: Inputs, entropy: bool) -> Values:
     return (scale(log_probs, SimpleNamespace(temperature=TEMPERATURE))[0],)
 
 
-def skyrl(module: Any, x: Inputs, entropy: bool, chunk_size: int) -> Values:
+def skyrl(module: Any, x: Inputs, chunk_size: int) -> Values:
     # It takes tokens, of which each is the target of the row before, and leaves out the last row.
     rows = torch.cat([x.hidden, x.hidden[:1]])[None]
     tokens = torch.cat([x.targets[:1], x.targets])[None]
@@ -106,7 +107,7 @@ def skyrl(module: Any, x: Inputs, entropy: bool, chunk_size: int) -> Values:
     log_probs = module.from_parallel_hidden_to_logprobs(
         rows, x.weight, tokens, 0, len(x.weight), group, **options
     )
-    if not entropy:
+    if not x.entropy:
         return (log_probs[0],)
     entropies = module._fused_vocab_parallel_entropy_from_hidden(x.hidden[None], x.weight, group, **options)
     return log_probs[0], entropies[0]
@@ -121,20 +122,20 @@ def _areal_module() -> Any:
     return from_checkout("AReaL", "areal.models.mcore.vocab_parallel_head")
 
 
-def areal(module: Any, x: Inputs, entropy: bool) -> Values:
+def areal(module: Any, x: Inputs) -> Values:
     outputs = module._ChunkedVocabParallelLMHead.apply(
         *(x.hidden, x.weight, None, x.targets, TEMPERATURE, 128),
         *(False, False, False, dist.group.WORLD, 1.0, False),
     )
-    return outputs[: 1 + entropy]
+    return outputs[: 1 + x.entropy]
 
 
-def trl(module: Any, x: Inputs, entropy: bool) -> Values:
-    names = ("entropy",) if entropy else ()
+def trl(module: Any, x: Inputs) -> Values:
+    names = ("entropy",) if x.entropy else ()
     outputs = module.ChunkedLogProbFunction.apply(
         x.hidden, x.weight, None, x.targets, TEMPERATURE, 32768, None, 1.0, names
     )
-    return outputs[: 1 + entropy]
+    return outputs[: 1 + x.entropy]
 
 
 def _trl_function() -> Any:
@@ -145,19 +146,19 @@ def _trl_function() -> Any:
     return _definition(Path(folder, "trl", "trainer", "utils.py"), "_ChunkedLogProbFunction")
 
 
-def trl_before(function: Any, x: Inputs, entropy: bool) -> Values:
+def trl_before(function: Any, x: Inputs) -> Values:
     """Always computes the entropy."""
-    return function.apply(x.hidden, x.weight, x.targets, TEMPERATURE, 8192)[: 1 + entropy]
+    return function.apply(x.hidden, x.weight, x.targets, TEMPERATURE, 8192)[: 1 + x.entropy]
 
 
-def liger(module: Any, x: Inputs, entropy: bool) -> Values:
+def liger(module: Any, x: Inputs) -> Values:
     """A loss that weighs all tokens alike, without a temperature: it computes gradients in forward."""
     function = module.LigerFusedLinearCrossEntropyFunction
     loss = function.apply(x.used, x.weight, x.targets, None, None, -100, 0.0, 0.0, "sum")[0]
     return (-loss.expand(len(x.targets)),)
 
 
-def verl(module: Any, x: Inputs, entropy: bool) -> Values:
+def verl(module: Any, x: Inputs) -> Values:
     return module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None)[:1]
 
 

@@ -47,12 +47,12 @@ class Result:
     account: Measured
     stage: StageEstimate
 
-    def pairs(self) -> list[tuple[int, int]]:
-        """Return measured and estimated bytes, in training and inference-only."""
-        return [
-            (self.account.live_training, self.stage.training.device.total),
-            (self.account.live_inference, self.stage.inference_only.device.total),
-        ]
+    def pairs(self) -> dict[str, tuple[int, int]]:
+        """Return measured and estimated bytes of each use."""
+        return {
+            "training": (self.account.live_training, self.stage.training.device.total),
+            "inference-only": (self.account.live_inference, self.stage.inference_only.device.total),
+        }
 
 
 def measure(quick: bool) -> list[Result]:
@@ -78,14 +78,14 @@ def _difference(measured: int, estimated: int) -> float:
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
     return {
-        "memory": table({"set-up": result.name, **_compared(result)} for result in results),
+        "memory": table({"set-up": result.name, **compared(result)} for result in results),
         "parts": table({"set-up": result.name, **_by_part(result)} for result in results),
     }
 
 
-def _compared(result: Result) -> dict[str, str]:
+def compared(result: Result) -> dict[str, str]:
     cells = {}
-    for use, (measured, estimated) in zip(("training", "inference-only"), result.pairs(), strict=True):
+    for use, (measured, estimated) in result.pairs().items():
         cells[f"{use}: live"] = f"{measured:,}"
         cells[f"{use}: estimated"] = f"{estimated:,}"
         cells[f"{use}: difference"] = f"{_difference(measured, estimated):+.3%}"
@@ -112,7 +112,7 @@ def plot(results: Sequence[Result], figure: Any) -> None:
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     inference = [result.account.live_inference / 1e6 for result in first]
     axes.barh([p + 0.2 for p in positions], inference, 0.34, color="black", label="inference-only, all of it")
-    for shift, use, label in ((-0.18, 0, "estimate"), (0.2, 1, None)):
+    for shift, use, label in ((-0.18, "training", "estimate"), (0.2, "inference-only", None)):
         estimated = [result.pairs()[use][1] / 1e6 for result in first]
         axes.plot(estimated, [p + shift for p in positions], "|r", markersize=14, label=label)
     axes.set_yticks(positions, [result.name.removesuffix(", rank 0") for result in first])
@@ -122,7 +122,7 @@ def plot(results: Sequence[Result], figure: Any) -> None:
 
 
 def _is_met(results: Sequence[Result]) -> bool:
-    return all(abs(_difference(*pair)) <= TOLERANCE for result in results for pair in result.pairs())
+    return all(abs(_difference(*pair)) <= TOLERANCE for result in results for pair in result.pairs().values())
 
 
 BENCHMARK = Benchmark(measure, parts, plot, image="inference_memory.png", inches=(9, 5), is_met=_is_met)
