@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .candidates import calls, revisions
+from .candidates import Candidate, calls, revisions
 from .head_candidates import (
     BASE,
     DEFERRED,
@@ -141,38 +141,28 @@ class Results:
 def measure(quick: bool) -> Results:
     large, setups, growing = (QUICK, QUICK, QUICK) if quick else (LARGE, SETUPS, GROWING)
     turns = 1 if quick else TURNS
+    without_naive = [candidate for candidate in OURS + OTHERS if candidate.name != NAIVE]
     return Results(
-        on_ranks(_memory_of, large, turns=0),
-        on_ranks(_measure, setups, turns),
-        on_ranks(_deferred, growing, turns),
+        on_ranks(partial(_measure, {ALL_ROWS: without_naive}), large, turns=0),
+        on_ranks(partial(_measure, CANDIDATES), setups, turns),
+        on_ranks(partial(_measure, {ALL_ROWS: [Candidate(DEFERRED, deferred)]}), growing, turns),
     )
 
 
-def _memory_of(setup: Setup, turns: int) -> Result:
-    result, x = Result(setup), inputs_of(setup, ALL_ROWS)
-    candidates = [candidate for candidate in OURS + OTHERS if candidate.name != NAIVE]
-    result.measure(ALL_ROWS.name, calls(candidates, partial(call, x), result.left_out), turns)
-    return result
-
-
-def _deferred(setup: Setup, turns: int) -> Result:
-    result, x = Result(setup), inputs_of(setup, ALL_ROWS)
-    result.measure(ALL_ROWS.name, {DEFERRED: call(x, deferred)}, turns, clock=time.process_time)
-    return result
-
-
-def _measure(setup: Setup, turns: int) -> Result:
+def _measure(candidates: Mapping[Mode, Sequence[Candidate]], setup: Setup, turns: int) -> Result:
+    """Measure the candidates of each mode; without turns, memory alone."""
     result = Result(setup)
-    for mode, candidates in CANDIDATES.items():
-        steps = calls(candidates, partial(_call, setup, mode, inputs_of(setup, mode)), result.left_out)
+    for mode, of_mode in candidates.items():
+        call_of = partial(_call, setup, mode, inputs_of(setup, mode), turns > 0)
+        steps = calls(of_mode, call_of, result.left_out)
         result.measure(mode.name, steps, 0 if mode.entropy else turns, clock=time.process_time)
     return result
 
 
-def _call(setup: Setup, mode: Mode, x: Inputs, head: Head) -> Call:
+def _call(setup: Setup, mode: Mode, x: Inputs, with_details: bool, head: Head) -> Call:
     """Return the call of a step, with its errors; if the head is frozen, with whether that saves nothing."""
     details = {ALL_ROWS: _errors, ENTROPY: _errors, FROZEN: _computes_frozen}.get(mode)
-    return call(x, head, partial(details, setup, mode, head) if details else tuple)
+    return call(x, head, partial(details, setup, mode, head) if details and with_details else tuple)
 
 
 def _errors(setup: Setup, mode: Mode, head: Head) -> tuple[float, float]:

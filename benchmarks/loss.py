@@ -140,14 +140,12 @@ def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
             names = [candidate.name for candidate in OURS if candidate.name.endswith("in place") == in_place]
             memory = max(in_logits(result, result.costs[mode][name]) for mode in MODES for name in names)
             yield row(what, str(setup), f"{memory:.3f}", f"<= {most:g}", memory <= most)
-        for number_of_mode, mode in enumerate(MODES):
+        for mode in MODES:
             costs = result.costs[mode]
             for what, (name, other, limits) in SPEEDS.items():
                 if name in costs and other in costs:
-                    speed, least = (
-                        costs[other].milliseconds / costs[name].milliseconds,
-                        limits[number_of_mode],
-                    )
+                    speed = costs[other].milliseconds / costs[name].milliseconds
+                    least = limits[MODES.index(mode)]
                     yield row(what, f"{setup}, {mode}", f"{speed:.2f} ×", f">= {least:g} ×", speed >= least)
 
 

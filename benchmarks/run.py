@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .page import Benchmark, fill, machine
+from .page import Benchmark, fill, join, machine
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (
@@ -52,10 +52,10 @@ def run(name: str, quick: bool) -> bool:
     """Run one benchmark; return whether the result is what is claimed, which a quick run cannot tell."""
     benchmark: Benchmark[Any] = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     result = benchmark.measure(quick)
+    parts = {"machine": f"{machine()}.", **benchmark.parts(result)}
+    print(join(*parts.values()))  # before anything else can go wrong
     file = DOCS / "benchmarks" / f"{name}.md"
-    page = fill(file.read_text(), {"machine": f"{machine()}.", **benchmark.parts(result)})
-    print(page)
-    figure = _figure(benchmark, result)
+    page, figure = fill(file.read_text(), parts), _figure(benchmark, result)
     if quick:
         return True
     file.write_text(page)
