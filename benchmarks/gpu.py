@@ -156,8 +156,8 @@ def render(steps: Sequence[Step], report: dict[str, Any]) -> str:
     dry = "**A dry run on the CPU at small sizes: these are no measurements.**" if report["dry"] else ""
     outcomes = report["steps"]
     sections = [section(step, outcomes[step.name]) for step in steps if step.name in outcomes]
-    machine = f"`make gpu`: {report['machine']}, CUDA {report['cuda']}."
-    return join("# On a GPU", machine, dry, EXPLANATION, *sections) + "\n"
+    run_on = f"`make gpu`: {report['machine']}, CUDA {report['cuda']}."
+    return join("# On a GPU", run_on, dry, EXPLANATION, *sections) + "\n"
 
 
 EXPLANATION = """\

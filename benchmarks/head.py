@@ -319,7 +319,7 @@ def plot(results: Results, figure: Any) -> None:
     bars(memory, "peak beyond gradients, in float32 logits", peaks)
     bars(duration, "time, logits made with lean-loss = 1", times)
     duration.set_title(str(first.setup), fontsize=9)
-    memory.legend(fontsize=7)
+    memory.legend(fontsize=7, loc="lower right")
 
 
 BENCHMARK = Benchmark(measure, parts, plot, image="head_memory_and_time.png")
