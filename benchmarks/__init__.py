@@ -1,4 +1,4 @@
-"""What this package claims, measured: one module per claim, whose `BENCHMARK` `python -m benchmarks.run` runs.
+"""What this package claims, measured: `python -m benchmarks.run` runs the modules that it names.
 
-The page of a claim, docs/benchmarks/NAME.md, has the prose, and a marked place for each part that is measured.
+The page of a claim, docs/benchmarks/NAME.md, has the prose, and a marked place for each measured part.
 """
