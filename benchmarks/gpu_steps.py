@@ -72,7 +72,6 @@ class StepResult(Result):
         figures: numbers without a table, by name.
     """
 
-    setup: Any = None
     table: list[dict[str, str]] = field(default_factory=list)
     claims: list[dict[str, str]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)

@@ -72,7 +72,7 @@ class Result:
         left_out: name -> why it was not measured.
     """
 
-    setup: Any
+    setup: Any = None
     costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
