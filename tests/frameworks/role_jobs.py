@@ -34,7 +34,7 @@ PACKAGES = {"slime": "slime", "openclaw": "slime", "miles": "miles"}
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
     options = tiny_gpt.Options(bf16=global_vars.get_args().bf16)
-    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+    return tiny_gpt.provider(options)()
 
 
 def arguments(**values: Any) -> SimpleNamespace:

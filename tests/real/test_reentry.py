@@ -29,8 +29,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout))
+    check_rollouts(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout)))
 
+
+def check_rollouts(options: tiny_gpt.Options) -> None:
     def trained(rollouts: int, steps: int) -> tuple[list[float], str]:
         model, optimizer = tiny_gpt.build(options)
         data, losses = tiny_gpt.data_iterators(options), []
