@@ -459,6 +459,6 @@ def counting_overlap() -> Iterator[Overlap]:
 
         return call
 
-    starts = {name: counted(getattr(group, name)) for name in ("start_param_sync", "start_grad_sync")}
+    starts: Any = {name: counted(getattr(group, name)) for name in ("start_param_sync", "start_grad_sync")}
     with mock.patch.multiple(group, **starts):
         yield overlap
