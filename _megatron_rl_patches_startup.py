@@ -21,16 +21,6 @@ def main() -> None:
         _complain(error)
 
 
-class Listener:
-    """What is called at the end of imports."""
-
-    def loaded(self, name: str) -> None:
-        """A watched module has just been imported, or reloaded; an exception makes that fail."""
-
-    def import_ended(self) -> None:
-        """The import of a module that was half imported when it was watched has ended."""
-
-
 class Finder:
     """Finds what the others find: activates the patches before the first framework, and calls import hooks.
 
@@ -46,7 +36,7 @@ class Finder:
         self._roots: frozenset[str] | None = None
         self._activate = activate
         self._activating = False
-        self._listeners: dict[str, list[Listener]] = {}
+        self._listeners: dict[str, list[object]] = {}  # see `watch`
         self._half_imported: set[str] = set()
         self._executed: set[str] = set()
         self._locked_for_fork: dict[int, bool] = {}
@@ -65,11 +55,6 @@ class Finder:
                     after_in_child=self._after_fork_in_child,
                 )
 
-    @property
-    def has_fired(self) -> bool:
-        """Whether the first framework has been imported, and the patches activated."""
-        return self._roots is not None and not self._roots
-
     def _install(self) -> None:
         import sys
 
@@ -81,8 +66,8 @@ class Finder:
     def watch(self, name, listener) -> None:
         """Have `listener.loaded(name)` called at the end of every import of this module, and of every reload.
 
-        Python offers no call-back for an import that had begun before. `listener.import_ended()` is called
-        in the next import of any module after that one has ended.
+        An exception makes that import fail. Python offers no call-back for an import that had begun before.
+        `listener.import_ended()` is called in the next import of any module after that one has ended.
         """
         import sys
 
@@ -229,7 +214,7 @@ class _Loader:
 
 def has_fired():
     """Return whether the first framework has been imported, and the patches activated."""
-    return finder.has_fired
+    return finder._roots is not None and not finder._roots
 
 
 def activate() -> None:
@@ -239,7 +224,7 @@ def activate() -> None:
         from importlib import import_module
 
         # By name, as an entry point is: the engine imports this module, for its import hooks.
-        import_module("megatron_rl_patches.activation").activate_from_environment()
+        import_module("megatron_rl_patches.engine.api").activate_from_environment()
 
     unless_strict_never_raise(import_and_call)
 
@@ -267,11 +252,9 @@ def unless_strict_never_raise(activate):
             raise
 
 
-def is_strict(environ=None):
+def is_strict():
     """Return whether `MEGATRON_RL_PATCHES_STRICT` is on."""
-    import os
-
-    return (environ or os.environ).get("MEGATRON_RL_PATCHES_STRICT", "").strip().lower() in _ON
+    return _value("MEGATRON_RL_PATCHES_STRICT") in _ON
 
 
 def _value(variable: str) -> str:

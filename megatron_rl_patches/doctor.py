@@ -22,9 +22,8 @@ import _megatron_rl_patches_startup as startup_trigger
 from . import __version__
 from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
-from .engine.options import items
 from .engine.patch import Patch
-from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, parse_selection, variables
+from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
 from .engine.sources import PROGRAM, Environment
 from .engine.target_source import functions_in
 

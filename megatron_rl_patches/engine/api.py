@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PatchError
 from . import installer as engine
 from . import registry
-from .judge import SiteStatus, judge_all
+from .judge import SiteStatus, judge_all, refuse_faults
 from .records import Claim
-from .settings import Settings
+from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
+
+_log = logging.getLogger("megatron_rl_patches")
 
 
 def apply(
@@ -62,8 +66,32 @@ def _apply(
     patches = registry.select(names, exclude)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
-        engine.refuse_faults(judge_all(Environment(), patches, chosen))
+        refuse_faults(judge_all(Environment(), patches, chosen))
     return engine.installer.add(patches, chosen, required, replace_options=settings is not None)
+
+
+def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects, where frameworks are imported later.
+
+    Raises:
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise bad values cost one warning, and
+            leave the defaults of their variables.
+    """
+    settings, refused = Settings.without_bad_values(environ)
+    messages = list(refused.values())
+    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
+    if selection.unknown:
+        messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
+    if messages and settings.strict:
+        raise PatchError("; ".join(messages))
+    if messages:
+        _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
+    if selection:
+        # Options of an apply() that the program has called itself stay in force.
+        claim = engine.installer.add(
+            selection.patches(), settings, required=settings.strict, replace_options=False
+        )
+        engine.installer.keep(claim)
 
 
 def revert(*names: str) -> None:

@@ -63,7 +63,7 @@ def switch_on() -> None:
     # Imported here, since verl loads a module of this package in every process, wanted or not.
     import _megatron_rl_patches_startup as startup
 
-    from ..activation import activate_from_environment
+    from ..engine.api import activate_from_environment
     from ..engine.settings import VARIABLE
 
     is_set = os.environ.get(VARIABLE, "").strip()

@@ -195,26 +195,21 @@ def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], di
     partial = functools.partial(target)
     function = partial.func
     name = _python_function(function).__qualname__
+
+    def refusal(reason: str) -> MegatronRLPatchesError:
+        return MegatronRLPatchesError(f"{reason}; use 'with reentrant_train(model):' inside it instead")
+
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise MegatronRLPatchesError(
-            f"{name} has no signature that Python can tell; "
-            "use 'with reentrant_train(model):' inside it instead"
-        ) from error
+        raise refusal(f"{name} has no signature that Python can tell") from error
     parameter = signature.parameters.get("model")
     if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise MegatronRLPatchesError(
-            f"{name}{signature} has no parameter named 'model' that takes the list of model chunks; "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
+        raise refusal(f"{name}{signature} has no parameter named 'model' that takes the list of model chunks")
     called = function if inspect.isroutine(function) else type(function).__call__
     runs_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(does(called) for does in runs_later):
-        raise MegatronRLPatchesError(
-            f"{name} is a generator or a coroutine function, whose body runs after the call; "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
+        raise refusal(f"{name} is a generator or a coroutine function, whose body runs after the call")
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = signature.bind(*partial.args, *args, **{**partial.keywords, **kwargs})

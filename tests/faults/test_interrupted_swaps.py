@@ -19,7 +19,7 @@ OWN, A, B, ADDED = 0.5, 1.0, 2.0, 3.0
 TEACHERS = {"a": A, "b": B, "added": ADDED}
 
 
-_watched = partial(watched, "teachers/pool.py", "teachers/weights.py", methods={"copy_"})
+_watched = partial(watched, "inference/teachers.py", "inference/weights.py", methods={"copy_"})
 
 
 def _pool() -> TeacherPool:

@@ -157,14 +157,14 @@ class Job:
 
 
 class _ActorJob(Job):
-    """slime, vime and miles: through the actor, which holds copies of the functions."""
+    """slime and miles: through the actor, which holds copies of the functions."""
 
     package: str
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         actor = importlib.import_module(f"{self.package}.actor")
-        self.actor = actor.MegatronTrainActor(self.args, self.model, self.optimizer, self.scheduler)
+        self.actor = actor.MegatronTrainRayActor(self.args, self.model, self.optimizer, self.scheduler)
 
     def save(self) -> None:
         self.actor.save_model(self.steps)
@@ -180,10 +180,6 @@ class _ActorJob(Job):
 
 class SlimeJob(_ActorJob):
     package = "slime.backends.megatron_utils"
-
-
-class VimeJob(_ActorJob):
-    package = "vime.backends.megatron_utils"
 
 
 class MilesJob(_ActorJob):
@@ -238,7 +234,6 @@ class BridgeJob(Job):
             cfg=SimpleNamespace(
                 model=self.config,
                 ddp=self.model[0].ddp_config,
-                dist=SimpleNamespace(align_grad_reduce=True),
                 train=self.args,
             ),
             timers=get_timers(),
@@ -247,9 +242,9 @@ class BridgeJob(Job):
 
     def pretrain(self, steps: int) -> None:
         """Setup and training."""
-        self.args.train_iters = self.state.train_state.step + steps
-        pretrain = importlib.import_module("megatron.bridge.training.pretrain")
-        pretrain.pretrain(self.state, tiny_gpt.forward_step, self, self.iterator)
+        setup = importlib.import_module("megatron.bridge.training.setup")
+        setup.setup(self.state, self.model, self.optimizer)
+        self._train(steps)
 
     def _train(self, steps: int) -> None:
         self.args.train_iters = self.state.train_state.step + steps
@@ -260,7 +255,6 @@ class BridgeJob(Job):
 
 JOBS: dict[str, type[Job]] = {
     "slime": SlimeJob,
-    "vime": VimeJob,
     "miles": MilesJob,
     "megatron.training": MegatronJob,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -120,17 +120,14 @@ class _RolloutJob(Job):
         return self._data_iterator(rollout, [[number] for number in range(microbatches)])
 
     def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        raise NotImplementedError
+        return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
 
 class RealSlimeJob(_RolloutJob):
     package = "slime.backends.megatron_utils"
 
-    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
-
-class RealVimeJob(RealSlimeJob):
+class RealVimeJob(_RolloutJob):
     package = "vime.backends.megatron_utils"
 
 
@@ -155,9 +152,6 @@ class RealMilesJob(_RolloutJob):
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
         set_parallel_state_of_miles()
 
-    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        return self.module.DataIterator(rollout, micro_batch_indices=indices)
-
 
 class RealMegatronJob(MegatronJob):
     """Megatron-LM's own training loop, with the defaults of its command line."""
@@ -168,23 +162,13 @@ class RealMegatronJob(MegatronJob):
 
     def _set_global_variables(self) -> None:
         replicas = mpu.get_data_parallel_world_size()
-        given = SimpleNamespace(
+        self.args = set_megatron_arguments(
             **vars(self.args),
-            num_layers=tiny_gpt.LAYERS,
-            hidden_size=tiny_gpt.HIDDEN,
             ffn_hidden_size=4 * tiny_gpt.HIDDEN,
-            num_attention_heads=tiny_gpt.HEADS,
             num_query_groups=tiny_gpt.HEADS,
             kv_channels=tiny_gpt.HIDDEN // tiny_gpt.HEADS,
-            padded_vocab_size=tiny_gpt.VOCABULARY,
-            max_position_embeddings=tiny_gpt.SEQUENCE,
             global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
-            data_parallel_size=replicas,
-            gtp_weight_remat_size=1,
             expert_tensor_parallel_size=1,
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
             num_floating_point_operations_so_far=0,
             iteration=0,
             log_interval=1000,
@@ -193,17 +177,37 @@ class RealMegatronJob(MegatronJob):
             use_megatron_fsdp=False,
             params_dtype=torch.float32,
         )
-        with mock.patch.object(sys, "argv", ["train"]):
-            self.args = Arguments(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
-        global_vars.unset_global_variables()
-        destroy_num_microbatches_calculator()
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(), None, self.args.global_batch_size, tiny_gpt.BATCH, replicas
-        )
-        global_vars.set_args(self.args)
         global_vars._set_timers(self.args)
         if hasattr(global_vars, "_set_energy_monitor"):
             global_vars._set_energy_monitor(self.args)
+
+
+def set_megatron_arguments(**values: Any) -> Arguments:
+    """Set Megatron-LM's global arguments: those of its command line, of the tiny model, and these."""
+    with mock.patch.object(sys, "argv", ["train"]):
+        args = Arguments(**vars(arguments.parse_args(ignore_unknown_args=True)))
+    replicas = mpu.get_data_parallel_world_size()
+    vars(args).update(
+        num_layers=tiny_gpt.LAYERS,
+        hidden_size=tiny_gpt.HIDDEN,
+        num_attention_heads=tiny_gpt.HEADS,
+        max_position_embeddings=tiny_gpt.SEQUENCE,
+        padded_vocab_size=tiny_gpt.VOCABULARY,
+        micro_batch_size=tiny_gpt.BATCH,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        data_parallel_size=replicas,
+        gtp_weight_remat_size=1,
+    )
+    vars(args).update(values)
+    global_vars.unset_global_variables()
+    destroy_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        torch.distributed.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
+    )
+    global_vars.set_args(args)
+    return args
 
 
 JOBS: dict[str, type[Job]] = {

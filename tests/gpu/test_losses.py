@@ -17,7 +17,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits.head import add_product
+from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy, relative_error
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at

@@ -21,12 +21,12 @@ from megatron.core.transformer.module import Float16Module
 from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.inference.memory.estimate import (
     GPTDescription,
+    Memory,
     MemoryEstimate,
     OptimizerSettings,
     ParallelSizes,
     estimate_memory,
 )
-from megatron_rl_patches.inference.memory.training import Memory
 from megatron_rl_patches.testing import spawn_ranks
 from tests.real import tiny_gpt
 from tests.real.one_device import gpu_or_cpu

@@ -72,7 +72,7 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
     with _counting_all_reduces() as all_reduce:
         layout = Case((3, 2), (4, 9), cp_size=2).layout(dist.get_rank(cp2))
         values = torch.zeros(len(layout.response_index))
-        for group, message in ((None, "pass their cp_group"), (cp4, r"rank \d of 4, but .* rank \d of 2")):
+        for group, message in ((None, "pass cp_group"), (cp4, r"rank \d of 4, but .* rank \d of 2")):
             with pytest.raises(InvalidInputError, match=message):
                 layout.gather_responses(values, group)
         with pytest.raises(InvalidInputError, match=r"values of \d+ tokens"):

@@ -42,7 +42,7 @@ class Counter:
 
     def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Any]:
         self.description, self.sizes, self.dtype = description, sizes, dtype
-        return [[[Parameter(numel, "bfloat16", False)]] for numel in (10**9, 2 * 10**9)]
+        return [[[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9)]
 
 
 @pytest.fixture

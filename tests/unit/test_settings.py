@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches import Patch, PatchError, Settings, activation, applied
-from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.installer import Installer
+from megatron_rl_patches import Patch, PatchError, Settings, applied
+from megatron_rl_patches.engine import installer, registry
+from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.settings import Selection, parse_selection, variables
 
 KNOWN = ("reentrant-train", "lean-loss")
@@ -231,8 +231,8 @@ def test_a_value_that_is_good_beside_another_one_is_taken(monkeypatch: pytest.Mo
 def test_a_bad_value_at_activation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, strict: str
 ) -> None:
-    fresh = Installer()
-    monkeypatch.setattr(activation, "installer", fresh)
+    fresh = installer.Installer()
+    monkeypatch.setattr(installer, "installer", fresh)
     environ = {
         "MEGATRON_RL_PATCHES": "reentrant-train",
         "MEGATRON_RL_PATCHES_STRICT": strict,
@@ -242,10 +242,10 @@ def test_a_bad_value_at_activation(
     message = "MEGATRON_RL_PATCHES_WARN='maybe': expected 1 or 0"
     if strict == "1":
         with pytest.raises(PatchError, match=message):
-            activation.activate_from_environment(environ)
+            activate_from_environment(environ)
         assert fresh.status() == []
     else:
-        activation.activate_from_environment(environ)
+        activate_from_environment(environ)
         assert f"{message}; going on without" in caplog.text
         assert "mrp_nowhere.model.train" in [site.target for site in fresh.status()]
         fresh.remove(["reentrant-train"])

@@ -54,7 +54,7 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], 
             calls.append(len(calls) + 1)
             activation()
 
-        module = ModuleType("megatron_rl_patches.activation")
+        module = ModuleType("megatron_rl_patches.engine.api")
         module.activate_from_environment = counted  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         return calls
@@ -348,9 +348,9 @@ def activate_from_environment():
     release.wait(60)
     activated.append(1)
 
-activation = types.ModuleType("megatron_rl_patches.activation")
+activation = types.ModuleType("megatron_rl_patches.engine.api")
 activation.activate_from_environment = activate_from_environment
-sys.modules["megatron_rl_patches.activation"] = activation
+sys.modules["megatron_rl_patches.engine.api"] = activation
 startup.main()
 threading.Thread(target=lambda: __import__("framework_a"), daemon=True).start()
 inside.wait()

@@ -13,7 +13,9 @@ from ...errors import CheckpointError, first, one_line
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 FORMATS = (TORCH_DIST, TORCH)
-_MOST_DIGITS = 18  # of an iteration; Python and file systems refuse numbers and names that are too long
+#: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
+#: differ by fewer rows than this.
+MAX_PADDING = 128 * 16
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def _iteration_of(name: str) -> int | None:
 def _tracked(tracker: Path) -> str:
     if (text := tracker.read_text(errors="replace").strip()) == "release":
         return text
-    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+    if not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse names that are too long
         raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
     return f"iter_{int(text):07d}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from ...errors import CheckpointError, first, one_line
 from ..models.provider import virtual_rank
-from .mismatch import MAX_PADDING, Mismatch
-from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch
+from ..weights import Mismatch
+from .location import MAX_PADDING
+from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -87,21 +87,16 @@ class RequestedTensor(NamedTuple):
     is_vocabulary: bool
 
 
-@dataclass(frozen=True)
 class TorchDistCheckpoint:
-    """One opened checkpoint: its indexes are read, its tensors are not."""
+    """One opened checkpoint: its indexes are read, its tensors are not.
 
-    folder: Path
-    metadata: Metadata
-    #: What is not sharded: iteration, arguments, content metadata.
-    common: dict[str, Any]
+    Attributes:
+        common: what is not sharded: iteration, arguments, content metadata.
+    """
 
-    @classmethod
-    def open(cls, folder: Path) -> TorchDistCheckpoint:
-        """Read the indexes."""
-        checkpoint = cls(folder, read_metadata(folder), {})
-        checkpoint.common.update(checkpoint._common_state())
-        return checkpoint
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.metadata = folder, read_metadata(folder)
+        self.common = self._common_state()
 
     def request(self, chunks: Sequence[Any]) -> dict[str, Any]:
         """Return the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
@@ -136,9 +131,9 @@ class TorchDistCheckpoint:
             if isinstance(tensor, TensorStorageMetadata):
                 stored[name] = RequestedTensor(tuple(tensor.size), tensor.properties.dtype, False)
         mismatch = Mismatch.between(stored, dict(sorted(requested.items())), dtypes=exact)
-        for name, (shape, expected) in [] if exact else [*mismatch.shapes.items()]:
+        for name, (shape, expected) in [*mismatch.shapes.items()]:
             same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
-            is_padding = same_width and requested[name].is_vocabulary
+            is_padding = not exact and same_width and requested[name].is_vocabulary
             if is_padding and abs(shape[0] - expected[0]) < MAX_PADDING:
                 paddings[name] = shape[0], expected[0]
                 del mismatch.shapes[name]
@@ -241,7 +236,7 @@ class TorchDistCheckpoint:
     def _is_absent_extra_state(self, value: Any) -> bool:
         return (
             isinstance(value, ShardedObject)
-            and "_extra_state" in value.key
+            and EXTRA_STATE in value.key
             and value.unique_key not in self.metadata.state_dict_metadata
         )
 
@@ -253,9 +248,8 @@ def requested_tensors(request: dict[str, Any]) -> dict[str, RequestedTensor]:
         if isinstance(value, ShardedTensorFactory):
             entries |= requested_tensors(value.build())
         elif isinstance(value, ShardedTensor):
-            entries[value.key] = RequestedTensor(
-                tuple(value.global_shape), value.dtype, value.allow_shape_mismatch
-            )
+            shape = tuple(value.global_shape)
+            entries[value.key] = RequestedTensor(shape, value.dtype, value.allow_shape_mismatch)
         elif isinstance(value, ShardedObject):
             entries[value.unique_key] = RequestedTensor((), None, False)
     return entries

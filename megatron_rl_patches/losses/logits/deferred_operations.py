@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import in_float32
 from .deferred import DeferredLogits
 from .deferred_contents import Contents
-from .options import in_float32
 from .rows import on_device
 
 aten = torch.ops.aten

@@ -58,7 +58,7 @@ class TestFacts:
         [call] = target.calls("step")
         assert (call.function, call.keywords) == ("optimizer.step", {"wait": ...})
         assert [call.keywords for call in target.calls("scale", in_module=True)] == [{"wide": True}]
-        assert len(target.calls()) == 5
+        assert len(target.calls()) == 4
 
     @pytest.mark.parametrize(
         "asked", ["handles.get(chunk) and handles[chunk]", "handles[chunk] if handles else None"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
-from megatron_rl_patches.frameworks.vocabularies import check_vocabularies
+from megatron_rl_patches.frameworks.distillation_arguments import check_vocabularies
 
 
 def huggingface(folder: Path, size: int, nested: bool = False) -> str:

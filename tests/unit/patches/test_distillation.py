@@ -145,12 +145,11 @@ def test_only_its_name_selects_it() -> None:
     ("variable", "selected"),
     [("1", False), ("all", False), (NAME, True), (f"all,{NAME}", True), (f"all,-{NAME}", False)],
 )
-def test_the_variable(parse: Parse, variable: str, selected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_rl_patches import activation
+def test_the_variable(parse: Parse, variable: str, selected: bool) -> None:
     from megatron_rl_patches.doctor import choice_of
+    from megatron_rl_patches.engine.api import activate_from_environment
 
-    monkeypatch.setattr(activation, "installer", installer.installer)
-    activation.activate_from_environment({"MEGATRON_RL_PATCHES": variable})
+    activate_from_environment({"MEGATRON_RL_PATCHES": variable})
     assert (NAME in {site.patch for site in status()}) is selected
     choice = choice_of({"MEGATRON_RL_PATCHES": variable})
     assert (NAME in choice.patches) is selected and not choice.problems

@@ -20,7 +20,6 @@ import torch
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import pickles
-from megatron_rl_patches.inference.checkpoints.load import _without_inert_extra_states
 from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
 
 PROGRAMS = 200
@@ -47,7 +46,7 @@ def _shard(content: bytes, folder: Path) -> None:
 
 def _extra_state(content: bytes, folder: Path) -> None:
     state = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    _without_inert_extra_states({"layer._extra_state": state}, folder)
+    pickles.without_inert_extra_states({"layer._extra_state": state}, folder)
 
 
 def _nested(content: bytes, folder: Path) -> None:
@@ -144,7 +143,7 @@ def test_an_extra_state_is_written_anew(tmp_path: Path) -> None:
     """Layers unpickle it without protection, and perhaps not quite as it is read here."""
     content = pickle.dumps({"scale": torch.ones(2), "steps": [1, 2]}, protocol=0) + b"and more"
     state = {"layer._extra_state": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
-    [written] = _without_inert_extra_states(state, tmp_path).values()
+    [written] = pickles.without_inert_extra_states(state, tmp_path).values()
     assert b"and more" not in written.numpy().tobytes()
     assert str(pickle.loads(written.numpy().tobytes())) == str(pickle.loads(content))
 

@@ -12,15 +12,15 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megatron_rl_patches.errors import CheckpointError
-from megatron_rl_patches.inference.checkpoints import torch_legacy
 from megatron_rl_patches.inference.checkpoints.load import (
+    _states_of_chunks,
     _summary,
     load_inference_checkpoint,
     read_iteration,
 )
 from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
-from megatron_rl_patches.inference.checkpoints.mismatch import Mismatch
 from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
+from megatron_rl_patches.inference.weights import Mismatch
 
 from .test_pickles import save_alone
 
@@ -214,16 +214,15 @@ def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: 
 
 
 def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
-    chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
     state = {"weight": torch.ones(1, 1)}
     saved = {"checkpoint_version": 3.0, "model0": state, "model1": state}
-    assert torch_legacy.model_states(saved, chunks) == [state, state]
+    assert _states_of_chunks(saved, 2) == [state, state]
     with pytest.raises(
         CheckpointError, match=r"2 model chunks per rank \(model0, model1\), this model has 1"
     ):
-        torch_legacy.model_states(saved, chunks[:1])
+        _states_of_chunks(saved, 1)
     with pytest.raises(CheckpointError, match=r"checkpoint_version 1\.0 orders query"):
-        torch_legacy.model_states({**saved, "checkpoint_version": 1.0}, chunks)
+        _states_of_chunks({**saved, "checkpoint_version": 1.0}, 2)
 
 
 def test_mismatch_shows_the_first_ten_of_each_kind_and_their_number() -> None:

@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl_patches.errors import CheckpointError
-from megatron_rl_patches.inference.checkpoints.load import _without_inert_extra_states
-from megatron_rl_patches.inference.checkpoints.pickles import MetadataUnpickler, load_dict
+from megatron_rl_patches.inference.checkpoints.pickles import (
+    MetadataUnpickler,
+    load_dict,
+    without_inert_extra_states,
+)
 from megatron_rl_patches.inference.checkpoints.torch_dist import (
     TorchDistCheckpoint,
     read_metadata,
@@ -162,7 +165,8 @@ def test_a_stored_object_runs_no_code(evidence: Path, tmp_path: Path) -> None:
 
     name = ShardedObject("layer._extra_state", None, (1,), (0,)).unique_key
     save_alone({name: _CreatesAFile(evidence)}, tmp_path)
-    checkpoint = TorchDistCheckpoint(tmp_path, read_metadata(tmp_path), {})
+    torch.save({}, tmp_path / "common.pt")
+    checkpoint = TorchDistCheckpoint(tmp_path)
     request = {"model": {"layer._extra_state": ShardedObject("layer._extra_state", None, (1,), (0,))}}
     checkpoint.check_files(requested_tensors(request))
     checkpoint.read(request)
@@ -182,18 +186,18 @@ def test_extra_states_that_layers_would_unpickle(evidence: Path, tmp_path: Path)
         "new._extra_state": packed({"scale": torch.ones(2), "variables": [1, "a"]}),
         "old._extra_state": stream,
     }
-    states = _without_inert_extra_states(state, tmp_path)
+    states = without_inert_extra_states(state, tmp_path)
     assert states.keys() == state.keys()
     assert torch.equal(pickle.loads(states["new._extra_state"].numpy().tobytes())["scale"], torch.ones(2))
     with pytest.raises(
         CheckpointError, match=r"bad\._extra_state is a pickle that is not safe to load: .*Path"
     ):
-        _without_inert_extra_states({"bad._extra_state": packed(_CreatesAFile(evidence))}, tmp_path)
+        without_inert_extra_states({"bad._extra_state": packed(_CreatesAFile(evidence))}, tmp_path)
     # The plans of savers may stand in an index, which nobody unpickles again.
     plan = b"\x80\x04cmegatron.core.dist_checkpointing.mapping\nlogging.os\n."
     state = torch.frombuffer(bytearray(plan), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"it names megatron\.core\.dist_checkpointing\.mapping\.logg"):
-        _without_inert_extra_states({"bad._extra_state": state}, tmp_path)
+        without_inert_extra_states({"bad._extra_state": state}, tmp_path)
     assert not evidence.exists()
 
 

@@ -14,11 +14,12 @@ from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import estimate, report
 from megatron_rl_patches.inference.memory.estimate import (
     GPTDescription,
+    Memory,
     OptimizerSettings,
     ParallelSizes,
+    RankMemory,
     StageEstimate,
 )
-from megatron_rl_patches.inference.memory.training import Memory, RankMemory
 
 N = 128 * 128  # parameters of `linear`, a multiple of everything that pads
 DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)

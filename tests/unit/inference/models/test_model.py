@@ -13,8 +13,7 @@ from megatron.core import ModelParallelConfig
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.models import provider as _provider
-from megatron_rl_patches.inference.models.model import without_training
-from megatron_rl_patches.inference.models.provider import call_provider, inference_copy
+from megatron_rl_patches.inference.models.provider import call_provider, inference_copy, without_training
 
 ARGUMENTS = {"pre_process": True, "post_process": False, "config": "own", "pg_collection": "groups"}
 

@@ -34,9 +34,9 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits import deferred
-from megatron_rl_patches.losses.logits.arguments import checked_source
-from megatron_rl_patches.losses.logits.head import HeadLogits, TileOptions
-from megatron_rl_patches.losses.logits.options import VocabParallelOptions
+from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
+from megatron_rl_patches.losses.logits.deferred import checked_source
+from megatron_rl_patches.losses.logits.tiles import OutputLayerRows, TileOptions
 
 from .dense import IGNORE
 from .pairwise import pairwise
@@ -314,7 +314,7 @@ def test_matrix_products(trained: Sequence[str], keep_bytes: int, products: int)
 
 def test_tiles_have_a_bounded_size_whatever_the_rows_and_the_vocabulary() -> None:
     for n, width, tile_bytes in ((1, 300_000, 4096), (5000, 700, 64), (100_000, 3000, 1 << 20), (0, 10, 8)):
-        head = HeadLogits(
+        head = OutputLayerRows(
             torch.empty(n, 1, device="meta"),
             torch.empty(width, 1, device="meta"),
             None,
@@ -502,7 +502,8 @@ def test_the_warning_names_operation_and_line_once(caplog: pytest.LogCaptureFixt
             logits_of(inputs()).exp()
     line = test_the_warning_names_operation_and_line_once.__code__.co_firstlineno + 3
     assert [record.getMessage() for record in caplog.records] == [
-        f"aten.exp.default at {__file__}:{line} looks at deferred logits [{B}, {S}, {V}], which were made"
+        f"aten.exp.default at {__file__}:{line} looks at deferred logits [{B}, {S}, {V}], "
+        "which were materialized"
     ]
 
 
@@ -825,7 +826,7 @@ def test_what_stores_the_values_makes_them_and_says_so(
         stored = store(logits_of(tensors))
     assert type(stored) is Tensor
     assert torch.equal(stored, dense_of(tensors))
-    assert "which were made" in caplog.text
+    assert "which were materialized" in caplog.text
 
 
 def test_columns_of_another_rank_are_not_hidden_here() -> None:

@@ -183,5 +183,5 @@ def test_tensors_of_another_microbatch_are_refused() -> None:
         layout.to_zigzag([torch.zeros(2)])
     with pytest.raises(InvalidInputError, match=r"values of 5 tokens .* rank 0 of 2 has 1 response tokens"):
         layout.split_responses(torch.zeros(5))
-    with pytest.raises(InvalidInputError, match="2 CP ranks; pass their cp_group"):
+    with pytest.raises(InvalidInputError, match="2 context-parallel ranks; pass cp_group"):
         layout.gather_responses(torch.zeros(1))

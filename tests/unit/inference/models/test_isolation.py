@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_rl_patches.inference.models.rng import preserved_rng
+from megatron_rl_patches.inference.models.isolation import preserved_rng
 from megatron_rl_patches.testing import cpu_backend
 
 

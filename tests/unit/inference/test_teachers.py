@@ -13,8 +13,8 @@ import torch
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
-from megatron_rl_patches.inference.teachers import weights as _weights
-from megatron_rl_patches.inference.teachers.weights import HostCopy
+from megatron_rl_patches.inference import weights as _weights
+from megatron_rl_patches.inference.weights import HostCopy
 
 
 class Net(torch.nn.Module):

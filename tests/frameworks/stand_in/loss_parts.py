@@ -1,7 +1,9 @@
-"""Entropy of logits that are split over the vocabulary, the way frameworks compute it: it keeps a softmax."""
+"""What the losses of the stand-ins have in common: they copy logits, as those of frameworks do."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import Tensor
 
 
 class NaiveEntropy(torch.autograd.Function):
+    """Entropy of logits that are split over the vocabulary; it keeps a softmax."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Any) -> Tensor:
         top = logits.amax(-1, keepdim=True)
@@ -27,3 +31,13 @@ class NaiveEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, softmax, mean = ctx.saved_tensors
         return -softmax * (logits - mean) * gradient.unsqueeze(-1), None
+
+
+def custom_loss(args: Any) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
+    home, _, name = args.custom_loss_function_path.rpartition(".")
+    function: Callable[..., Any] = getattr(importlib.import_module(home), name)
+    return function
+
+
+def as_megatron_expects(loss: Tensor, log: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .autograd import gradients_of_inputs, save_source, without_autocast
+from .arguments import check_integer
+from .autograd import LogitFunction, Tensors, without_autocast
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile, TileGradient
+from .rows import Inputs, LogitSource, RowIndex, SelectedRows, Tile, TileGradient, ranges
 
 _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
@@ -28,7 +29,8 @@ _ALIGNMENT = 256
 # Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
 # to float32 at a time.
 _CONVERTED_COLUMNS = 512
-# Where torch has such a product, so large a part of it is made at a time.
+# Where torch has such a product, so large a part of it is computed at a time.
+_HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 _PRODUCT_BYTES = 128 * _MIB
 
 
@@ -56,6 +58,11 @@ class TileOptions:
     keep_bytes: int = 0
     main_gradient: MainGradient | None = None
 
+    def __post_init__(self) -> None:
+        for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, lowest, "a number of bytes")
+
     def elements(self, like: Tensor) -> int:
         """Return how many logits of a dtype and a device one tile has."""
         default = 64 * _MIB if like.device.type == "cpu" else 512 * _MIB
@@ -63,13 +70,13 @@ class TileOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadLogits(LogitSource):
-    """Rows of ``hidden @ weight.T + bias``, which exist one tile at a time.
+class OutputLayerRows(LogitSource):
+    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time.
 
     Attributes:
         hidden: ``[T, h]``.
-        weight: ``[V / tp, h]``, this rank's part of the output layer. Where nothing has a gradient it may be
-            on another device than the hidden states, which gets one tile's part of it at a time.
+        weight: ``[V / tp, h]``, this rank's part. Where nothing has a gradient it may be on another device
+            than the hidden states, which gets one tile's part of it at a time.
         bias: ``[V / tp]``, where the weight is.
         keeps_tiles: whether tiles may be kept for a backward.
         kept_tiles: the tiles that have been kept, by their first row and column.
@@ -78,7 +85,7 @@ class HeadLogits(LogitSource):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    index: slice | Tensor
+    index: RowIndex
     options: TileOptions
     block_bytes: int | None = None
     inplace_backward: bool = False
@@ -106,7 +113,6 @@ class HeadLogits(LogitSource):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether a backward needs the gradient of the hidden states, and no other gradient."""
         has_bias_gradient = self.bias is not None and self.bias.requires_grad
         return (
             self.keeps_tiles
@@ -118,13 +124,13 @@ class HeadLogits(LogitSource):
         return StorageClaim(self.inplace_backward)
 
     def tiles(self) -> Iterator[Tile]:
-        hidden_nh = self._selected_hidden()
+        hidden_nh = self.selected_hidden()
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
         left = self.options.keep_bytes if self.keeps_tiles else 0
         for columns in column_ranges:
-            weight, bias = self.columns(columns)
+            weight, bias = self._layer(columns)
             for rows in row_ranges:
                 shape = rows.stop - rows.start, columns.stop - columns.start
                 place = rows.start, columns.start
@@ -146,9 +152,9 @@ class HeadLogits(LogitSource):
                 yield Tile(selected, rows, columns)
 
     def part(self, rows: slice, columns: slice) -> Tensor:
-        return torch.nn.functional.linear(self._selected_hidden()[rows], *self.columns(columns))
+        return torch.nn.functional.linear(self.selected_hidden()[rows], *self._layer(columns))
 
-    def columns(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+    def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of some columns, on the device of the hidden states."""
         # A copy to host memory must have ended before it is read.
         is_gpu = self.device.type == "cuda"
@@ -156,15 +162,20 @@ class HeadLogits(LogitSource):
         bias = None if self.bias is None else self.bias.detach()[columns]
         return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
 
+    def selected_hidden(self) -> Tensor:
+        """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""
+        hidden = self.hidden.detach()
+        return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
+
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
-        sums = _Gradients(self, self._selected_hidden(), needed)
+        sums = _Gradients(self, needed)
         for tile in self.tiles():
             sums.add(tile.rows, tile.columns, compute(tile, True))
         return sums.totals()
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
-        sums = _Gradients(self, self._selected_hidden(), needed)
+        sums = _Gradients(self, needed)
         sums.add(slice(0, self.n), slice(0, self.width), gradient)
         return sums.totals()
 
@@ -174,24 +185,22 @@ class HeadLogits(LogitSource):
         if self.n == len(self.hidden) and isinstance(self.index, slice):
             return of_selected
         gradient = torch.zeros_like(self.hidden)
-        if isinstance(self.index, slice):
-            gradient[self.index] = of_selected
-            return gradient
-        return gradient.index_add_(0, self.index, of_selected)
+        if isinstance(self.index, Tensor):
+            return gradient.index_add_(0, self.index, of_selected)
+        gradient[self.index] = of_selected
+        return gradient
 
     def select(
-        self, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
-    ) -> HeadLogits:
+        self, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> OutputLayerRows:
         return replace(super().select(index, block_bytes, inplace_backward), kept_tiles={})
 
-    def _selected_hidden(self) -> Tensor:
-        hidden = self.hidden.detach()
-        return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
-
-    def sharing(self, count: int) -> HeadLogits:
-        """Return the same rows with smaller tiles, of which so many take the memory of one."""
+    def sharing(self, count: int) -> OutputLayerRows:
         tile_bytes = self.options.elements(self.hidden) * self.hidden.element_size()
         return replace(self, options=replace(self.options, tile_bytes=max(tile_bytes // count, 1)))
+
+    def keeping_tiles(self, keeps: bool) -> OutputLayerRows:
+        return replace(self, keeps_tiles=keeps)
 
     def cut(self, n: int, width: int) -> tuple[list[slice], list[slice]]:
         """Return the rows and the columns of the tiles of ``n`` rows and so many columns."""
@@ -203,104 +212,92 @@ class HeadLogits(LogitSource):
         columns = -(-width // count)
         columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
         rows = max(min(elements // columns, n), 1)
-        return _ranges(n, rows) or [slice(0, 0)], _ranges(width, columns)
+        return ranges(n, rows) or [slice(0, 0)], ranges(width, columns)
 
 
 class _Gradients:
     """Sums the gradients of hidden states, weight and bias over tiles."""
 
-    def __init__(self, head: HeadLogits, hidden_nh: Tensor, needed: Sequence[bool]) -> None:
-        self._head, self._hidden_nh, self._weight = head, hidden_nh, head.weight.detach()
-        self._needs_weight = needed[1]
-        self._of_hidden = hidden_nh.new_zeros(hidden_nh.shape, dtype=head.dtype) if needed[0] else None
-        main = head.options.main_gradient
-        self._main = main.buffer() if main is not None and self._needs_weight else None
-        self._of_weight = torch.empty_like(self._weight) if needed[1] and self._main is None else None
+    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
+        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), layer.selected_hidden()
+        needs_hidden, needs_weight, needs_bias = needed
+        main = layer.options.main_gradient
+        zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
+        self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
+        self._main = main.buffer() if main is not None and needs_weight else None
+        self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
         self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
-        self._of_bias = hidden_nh.new_zeros(head.width, dtype=head.dtype) if needed[2] else None
+        self._of_bias = zeros(layer.width, dtype=dtype) if needs_bias else None
 
     def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
         """Add what the gradient ``[rows, columns]`` of a tile contributes."""
         if self._of_hidden is not None:
             add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
-        if self._needs_weight:
-            self._add_to_weight(gradient.T, self._hidden_nh[rows], rows, columns)
+        if self._main is not None:
+            add_product(self._main[columns], gradient.T, self._hidden_nh[rows])
+        elif self._of_weight is not None:
+            self._add_to_weight(self._of_weight[columns], gradient.T, rows)
         if self._of_bias is not None:
             self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
 
-    def _add_to_weight(self, gradient: Tensor, hidden: Tensor, rows: slice, columns: slice) -> None:
-        if self._main is not None:
-            add_product(self._main[columns], gradient, hidden)
-            return
-        assert self._of_weight is not None
+    def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
+        hidden = self._hidden_nh[rows]
         if len(hidden) == len(self._hidden_nh):
-            torch.mm(gradient, hidden, out=self._of_weight[columns])
+            torch.mm(gradient, hidden, out=of_weight)
             return
         # Sums of several products are rounded once, at the end.
         if rows.start == 0:
-            self._of_columns = hidden.new_zeros((len(gradient), hidden.shape[1]), dtype=self._head.dtype)
+            self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
         assert self._of_columns is not None
         add_product(self._of_columns, gradient, hidden)
         if rows.stop == len(self._hidden_nh):
-            self._of_weight[columns] = self._of_columns
+            of_weight.copy_(self._of_columns)
 
     def totals(self) -> Inputs:
         """Return the gradients of hidden states, weight and bias, in their dtypes."""
-        head, main, of_weight = self._head, self._head.options.main_gradient, self._of_weight
-        if self._main is not None and main is not None:
-            of_weight = main.added()
+        layer, main = self._layer, self._layer.options.main_gradient
         return (
-            None if self._of_hidden is None else head.spread(self._of_hidden),
-            of_weight,
-            None if self._of_bias is None or head.bias is None else self._of_bias.to(head.bias.dtype),
+            None if self._of_hidden is None else layer.spread(self._of_hidden),
+            self._of_weight if self._main is None or main is None else main.added(),
+            None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
         )
 
 
-def sum_of_logits(head: HeadLogits) -> Tensor:
-    """Return the sum of all logits of the selected rows, without computing any, in ``head.dtype``."""
-    return _SumOfLogits.apply(head, *head.inputs)  # type: ignore[no-untyped-call]
+class SumOfLogits(LogitFunction):
+    """The sum of all logits of the selected rows, without computing any, in the layer's ``dtype``."""
 
-
-class _SumOfLogits(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(ctx: Any, head: HeadLogits, *inputs: Tensor | None) -> Tensor:
-        hidden_h = head._selected_hidden().sum(0, dtype=head.dtype)
-        weight_h = head.weight.detach().sum(0, dtype=head.dtype).to(head.device)
-        save_source(ctx, head, {"hidden_h": hidden_h, "weight_h": weight_h})
+    def forward(self, layer: OutputLayerRows, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        hidden_h = layer.selected_hidden().sum(0, dtype=layer.dtype)
+        weight_h = layer.weight.detach().sum(0, dtype=layer.dtype).to(layer.device)
         total = hidden_h @ weight_h
-        if head.bias is not None and head.n:
-            total = total + head.n * head.bias.detach().sum(dtype=head.dtype).to(head.device)
-        return total
+        if layer.bias is not None and layer.n:
+            total = total + layer.n * layer.bias.detach().sum(dtype=layer.dtype).to(layer.device)
+        return [total], {"hidden_h": hidden_h, "weight_h": weight_h}
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, *gradients_of_inputs(ctx, _gradients_of_sum, gradient)
-
-
-def _gradients_of_sum(ctx: Any, head: HeadLogits, saved: dict[str, Tensor], gradient: Tensor) -> Inputs:
-    hidden_h, weight_h = saved["hidden_h"], saved["weight_h"]
-    of_hidden = of_weight = of_bias = None
-    _, needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
-    if needs_hidden:
-        of_hidden = head.spread((gradient * weight_h).expand(head.n, -1))
-    if needs_weight:
-        main = head.options.main_gradient
-        of_weight = (gradient * hidden_h).to(head.weight.dtype).expand_as(head.weight)
-        if main is not None and (buffer := main.buffer()) is not None:
-            buffer += of_weight
-            of_weight = main.added()
-    if needs_bias and head.bias is not None:
-        of_bias = (gradient * head.n).to(head.bias.dtype).expand_as(head.bias)
-    return of_hidden, of_weight, of_bias
+    def gradients(
+        self, layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], *gradients: Any
+    ) -> Inputs:
+        (gradient,), (needs_hidden, needs_weight, needs_bias) = gradients, needed
+        of_hidden = of_weight = of_bias = None
+        if needs_hidden:
+            of_hidden = layer.spread((gradient * saved["weight_h"]).expand(layer.n, -1))
+        if needs_weight:
+            main = layer.options.main_gradient
+            of_weight = (gradient * saved["hidden_h"]).to(layer.weight.dtype).expand_as(layer.weight)
+            if main is not None and (buffer := main.buffer()) is not None:
+                buffer += of_weight
+                of_weight = main.added()
+        if needs_bias and layer.bias is not None:
+            of_bias = (gradient * layer.n).to(layer.bias.dtype).expand_as(layer.bias)
+        return of_hidden, of_weight, of_bias
 
 
 @without_autocast
-def largest_logits(head: HeadLogits) -> tuple[Tensor, Tensor]:
+def largest_logits(layer: OutputLayerRows) -> tuple[Tensor, Tensor]:
     """Return the largest logit of each selected row and its column, of equal ones the first; no gradient."""
-    largest = head.hidden.new_full((head.n,), float("-inf"))
-    columns = torch.zeros(head.n, dtype=torch.int64, device=head.device)
-    for tile in head.detached().tiles():
+    largest = layer.hidden.new_full((layer.n,), float("-inf"))
+    columns = torch.zeros(layer.n, dtype=torch.int64, device=layer.device)
+    for tile in layer.detached().tiles():
         values, indices = tile.logits.read(slice(0, tile.logits.n), None).max(1)
         # Tiles come in the order of their columns. NaN counts as larger than any number.
         is_larger = (values > largest[tile.rows]) | (values.isnan() & ~largest[tile.rows].isnan())
@@ -319,17 +316,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
         # The product is a tensor of its own. Of few rows of logits it would be as large as the weight.
-        for rows in _ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+        for rows in ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
             total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
     elif may_round and a.dtype == torch.bfloat16:
         total += torch.mm(a, b)
     else:
-        for part in _ranges(len(b), _CONVERTED_COLUMNS):
+        for part in ranges(len(b), _CONVERTED_COLUMNS):
             total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
-
-
-_HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-
-
-def _ranges(size: int, step: int) -> list[slice]:
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]

@@ -25,7 +25,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits.divergences import divergence_named
-from megatron_rl_patches.losses.objectives.divergences import of_buckets
+from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
 
 INF = float("inf")
 N = 5

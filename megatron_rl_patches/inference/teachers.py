@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from ...common.chunks import as_chunks
-from ...errors import InferenceOnlyError, InvalidInputError
-from ...losses import OutputHead
-from ..checkpoints.mismatch import Mismatch
-from .weights import HostCopy, Layout, all_nan, checksum, layout_of, named_weights, prefixes
+from ..common.chunks import as_chunks
+from ..errors import InvalidInputError
+from ..losses import OutputHead
+from .weights import HostCopy, Layout, Mismatch, checksum, layout_of, named_weights, prefixes
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 StateDict = Mapping[str, Any]
@@ -35,8 +34,9 @@ class TeacherPool:
 
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
-    copy a turn. Weights that are no teacher's, unless they are all NaN as ``build_inference_model`` leaves
-    them, are saved in host memory and put back by the outermost ``use``, every time.
+    copy a turn. **If the model holds weights of its own**, no teacher's, the outermost ``use`` saves them in
+    host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
+    them, are not saved.
 
     **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first reads
     the weights once in the model's own memory and compares a checksum, as loaders may have changed them in
@@ -66,7 +66,7 @@ class TeacherPool:
         self._versions: list[int] = []
         # A copy into the model began and did not end: its weights are a mix.
         self._partially_written = False
-        layout = self._layout()
+        layout = layout_of(self._chunks)
         # Tensors without memory, to compare with.
         self._expected = {name: weight.to("meta") for name, weight in layout.weights.items()}
         self._sizes = [len(storage) for storage in layout.storages]
@@ -149,8 +149,9 @@ class TeacherPool:
             yield self.model
         finally:
             self._in_use = outer
-            if before is not None and (outer or before not in self._teachers.values()):
-                self._put_back(before)
+            is_to_be_put_back = outer or before not in self._teachers.values()
+            if before is not None and is_to_be_put_back and before is not self._resident_copy():
+                self._write(before)
 
     def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
@@ -171,7 +172,7 @@ class TeacherPool:
         """
         copy = self._teacher(name)
         if copy not in self._heads:
-            from ..scoring.hidden_states import output_head
+            from .scoring.forward import output_head
 
             with self.use(name) as model:
                 head = output_head(model)
@@ -195,35 +196,29 @@ class TeacherPool:
         return self._teachers[name]
 
     def _layout(self) -> Layout:
-        for name, weight in named_weights(self._chunks):
-            if weight.requires_grad:
-                raise InferenceOnlyError(
-                    f"{name} requires grad: a pool overwrites the weights of its model, which must be one "
-                    "that does not train. Freeze it (requires_grad_(False)), or pass a model of its own."
-                )
-        return layout_of(self._chunks)
-
-    def _checked_layout(self) -> Layout:
-        layout = self._layout()
-        mismatch = Mismatch.between(layout.weights, self._expected)
-        if mismatch or [len(storage) for storage in layout.storages] != self._sizes:
-            difference = mismatch.describe("the changed model") or "other weights share memory"
+        """Return where the weights are now; the model must be as it was when the pool was made."""
+        layout = layout_of(self._chunks)
+        difference = Mismatch.between(layout.weights, self._expected).describe("the changed model")
+        if not difference and [len(storage) for storage in layout.storages] != self._sizes:
+            difference = "other weights share memory"
+        if difference:
             raise InvalidInputError(
                 f"the model is no longer the one that this pool was made for: {difference}."
             )
         return layout
 
-    def _add_held(self, name: str) -> None:
-        self._teachers[name] = copy = HostCopy(self._checked_layout().storages)
-        self._set_resident(copy)
-
     def _holds_weights(self) -> bool:
-        return not (self._partially_written or all_nan(self._chunks))
+        """Return whether there are weights that would be lost: neither a mix nor NaN throughout."""
+        return not self._partially_written and not all(
+            parameter.is_floating_point() and parameter.element_size() > 1 and bool(parameter.isnan().all())
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+        )
 
     def _resident_copy(self) -> HostCopy | None:
         """Return the teacher's copy that the model holds, unless its weights have been changed since."""
         if self._resident is not None:
-            layout = self._checked_layout()
+            layout = self._layout()
             # Version counters do not see what is written by way of ``.data``, which many loaders do.
             if layout.versions != self._versions or checksum(layout.storages) != self._resident.checksum:
                 self._resident = None
@@ -233,41 +228,41 @@ class TeacherPool:
         """Return a host copy of the current weights; ``None`` if they are all NaN or partially written."""
         resident = self._resident_copy()
         if resident is None and self._holds_weights():
-            return HostCopy(self._checked_layout().storages)
+            return HostCopy(self._layout().storages)
         return resident
 
-    def _set_resident(self, copy: HostCopy) -> None:
-        self._resident = copy if copy in self._teachers.values() else None
-        self._versions = self._checked_layout().versions
-        self._partially_written = False
-
-    def _put_back(self, copy: HostCopy) -> None:
-        if copy is not self._resident_copy():
-            self._write(copy)
+    def _add_held(self, name: str) -> None:
+        self._teachers[name] = copy = HostCopy(self._layout().storages)
+        self._set_resident(copy)
 
     def _write(self, copy: HostCopy) -> None:
-        storages = self._checked_layout().storages
+        storages = self._layout().storages
         # Ctrl-C, for one, can end a copy early.
         self._resident, self._partially_written = None, True
         copy.copy_to(storages)
         self._set_resident(copy)
 
+    def _set_resident(self, copy: HostCopy) -> None:
+        self._resident = copy if copy in self._teachers.values() else None
+        self._versions = self._layout().versions
+        self._partially_written = False
+
     def _loader(self, source: Source) -> Callable[[Any], Any]:
         if isinstance(source, (str, os.PathLike)):
-            from ..checkpoints.load import load_inference_checkpoint
+            from .checkpoints.load import load_inference_checkpoint
 
             path = source
             return lambda model: load_inference_checkpoint(model, path, exact=True)
         if callable(source):
             return source
         states = [source] if isinstance(source, Mapping) else list(source)
-        if (count := len(states)) != len(self._chunks):
+        if len(states) != len(self._chunks):
             raise InvalidInputError(
-                f"{count} state dicts for {len(self._chunks)} model chunks: pass one each."
+                f"{len(states)} state dicts for {len(self._chunks)} model chunks: pass one each."
             )
         weights = {
             prefix + name: weight
-            for prefix, state in zip(prefixes(count), states, strict=True)
+            for prefix, state in zip(prefixes(len(states)), states, strict=True)
             for name, weight in state.items()
             if isinstance(weight, torch.Tensor) and not name.endswith("_extra_state")
         }

@@ -1,20 +1,82 @@
-"""The weights of a model as bytes, copied to host memory and back."""
+"""The weights of a model: by name, to compare them, and as bytes, to copy them to host memory and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from ...common.chunks import unwrap
-from ...errors import InvalidInputError
+from ..common.chunks import unwrap
+from ..errors import InferenceOnlyError, InvalidInputError, first
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
 _BLOCK_BYTES = 1 << 28
 _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
+
+_Shape = tuple[int, ...]
+
+
+@dataclass
+class Mismatch:
+    """Names of weights that differ between a source and the model.
+
+    Attributes:
+        missing: the source lacks them.
+        unexpected: the model lacks them.
+        shapes: the shape in the source, and that in the model.
+        dtypes: the dtype in the source, and that in the model.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[_Shape, _Shape]] = field(default_factory=dict)
+    dtypes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def between(cls, source: Mapping[str, Any], model: Mapping[str, Any], *, dtypes: bool = True) -> Mismatch:
+        """Compare tensors, or what has shape and dtype, by name, shape and, with ``dtypes``, dtype."""
+        both = {name: (source[name], model[name]) for name in model if name in source}
+        return cls(
+            missing=[name for name in model if name not in source],
+            unexpected=[name for name in source if name not in model],
+            shapes={n: (tuple(a.shape), tuple(b.shape)) for n, (a, b) in both.items() if a.shape != b.shape},
+            dtypes={n: (a.dtype, b.dtype) for n, (a, b) in both.items() if dtypes and a.dtype != b.dtype},
+        )
+
+    @classmethod
+    def merged(cls, mismatches: Iterable[Mismatch]) -> Mismatch:
+        """Return what differs on any rank, each name once."""
+        result = cls()
+        for one in mismatches:
+            result.missing += one.missing
+            result.unexpected += one.unexpected
+            result.shapes |= one.shapes
+            result.dtypes |= one.dtypes
+        result.missing = sorted(set(result.missing))
+        result.unexpected = list(dict.fromkeys(result.unexpected))
+        return result
+
+    def describe(self, source: str) -> str:
+        """Return the first ten of each kind; empty if nothing differs. ``source`` is a name for messages."""
+
+        def listed(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
+            return [
+                f"{name} is {its} in {source} and {own} in the model" for name, (its, own) in pairs.items()
+            ]
+
+        kinds = {
+            f"missing in {source}": self.missing,
+            f"unexpected in {source}": self.unexpected,
+            "of another shape": listed({n: (list(its), list(own)) for n, (its, own) in self.shapes.items()}),
+            "of another dtype": listed(self.dtypes),
+        }
+        return "; ".join(
+            f"tensors {kind} ({len(items)}): {first(items)}" for kind, items in kinds.items() if items
+        )
 
 
 class Layout(NamedTuple):
@@ -62,18 +124,23 @@ def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
             block = storage[start : start + _SUMMED_BYTES]
             whole = len(block) // _STRETCH_BYTES * _STRETCH_BYTES
             stretches = block[:whole].view(torch.int64).view(-1, _STRETCH_BYTES // 8).sum(1)
-            first = start // _STRETCH_BYTES
-            places = torch.arange(first, first + len(stretches), device=storage.device)
+            number = start // _STRETCH_BYTES
+            places = torch.arange(number, number + len(stretches), device=storage.device)
             total += (stretches * (places * _MULTIPLIER | 1)).sum() + block[whole:].sum()
         sums.append(total)
     return [int(total) for total in sums]
 
 
 def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
-    """Return the layout of a model; weights without plain memory are refused."""
-    weights = list(named_weights(chunks))
+    """Return the layout of a model; weights that train and weights without plain memory are refused."""
+    weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
-    for name, weight in weights:
+    for name, weight in weights.items():
+        if weight.requires_grad:
+            raise InferenceOnlyError(
+                f"{name} requires grad: a pool overwrites the weights of its model, which must be one that "
+                "does not train. Freeze it (requires_grad_(False)), or pass a model of its own."
+            )
         if weight.numel() == 0:
             continue
         try:
@@ -93,7 +160,7 @@ def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
         if address not in storages:
             empty = torch.empty(0, dtype=torch.uint8, device=weight.device)
             storages[address] = empty.set_(weight.untyped_storage())
-    return Layout(dict(weights), [weight._version for _, weight in weights], [*storages.values()])
+    return Layout(weights, [weight._version for weight in weights.values()], [*storages.values()])
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,15 +170,6 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
             for name, weight in {**module._parameters, **module._buffers}.items():
                 if weight is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}{path}{'.' * bool(path)}{name}", weight
-
-
-def all_nan(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Return whether every parameter is NaN throughout, as ``build_inference_model`` leaves them."""
-    return all(
-        parameter.is_floating_point() and parameter.element_size() > 1 and bool(parameter.isnan().all())
-        for chunk in chunks
-        for parameter in chunk.parameters()
-    )
 
 
 def prefixes(chunks: int) -> list[str]:
