@@ -204,7 +204,6 @@ def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> No
 
 def _with_progress(rollouts: Iterator[T], count: int, prefix: str = "") -> Iterator[T]:
     """Yield the rollouts; move a progress bar and print a line for each, on rank 0 only."""
-    import torch.distributed
 
     tqdm.set_lock(threading.RLock())  # tqdm's own is for several processes, and would be left behind
     with tqdm(total=count, unit="rollout", disable=not is_rank_0()) as bar:

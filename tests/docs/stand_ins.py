@@ -41,7 +41,7 @@ def initialize() -> None:
 
 
 def provider(config: Any, **of_megatron: Any) -> torch.nn.Module:
-    return tiny_gpt._chunk(config, OPTIONS.parallelism, None)
+    return tiny_gpt.provider(OPTIONS)(config=config)
 
 
 def teacher_model(seed: int) -> list[Any]:

@@ -27,7 +27,7 @@ ITERATION, GLOBAL_BATCH = 7, 4
 
 def provider(pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, **unused: Any) -> Any:
     options = tiny_gpt.Options(bf16=True)
-    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+    return tiny_gpt.provider(options)()
 
 
 def framework_model(framework: str) -> ModuleType:

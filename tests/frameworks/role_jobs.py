@@ -36,7 +36,7 @@ ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
     options = tiny_gpt.Options(bf16=global_vars.get_args().bf16)
-    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+    return tiny_gpt.provider(options)()
 
 
 def arguments(**values: Any) -> Arguments:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl_patches.testing import spawn_ranks
 from tests.gpu.device import DEVICE, needs_gpu
+from tests.ranks import on_ranks
 from tests.real.one_device import gpu_or_cpu
+from tests.real.test_reentry import check_rollouts
+from tests.real.tiny_gpt import Options
 
 pytestmark = needs_gpu
 
 
-def _check() -> str:
+# Variables make the rank a fresh process: one that is forked could not use the GPU.
+@on_ranks(1, megatron=False, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+def test_rollouts_equal_one_uninterrupted_run() -> None:
     with gpu_or_cpu() as device:
-        from tests.real.test_reentry import check_rollouts
-        from tests.real.tiny_gpt import Options
-
+        assert device == DEVICE.type
         torch.use_deterministic_algorithms(True, warn_only=True)
         check_rollouts(Options(bf16=True))
-        return device
-
-
-def test_rollouts_equal_one_uninterrupted_run() -> None:
-    # Variables make the rank a fresh process: one that is forked could not use the GPU.
-    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert spawn_ranks(_check, 1, env=variables) == [DEVICE.type]
