@@ -1,6 +1,6 @@
 """Every code block of the README and the documentation runs, or is compared with what it quotes.
 
-Python runs on a rank with real megatron-core (``ranks.py``), tests under pytest, shell lines in a sandbox
+Python runs on a rank with real megatron-core (``stand_ins.py``), tests under pytest, shell lines in a sandbox
 (``sandbox.py``). A block that none of these follows is in a table here, with the reason, or the test fails.
 """
 
@@ -11,15 +11,18 @@ import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
+import traceback
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_rl_patches.testing import spawn_ranks
-from tests.docs import docstrings, pages, ranks
+import megatron_rl_patches
+from tests.docs import docstrings, pages
 from tests.docs.pages import ROOT, Block
+from tests.ranks import on_ranks
 
 LANGUAGES = {"bash", "console", "mermaid", "python", "text", "toml"}
 
@@ -66,48 +69,52 @@ TESTS = [block for block in PYTHON if _is_test(block)]
 PROGRAMS = [block for block in PYTHON if not _is_test(block)]
 
 
-def test_every_block_names_a_language_that_is_followed() -> None:
+def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
     assert [block.place for block in pages.blocks() if block.language not in LANGUAGES] == []
-
-
-def test_no_table_has_an_entry_too_many() -> None:
+    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
     for table in (FOLLOWED_ELSEWHERE, NOT_COMPARED):
         used = {_entry(table, block) for block in pages.blocks()}
         assert set(table) - used == set()
-
-
-def test_every_toml_is_followed() -> None:
-    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
 
 
 # --- Python
 
 
 @pytest.mark.slow
+@on_ranks(1, timeout=200)
 def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
-    """One rank runs every page, every example of a docstring, and looks up every dotted name."""
-    by_page = defaultdict(list)
-    for block in PROGRAMS:
-        by_page[block.page].append((block.line, block.code))
-    [failures] = spawn_ranks(
-        ranks.follow,
-        1,
-        dict(by_page),
-        docstrings.examples(),
-        pages.dotted_names(),
-        str(tmp_path),
-        timeout=200,
-    )
-    assert not failures, "\n".join(f"{name}: {failure}" for name, failure in failures.items())
+    """The blocks of each page in one namespace, each example of a docstring in its own, every dotted name."""
+    from tests.docs import stand_ins
+
+    os.chdir(tmp_path)
+    stand_ins.initialize()
+    stand_ins.save_teachers(tmp_path)
+    failures = {}
+    for page, blocks in groupby(PROGRAMS, key=lambda block: block.page):
+        set_up, check = stand_ins.SETUPS.get(page, (dict, lambda names: None))
+        failures[page] = _run([(block.line, block.code) for block in blocks], page, set_up, check)
+    examples = docstrings.examples()
+    assert {"TeacherPool", "checkpointed", "make_loss_func", "reentrant_train"} <= examples.keys()
+    for name, example in examples.items():
+        failures[name] = _run([(1, example)], name, stand_ins.docstrings)
+    for name in pages.dotted_names():
+        failures[name] = _run([(1, f"import pkgutil; pkgutil.resolve_name({name!r})")], name)
+    failed = [f"{name}: {failure}" for name, failure in failures.items() if failure]
+    assert not failed, "\n".join(failed)
 
 
-def test_docstrings_have_examples() -> None:
-    assert {
-        "TeacherPool",
-        "checkpointed",
-        "make_loss_func",
-        "reentrant_train",
-    } <= docstrings.examples().keys()
+def _run(blocks: list[tuple[int, str]], name: str, set_up: Any = dict, check: Any = bool) -> str:
+    """Run the blocks, each with its first line in the page; return the traceback of what fails."""
+    try:
+        names = {"__name__": "page", **set_up()}
+        for line, code in blocks:
+            exec(compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True), names)
+        check(names)
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        megatron_rl_patches.revert()
+    return ""
 
 
 @pytest.mark.slow

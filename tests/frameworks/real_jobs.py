@@ -21,7 +21,13 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
-from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
+from tests.frameworks.loss_jobs import (
+    SCORES,
+    Arguments,
+    call,
+    set_parallel_state_of_miles,
+    takes_packed_tokens,
+)
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -129,17 +135,6 @@ class RealSlimeJob(_RolloutJob):
 
 class RealVimeJob(_RolloutJob):
     package = "vime.backends.megatron_utils"
-
-
-def set_parallel_state_of_miles() -> None:
-    parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
-    current = importlib.import_module("miles.backends.training_utils.parallel")
-    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
-    # The tiny model is built without: on a CPU the usual groups are gloo groups.
-    mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
-    mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
-    alone = groups.GroupInfo(rank=0, size=1, group=None)
-    current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
 
 
 class RealMilesJob(_RolloutJob):

@@ -18,8 +18,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training import checkpointing
 
-from tests.frameworks.loss_jobs import Arguments
-from tests.frameworks.real_jobs import set_megatron_arguments, set_parallel_state_of_miles
+from tests.frameworks.loss_jobs import Arguments, set_parallel_state_of_miles
+from tests.frameworks.real_jobs import set_megatron_arguments
 from tests.real import tiny_gpt
 
 ITERATION, GLOBAL_BATCH = 7, 4
