@@ -17,21 +17,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-SCORES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
-}
-LOSSES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss",
-}
-CP_UTILS = {
-    "slime": "slime.backends.megatron_utils.cp_utils",
-    "vime": "vime.backends.megatron_utils.cp_utils",
-    "miles": "miles.backends.training_utils.cp_utils",
-}
+_SLIME = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
+_MILES = "miles.backends.training_utils"
+SCORES = {name: f"{home}.loss" for name, home in _SLIME.items()}
+SCORES["miles"] = f"{_MILES}.loss_hub.logit_processors"
+LOSSES = {**SCORES, "miles": f"{_MILES}.loss"}
+CP_UTILS = {name: f"{home}.cp_utils" for name, home in {**_SLIME, "miles": _MILES}.items()}
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -42,22 +41,15 @@ def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -
 class _RolloutJob(Job):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
-    package: str
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for chunk in self.model:
             takes_packed_tokens(chunk.module)
-        self.module = importlib.import_module(f"{self.package}.model")
+        [self.module] = map(importlib.import_module, self.homes)
         self.module.save_checkpoint = partial(_write, self)
 
     def save(self) -> None:
         self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
-
-    @classmethod
-    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
-        module = importlib.import_module(f"{cls.package}.model")
-        return {"train": (module,), "save": (module,)}
 
     def _set_global_variables(self) -> None:
         self.args = Arguments(
@@ -84,7 +76,7 @@ class _RolloutJob(Job):
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
         returned = call(
             self.module.forward_only,
-            f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
+            f=importlib.import_module(SCORES[self.homes[0].partition(".")[0]]).get_log_probs_and_entropy,
             args=self.args,
             model=self.model,
             data_iterator=[self._rollout(steps=1)],
@@ -130,15 +122,15 @@ class _RolloutJob(Job):
 
 
 class RealSlimeJob(_RolloutJob):
-    package = "slime.backends.megatron_utils"
+    homes = ("slime.backends.megatron_utils.model",)
 
 
 class RealVimeJob(_RolloutJob):
-    package = "vime.backends.megatron_utils"
+    homes = ("vime.backends.megatron_utils.model",)
 
 
 class RealMilesJob(_RolloutJob):
-    package = "miles.backends.megatron_utils"
+    homes = ("miles.backends.megatron_utils.model",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

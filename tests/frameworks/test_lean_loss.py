@@ -169,9 +169,8 @@ def test_candidates_of_a_top_k_loss() -> None:
 
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     """Return by number of samples and entropy coefficient which values require grad on this rank."""
-    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+    from tests.frameworks.loss_jobs import LossJob, distance
 
-    initialize(cp=2)
     requires_grad = {}
     # In the first layout one rank has the whole response, in the second each lacks one of the samples.
     for layout in ({"totals": (24,), "responses": (6,)}, {}):
@@ -188,6 +187,9 @@ def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
 
 @on_ranks(2)
 def test_all_gather_cp() -> None:
+    from tests.frameworks.loss_jobs import initialize
+
+    initialize(cp=2)
     # Unpatched, the rank that has the response has no backward, and the other one waits for it.
     without_response = torch.distributed.get_rank() == 0
     assert _redistributed(backward=False)[1, 0.0] == [True, without_response]
