@@ -18,8 +18,10 @@ import torch.distributed.nn.functional
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import packed_log_probs_and_entropy
 from tests.ranks import everywhere, on_ranks
-from tests.unit.losses.sequences.cp_reference import CORNERS, Case, Tensors
-from tests.unit.losses.sequences.test_responses import VOCAB, _dense, _microbatch, _weighted
+from tests.unit.losses.sequences.cp_reference import CORNERS, VOCAB, Case, Tensors
+from tests.unit.losses.sequences.cp_reference import dense as _dense
+from tests.unit.losses.sequences.cp_reference import microbatch as _microbatch
+from tests.unit.losses.sequences.cp_reference import weighted as _weighted
 
 SCHEMES = {
     "zigzag, padded": {"sample_padding": 1, "tail": 3},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from megatron_rl_patches.losses import (
     TopKDistribution,
     average_metrics,
     distillation_loss,
+    forward_kl,
+    generalized_kl,
+    importance_weighted_reverse_kl,
+    jensen_shannon,
     make_distillation_loss_func,
-    mix_teachers,
     reverse_kl,
-    route_teachers,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
@@ -110,7 +114,8 @@ def test_loss_and_gradient_are_the_dense_ones(
     logits, leaf = logits_leaf(), logits_leaf()
     loss, count, metrics = loss_func(logits * 1)
     loss.backward()
-    values = dense(leaf, batch, [1.0] if teachers == 1 else [0.75, 0.25])
+    weights = [1.0] if teachers == 1 else [0.75, 0.25]
+    values = dense(leaf, batch, weights)
     expected = mean(values, list(batch.loss_masks), normalization)
     expected.backward()
     tokens = metrics["loss"][1]
@@ -118,18 +123,18 @@ def test_loss_and_gradient_are_the_dense_ones(
     assert torch.allclose(logits.grad * (normalizer or 1) / tokens, leaf.grad, atol=1e-12)
     assert count.dtype == torch.int32
     assert count == (tokens if normalizer is None else 1)
-    found = average_metrics([metrics])
-    assert found["loss"] == pytest.approx(expected.item())
     mask = torch.cat(list(batch.loss_masks))
-    assert found["divergence"] == pytest.approx(torch.cat(values)[mask].mean().item())
-    tail = vocab_parallel_log_probs_at(
-        responses_of(leaf), TopKDistribution.cat(batch.teachers[0]).indices, temperature=0.7, with_tail=True
-    )[1]
-    assert found["student_tail"] == pytest.approx(tail.exp()[mask].mean().item())
-    of_teachers = [TopKDistribution.cat(t).tail_log_prob.exp()[mask].mean().item() for t in batch.teachers]
-    shares = [1.0] if teachers == 1 else [0.75, 0.25]
-    assert found["teacher_tail"] == pytest.approx(
-        sum(a * b for a, b in zip(shares, of_teachers, strict=True))
+    student_tails = torch.cat(student_at(batch, leaf)[1])
+    teacher_tails = [TopKDistribution.cat(teacher).tail_log_prob.exp() for teacher in batch.teachers]
+    assert average_metrics([metrics]) == pytest.approx(
+        {
+            "loss": expected.item(),
+            "divergence": torch.cat(values)[mask].mean().item(),
+            "student_tail": student_tails.exp()[mask].mean().item(),
+            "teacher_tail": sum(
+                w * t[mask].mean().item() for w, t in zip(weights, teacher_tails, strict=True)
+            ),
+        }
     )
 
 
@@ -140,35 +145,28 @@ def student_at(batch: DistillationBatch, logits: Tensor) -> tuple[list[Tensor], 
 
 
 @pytest.mark.parametrize(
-    "divergence",
-    ["reverse_kl", "forward_kl", "jensen_shannon", "generalized_kl", "importance_weighted_reverse_kl"],
+    ("divergence", "of_tokens"),
+    [
+        ("reverse_kl", reverse_kl),
+        ("forward_kl", forward_kl),
+        ("jensen_shannon", partial(jensen_shannon, beta=0.3)),
+        ("generalized_kl", generalized_kl),
+        ("importance_weighted_reverse_kl", importance_weighted_reverse_kl),
+    ],
 )
-def test_the_loss_of_a_closure_is_that_of_its_log_probs(divergence: Any) -> None:
+def test_the_losses_are_those_of_the_divergence(divergence: Any, of_tokens: Callable[..., Tensor]) -> None:
     batch, options = batch_of(), DistillationOptions(divergence=divergence, beta=0.3)
     layout = SequenceLayout.build(TOTALS, RESPONSES)
-    found = make_distillation_loss_func(layout, batch, options, temperature=TEMPERATURE)(logits_leaf())
-    expected = distillation_loss(*student_at(batch, logits_leaf()), batch, options)
-    assert torch.allclose(found[0], expected[0])
-    assert found[0] > 0 or divergence.startswith("importance")
-    assert all(torch.allclose(found[2][name], expected[2][name]) for name in expected[2])
-
-
-def test_divergences_differ() -> None:
-    batch = batch_of()
-    losses = {
-        distillation_loss(
-            *student_at(batch, logits_leaf()), batch, DistillationOptions(divergence=name, beta=beta)
-        )[0].item()
-        for name, beta in [
-            ("reverse_kl", 0.5),
-            ("forward_kl", 0.5),
-            ("jensen_shannon", 0.5),
-            ("jensen_shannon", 0.1),
-            ("generalized_kl", 0.5),
-            ("importance_weighted_reverse_kl", 0.5),
-        ]
-    }
-    assert len(losses) == 6
+    of_closure = make_distillation_loss_func(layout, batch, options, temperature=TEMPERATURE)(logits_leaf())
+    student = student_at(batch, logits_leaf())
+    of_log_probs = distillation_loss(*student, batch, options)
+    old = [TopKDistribution.cat(batch.old)] if divergence.startswith("importance") else []
+    expected = of_tokens(*map(torch.cat, student), TopKDistribution.cat(batch.teachers[0]), *old)
+    mask = torch.cat(list(batch.loss_masks))
+    for loss, count, metrics in (of_closure, of_log_probs):
+        assert torch.allclose(loss, expected[mask].sum())
+        assert count == mask.sum()
+        assert all(torch.allclose(metrics[name], of_log_probs[2][name]) for name in metrics)
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "importance_weighted_reverse_kl"])
@@ -178,18 +176,14 @@ def test_masked_tokens_may_be_anything(divergence: Any) -> None:
     def spoiled(distributions: Any) -> list[TopKDistribution]:
         return [
             TopKDistribution(
-                d.indices,
-                torch.where(mask[:, None], d.log_probs, NAN),
-                torch.where(mask, d.tail_log_prob, NAN),
+                one.indices, one.log_probs.where(mask[:, None], NAN), one.tail_log_prob.where(mask, NAN)
             )
-            for d, mask in zip(distributions, batch.loss_masks, strict=True)
+            for one, mask in zip(distributions, batch.loss_masks, strict=True)
         ]
 
+    of_nan = replace(batch, teachers=[spoiled(one) for one in batch.teachers], old=spoiled(batch.old))
     results = []
-    for one in (
-        batch,
-        replace(batch, teachers=[spoiled(t) for t in batch.teachers], old=spoiled(batch.old)),
-    ):
+    for one in (batch, of_nan):
         logits = logits_leaf()
         loss_func = make_distillation_loss_func(SequenceLayout.build(TOTALS, RESPONSES), one, options)
         loss, _, metrics = loss_func(logits)
@@ -197,11 +191,6 @@ def test_masked_tokens_may_be_anything(divergence: Any) -> None:
     assert all(map(torch.equal, *results))
     masked = ~torch.cat(list(batch.loss_masks))
     assert (responses_of(results[0][1])[masked] == 0).all()
-
-
-def test_a_teacher_that_is_on_another_stage_is_told() -> None:
-    with pytest.raises(InvalidInputError, match="off the last pipeline stage"):
-        DistillationBatch([None], [torch.ones(2)])  # type: ignore[list-item]
 
 
 def test_a_microbatch_wholly_masked_is_a_loss_of_zero() -> None:
@@ -213,29 +202,12 @@ def test_a_microbatch_wholly_masked_is_a_loss_of_zero() -> None:
     assert count == 0
 
 
-def test_routed_and_mixed_teachers_are_one_teacher() -> None:
-    batch = batch_of(teachers=2)
-    first, second = batch.teachers
-    routed = route_teachers(["a", "a", "b"], {"a": first, "b": second})
-    assert [of_sample is teacher for of_sample, teacher in zip(routed, first, strict=True)] == [1, 1, 0]
-    mixed = [mix_teachers(both) for both in zip(first, second, strict=True)]
-    log_probs, tails = student_at(batch, logits_leaf())
-    losses = []
-    for teacher in (routed, mixed):
-        one = replace(batch, teachers=[teacher], loss_masks=[torch.ones(n) for n in RESPONSES])
-        loss, count, _ = distillation_loss(log_probs, tails, one, DistillationOptions())
-        whole = TopKDistribution.cat(teacher)
-        assert torch.allclose(loss, reverse_kl(torch.cat(log_probs), torch.cat(tails), whole).sum())
-        assert count == sum(RESPONSES)
-        losses.append(loss)
-    assert not torch.allclose(*losses)
-
-
 def test_refusals() -> None:
     batch, layout = batch_of(2), SequenceLayout.build(TOTALS, RESPONSES)
     other = [vocab_parallel_topk(torch.randn(n, VOCABULARY).double(), K) for n in RESPONSES]
     for changes, message in (
         ({"teachers": []}, "0 teachers"),
+        ({"teachers": [None]}, "off the last pipeline stage"),
         ({"loss_masks": []}, "0 responses"),
         ({"teachers": [batch.teachers[0][:2]]}, "teacher 0 have the shapes"),
         ({"old": batch.old[::-1]}, "of old have the shapes"),
@@ -251,8 +223,6 @@ def test_refusals() -> None:
         make_distillation_loss_func(layout, batch, DistillationOptions(teacher_weights=(1.0,)))
     with pytest.raises(InvalidInputError, match="pass the full responses"):
         make_distillation_loss_func(SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
-    with pytest.raises(InvalidInputError, match="pass cp_group"):
-        make_distillation_loss_func(SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
     with pytest.raises(InvalidInputError, match="logits are"):
         make_distillation_loss_func(layout, batch)(logits_leaf()[:, 1:])
     log_probs, tails = student_at(batch, logits_leaf())

@@ -11,18 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import SequenceLayout
 
-from .cp_reference import CORNERS, Case, Tensors, cases, zigzag
-
-
-def corners(test: Any) -> Any:
-    for case in CORNERS.values():
-        test = example(case)(test)
-    return settings(max_examples=100)(test)
+from .cp_reference import Case, Tensors, cases, corners, zigzag
 
 
 def _tokens(case: Case) -> Tensors:
