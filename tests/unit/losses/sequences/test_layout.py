@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"qkv_format": "bshd", "max_seq_lens": [8, 8], "padded_lengths": [8, 8]},
         "takes no padded_lengths",
     ),
-    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "num_rows is for"),
+    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "and no num_rows"),
     "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
     "packed with too little padding": ({"padded_lengths": [8, 4]}, "no less than its tokens"),
     "packed with padding that does not divide": ({"padded_lengths": [8, 10]}, "a multiple of 4"),
