@@ -1,8 +1,6 @@
 """Layouts compared with slices of whole samples, on all ranks of context-parallel groups of 1 to 8.
 
-* one rank computes each response token, from the row of the token before it, across borders of chunks too;
-* splitting, local parts and the zigzag parts are the slices, gradients included;
-* arguments that do not fit together are refused on all ranks.
+test_loss_functions.py compares what is computed from them, and its gradients.
 """
 
 from __future__ import annotations
@@ -41,28 +39,6 @@ def test_each_response_token_is_predicted_from_the_token_before_on_one_rank(case
         assert torch.cat(case.of_responses(tokens))[layout.response_index].tolist() == mine
         seen += mine
     assert sorted(seen) == torch.cat(case.of_responses(tokens)).tolist()
-
-
-@corners
-@given(cases())
-def test_splitting_the_rows_of_a_rank_is_slicing_whole_samples(case: Case) -> None:
-    rows = [torch.randn(total, 2, dtype=torch.float64, requires_grad=True) for total in case.totals]
-    weights = [torch.randn(response, 2, dtype=torch.float64) for response in case.responses]
-    loss: Any = 0
-    for rank, layout in enumerate(case.layouts()):
-        local = layout.split_responses(case.shard(rows, rank).flatten(0, 1)[layout.response_rows])
-        expected = layout.local_parts(case.of_predictors(rows))
-        assert [len(part) for part in local] == list(layout.local_lengths)
-        assert all(map(torch.equal, local, expected))
-        assert all(part.requires_grad for part in local)
-        loss += sum(map(_dot, local, layout.local_parts(weights)))
-    got = torch.autograd.grad(loss, rows)
-    want = torch.autograd.grad(sum(map(_dot, case.of_predictors(rows), weights)), rows)
-    assert all(map(torch.equal, got, want))
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b).sum()
 
 
 @corners
