@@ -82,7 +82,7 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
         restores.append((restore, len(of_other), other.temperature))
     function = _FullDivergence(student.temperature, restores, options, student.source.claim())
     (divergence,) = function.apply(student.source, **tensors)
-    return divergence  # type: ignore[no-any-return]
+    return divergence
 
 
 class _FullDivergence(LogitFunction):

@@ -127,7 +127,9 @@ class LogProbsAndEntropy(LogitFunction):
             Targets(saved["column"], valid, saved.get("keep_mask")),
         )
         of_log_prob = _Softmax(*saved["softmax"])
-        of_entropy = _Softmax(*saved.get("softmax of the entropy", saved["softmax"]))
+        of_entropy = of_log_prob
+        if "softmax of the entropy" in saved:
+            of_entropy = _Softmax(*saved["softmax of the entropy"])
         if targets.keep_mask is None:
             masked, unmasked = NO_SOFTMAX, of_log_prob.gradient(grad_log_prob, grad_entropy, temperature)
         else:
@@ -196,7 +198,7 @@ class _Softmax(NamedTuple):
 def _softmaxes(statistics: Tensor, has_mask: bool) -> list[Tensor]:
     """Return the statistics of each softmax from all ``[..., m, n]``; those of kept columns come first."""
     size = statistics.shape[-2]
-    return list(statistics.split([2, size - 2] if has_mask and size > 2 else [size], -2))
+    return list(torch.split(statistics, [2, size - 2] if has_mask and size > 2 else [size], -2))
 
 
 class _FrozenDerivative:

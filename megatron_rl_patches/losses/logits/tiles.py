@@ -103,10 +103,6 @@ class OutputLayerRows(LogitSource):
         return len(self.weight)
 
     @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
     def is_elsewhere(self) -> bool:
         """Whether the weight has to be copied to the device; a tile's part of it is no larger than a tile."""
         return self.weight.device != self.device
