@@ -117,7 +117,8 @@ class _LogProbsAt(LogitFunction):
         indices, options = tensors["indices"], self._options
         local = reduced(self._statistics_of_tiles(source, indices), self._merged)
         # Until the loop, log_probs holds the logits at the ids.
-        log_probs, local_tail = local[:-2].T.contiguous(), local[-2:].clone()
+        log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
+        local_tail = local[-2:].clone()
         tail = self._sum_over_ranks(log_probs, local_tail)
         max_logit = tail.new_empty(source.n)
         log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)

@@ -23,11 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     DeferredLogits,
-    SequenceLayout,
     checkpointed,
     deferred_logits,
     full_vocabulary_divergence,
-    packed_log_probs_and_entropy,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
@@ -199,32 +197,6 @@ def test_the_largest_logit_of_each_row(tile_bytes: int | None, caplog: pytest.Lo
         assert not caplog.messages
         assert logits.max().isnan()  # of all rows: that is made
     assert len(caplog.messages) == 1
-
-
-def test_packed_samples() -> None:
-    layout = SequenceLayout.build([4, 3, 7], [2, 1, 5])
-    tokens = list(TOKENS.split([4, 3, 7]))
-
-    def function(logits: Tensor) -> list[Tensor]:
-        log_probs, entropies = packed_log_probs_and_entropy(logits.view(1, T, V), tokens, layout)
-        assert entropies is not None
-        return [*log_probs, *entropies]
-
-    assert_same(function, inputs(torch.float64), 1e-10)
-
-
-def test_a_weight_that_is_used_elsewhere_too() -> None:
-    """As that of an embedding; the gradients add up."""
-    tensors = inputs(torch.float64)
-    ids = TOKENS.view(B, S)
-
-    def loss(make: Callable[..., Tensor]) -> Tensor:
-        hidden = tensors["hidden"] + tensors["weight"][ids]
-        return vocab_parallel_log_probs(make(hidden, tensors["weight"]).view(T, V), TOKENS).sum()
-
-    (expected,) = torch.autograd.grad(loss(linear), tensors["weight"])
-    (found,) = torch.autograd.grad(loss(deferred_logits), tensors["weight"])
-    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
@@ -787,14 +759,6 @@ def test_a_frozen_head_keeps_tiles_where_backward_reads_them() -> None:
         logits = logits_of(tensors, keep_bytes=1 << 30).view(T, V)
         vocab_parallel_log_probs_at(logits, TOKENS[:, None]).sum().backward()  # type: ignore[no-untyped-call]
     assert sizes.products == 2
-
-
-def test_a_graph_that_meets_itself_again_and_again() -> None:
-    """Each of its nodes is visited once: two to the power of 40 paths would take for ever."""
-    x = logits_of(inputs()).view(T, V)
-    for _ in range(40):
-        x = torch.cat([x[:4], x[4:]])
-    assert x.is_deferred  # type: ignore[attr-defined]
 
 
 def test_backward_twice() -> None:
