@@ -88,15 +88,34 @@ def run(
 def assert_same(
     function: Callable[[Tensor], Tensor | Sequence[Tensor]], tensors: Inputs, bound: float, **options: Any
 ) -> None:
+    """The values and gradients of ordinary logits, in float64, without any logits."""
     expected = run(
         lambda x: function(x.double()), dense_of({n: t.double() for n, t in tensors.items()}), tensors
     )
     logits = logits_of(tensors, **options)
     found = run(function, logits, tensors)
-    assert logits._contents.values is None, "the logits were made"
+    assert logits._contents.values is None, "the logits were materialized"
     for a, b in zip(expected, found, strict=True):
         error = (a.double() - b.double()).abs().max() if a.numel() else 0.0
         assert error <= bound * max(a.abs().max().item(), 1.0) if a.numel() else True
+
+
+def assert_close(
+    function: Callable[[Tensor], Tensor | Sequence[Tensor]],
+    tensors: Inputs,
+    make: Callable[[Inputs], Tensor] = logits_of,
+    *,
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+) -> None:
+    """The values and gradients of ordinary logits, whoever materializes them."""
+    expected, found = run(function, dense_of(tensors), tensors), run(function, make(tensors), tensors)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, rtol=rtol, atol=atol)
+
+
+def of_existing(tensors: Inputs) -> Tensor:
+    return deferred.rows_of_existing(dense_of(tensors))
 
 
 SELECTIONS: dict[str, Any] = {
@@ -459,12 +478,7 @@ def test_other_operations_see_the_layers_own_logits(name: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations_see_logits_that_exist(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    tensors = inputs()
-    expected = run(OTHERS[name], dense_of(tensors), tensors)
-    for a, b in zip(
-        expected, run(OTHERS[name], deferred.rows_of_existing(dense_of(tensors)), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=2e-6, atol=1e-5)
+    assert_close(OTHERS[name], inputs(), of_existing, rtol=2e-6, atol=1e-5)
     assert not caplog.records, "nothing was materialized"
 
 
@@ -543,10 +557,7 @@ class ThreeTimes(torch.autograd.Function):
     ids=["values", "rows", "rows of its rows"],
 )
 def test_an_autograd_function_has_its_own_gradient(function: Callable[[Tensor], Tensor]) -> None:
-    tensors = inputs()
-    expected = run(function, dense_of(tensors), tensors)
-    for a, b in zip(expected, run(function, logits_of(tensors), tensors), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(function, inputs(), rtol=1e-5, atol=1e-6)
 
 
 def _view_without_a_graph(logits: Tensor) -> Tensor:
@@ -564,21 +575,16 @@ def _view_without_a_graph(logits: Tensor) -> Tensor:
     ],
     ids=["detached rows", "a view without a graph beside rows", "a view without a graph"],
 )
-@pytest.mark.parametrize("make", [logits_of, lambda t: deferred.rows_of_existing(dense_of(t))])
+@pytest.mark.parametrize("make", [logits_of, of_existing])
 def test_what_is_past_the_graph_has_no_gradient(
     rows: Callable[[Tensor], Tensor], make: Callable[[Inputs], Tensor]
 ) -> None:
-    tensors = inputs(torch.float64)
-
     def function(logits: Tensor) -> Tensor:
         chosen = rows(logits)
-        # The first term lets the gradient of all tensors exist.
+        # The last term lets the gradient of all tensors exist.
         return vocab_parallel_log_probs(chosen, TOKENS[: len(chosen)]).sum() + 0 * logits.exp().sum()
 
-    for a, b in zip(
-        run(function, dense_of(tensors), tensors), run(function, make(tensors), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert_close(function, inputs(torch.float64), make)
 
 
 def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
@@ -676,17 +682,12 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=list(LOOKS))
 def test_a_recomputed_loss_does_not_see_who_has_looked(look: Callable[[Tensor], Any]) -> None:
-    tensors = inputs(torch.float64)
-
     def function(logits: Tensor) -> Tensor:
         values = checkpointed(vocab_parallel_log_probs)(logits.view(T, V), TOKENS)
         look(logits)
         return values
 
-    for a, b in zip(
-        run(function, dense_of(tensors), tensors), run(function, logits_of(tensors), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert_close(function, inputs(torch.float64))
 
 
 @pytest.mark.parametrize("of_loss", [True, False])
@@ -793,13 +794,6 @@ def test_what_stores_the_values_makes_them_and_says_so(
     assert "which were materialized" in caplog.text
 
 
-def test_columns_of_another_rank_are_not_hidden_here() -> None:
-    """A tensor-parallel rank whose ids all come before the padding."""
-    tensors = inputs(trained=())
-    logits = deferred.hide_columns(logits_of(tensors), V + 20)
-    assert torch.equal(logits + 0, dense_of(tensors))
-
-
 def test_hidden_columns() -> None:
     """As padding of the vocabulary; they hold -inf, and the logits stay deferred."""
     tensors = inputs(torch.float32, ())
@@ -812,6 +806,8 @@ def test_hidden_columns() -> None:
     assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % (V - 30)), rtol=2e-6)
     assert torch.equal(logits + 0, expected)
     assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, V - 30), expected)
+    # A tensor-parallel rank whose ids all come before the padding hides none.
+    assert torch.equal(deferred.hide_columns(logits_of(tensors), V + 20) + 0, dense_of(tensors))
     whole.zero_()
     assert torch.equal(copy_of_whole + 0, expected)
 
@@ -980,11 +976,11 @@ def test_a_write_after_the_loss_does_not_change_its_gradient(
 def test_a_write_to_a_copy_of_existing_logits_leaves_the_original_alone(
     read: Callable[[Tensor], Any], copy: Callable[[Tensor], Tensor]
 ) -> None:
-    tensors = inputs(torch.float64)
-    logits = deferred.rows_of_existing(dense_of(tensors).flatten(0, -2) * 1)
-    read(logits)
-    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
-    copy(logits)[0] = 3
-    expected = vocab_parallel_log_probs(dense_of(tensors).flatten(0, -2), TOKENS).sum()
-    for a, b in zip(*(torch.autograd.grad(x, list(tensors.values())) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(a, b)
+    def function(logits: Tensor) -> Tensor:
+        rows = logits.flatten(0, -2)
+        read(rows)
+        loss = vocab_parallel_log_probs(rows, TOKENS)
+        copy(rows)[0] = 3
+        return loss
+
+    assert_close(function, inputs(torch.float64), lambda t: deferred.rows_of_existing(dense_of(t) * 1))

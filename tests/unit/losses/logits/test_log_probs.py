@@ -199,13 +199,6 @@ def test_shapes(rows: int, columns: int) -> None:
     check(random_logits(rows, columns), torch.arange(rows) % columns)
 
 
-def test_log_probs_alone_are_those_with_entropy() -> None:
-    logits, targets = random_logits(), random_targets()
-    alone = vocab_parallel_log_probs(logits, targets, temperature=0.7)
-    both = vocab_parallel_log_probs_and_entropy(logits, targets, temperature=0.7)
-    assert relative_error(alone, both[0].double(), both[0].abs()) <= FLOAT32
-
-
 def test_only_the_entropy_or_only_the_log_probs_may_be_used() -> None:
     for index in (0, 1):
         mine, dense = (random_logits().to(dtype).requires_grad_() for dtype in (torch.float32, torch.float64))
