@@ -36,7 +36,6 @@ _MINUS_INF = float("-inf")
 # had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BUFFERS = 2
 
-Gather = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
 #: Restores the rows of a teacher or of the old policy from so many saved tensors; and its temperature.
 _Restore = tuple[Callable[..., LogitSource], int, float]
 
@@ -101,18 +100,14 @@ class _FullDivergence(LogitFunction):
         in_one_pass = False
         if options.needs_normalizers:
             first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self._temperature))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, partial(all_gather, claim=self._claim))
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, self._claim)
         else:
             of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
-            *parts, differ = _reduced(pairs, of_block, merge, partial(all_gather, claim=self._claim))
-            normalizers, (value, expected), in_one_pass = (
-                torch.stack(parts[:-2]),
-                parts[-2:],
-                not differ.any(),
-            )
+            parts = _reduced(pairs, of_block, merge, self._claim)
+            normalizers, (value, expected, differ) = parts[:-3], parts[-3:]
+            in_one_pass = not differ.any()
         if not in_one_pass:
-            of_block = partial(_sums, normalizers, options)
-            value, expected, *lost = _reduced(pairs, of_block, _add, all_gather)
+            value, expected, *lost = _reduced(pairs, partial(_sums, normalizers, options), _add)
             value = divergence.without_rounding(value, expected)
             expected = expected + lost[0] if lost else expected
         # Next to a distribution that rules every column out, nothing is a number.
@@ -227,7 +222,7 @@ def _reduced(
     pairs: _Pairs,
     of_block: Callable[[_Block], Tensor],
     merge: Callable[[Sequence[Tensor]], Tensor],
-    gather: Gather,
+    claim: StorageClaim | None = None,
 ) -> Tensor:
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
@@ -235,7 +230,7 @@ def _reduced(
         for tile in pairs.student.source.tiles():
             yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
 
-    return merge(gather(reduced(of_tiles(), merge), pairs.options.tp_group).unbind())
+    return merge(all_gather(reduced(of_tiles(), merge), pairs.options.tp_group, claim).unbind())
 
 
 # --- parts of the divergence
