@@ -173,7 +173,7 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     """
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
-        per_row = per_row and torch.broadcast_shapes(divisor.shape, logits.shape) == logits.shape
+        per_row = per_row and torch.broadcast_shapes(divisor.shape, logits.shape) == logits.shape  # type: ignore[no-untyped-call]
         if not per_row or divisor.requires_grad or isinstance(divisor, type(logits)) or not divisor.numel():
             return None
         lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()

@@ -83,7 +83,7 @@ def differences(
     logits: Tensor,
     found: Callable[[Tensor], Sequence[Tensor]],
     expected: Callable[[Tensor], Sequence[Tensor]],
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor] | Tensor,
     inplace_backward: bool,
     columns: slice,
 ) -> list[float]:
