@@ -105,7 +105,7 @@ class OutputLayerRows(LogitSource):
     @property
     def is_elsewhere(self) -> bool:
         """Whether the weight has to be copied to the device; a tile's part of it is no larger than a tile."""
-        return self.weight.device != self.device
+        return self.weight.device != self.hidden.device
 
     @property
     def is_frozen(self) -> bool:
@@ -153,10 +153,10 @@ class OutputLayerRows(LogitSource):
     def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of some columns, on the device of the hidden states."""
         # A copy to host memory must have ended before it is read.
-        is_gpu = self.device.type == "cuda"
-        weight = self.weight.detach()[columns].to(self.device, non_blocking=is_gpu)
+        is_gpu = self.hidden.device.type == "cuda"
+        weight = self.weight.detach()[columns].to(self.hidden.device, non_blocking=is_gpu)
         bias = None if self.bias is None else self.bias.detach()[columns]
-        return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
+        return weight, None if bias is None else bias.to(self.hidden.device, non_blocking=is_gpu)
 
     def selected_hidden(self) -> Tensor:
         """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""
