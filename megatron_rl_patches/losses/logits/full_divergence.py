@@ -16,6 +16,7 @@ out that another does not: what that costs cannot be said of a part alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
 from typing import NamedTuple
@@ -84,26 +85,23 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
     return divergence
 
 
+@dataclass(eq=False)
 class _FullDivergence(LogitFunction):
-    def __init__(
-        self,
-        temperature: float,
-        restores: Sequence[_Restore],
-        options: DivergenceOptions,
-        claim: StorageClaim,
-    ) -> None:
-        self._temperature, self._restores, self._options, self._claim = temperature, restores, options, claim
-        self._masks_ruled_out = False
+    temperature: float
+    restores: Sequence[_Restore]
+    options: DivergenceOptions
+    claim: StorageClaim
+    masks_ruled_out: bool = False
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        pairs, options, divergence = self._pairs(source, tensors), self._options, self._options.divergence
+        pairs, options, divergence = self._pairs(source, tensors), self.options, self.options.divergence
         in_one_pass = False
         if options.needs_normalizers:
-            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self._temperature))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, self._claim)
+            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self.temperature))
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, self.claim)
         else:
             of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
-            parts = _reduced(pairs, of_block, merge, self._claim)
+            parts = _reduced(pairs, of_block, merge, self.claim)
             normalizers, (value, expected, differ) = parts[:-3], parts[-3:]
             in_one_pass = not differ.any()
         if not in_one_pass:
@@ -113,17 +111,17 @@ class _FullDivergence(LogitFunction):
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
-        self._masks_ruled_out = divergence.covers_mass and not in_one_pass
+        self.masks_ruled_out = divergence.covers_mass and not in_one_pass
         return [value.to(source.dtype)], {"normalizers": normalizers, "expected": expected, **tensors}
 
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        (gradient,), options = gradients, self._options
+        (gradient,), options = gradients, self.options
         assert gradient is not None
         normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
         pairs = self._pairs(source, saved)
-        weights = (gradient / self._temperature)[:, None]
+        weights = (gradient / self.temperature)[:, None]
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
@@ -132,7 +130,7 @@ class _FullDivergence(LogitFunction):
                 compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
                 expected_n1 = expected[block.rows, None].to(source.dtype)
                 derivative = options.divergence.derivative(compared, expected_n1)
-                if self._masks_ruled_out:
+                if self.masks_ruled_out:
                     is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
                     derivative = derivative.masked_fill(is_constant, 0.0)
                 # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
@@ -145,9 +143,9 @@ class _FullDivergence(LogitFunction):
     def _pairs(self, source: LogitSource, tensors: Tensors) -> _Pairs:
         remaining = iter(tensors.values())
         others = [
-            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self._restores
+            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self.restores
         ]
-        return _Pairs(Logits(source, self._temperature), others, self._options)
+        return _Pairs(Logits(source, self.temperature), others, self.options)
 
 
 # --- blocks

@@ -42,8 +42,7 @@ class LogitSource(ABC):
 
     Attributes:
         index: which of the ``T`` rows.
-        block_bytes: size of the scratch buffers for one block of rows together; ``None``: the default.
-        inplace_backward: whether backward may overwrite logits that exist.
+        block_bytes: see :func:`.vocab_parallel_log_probs`, as for ``inplace_backward``.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 

@@ -75,9 +75,7 @@ class OutputLayerRows(LogitSource):
 
     Attributes:
         hidden: ``[T, h]``.
-        weight: ``[V / tp, h]``, this rank's part. Where nothing has a gradient it may be on another device
-            than the hidden states, which gets one tile's part of it at a time.
-        bias: ``[V / tp]``, where the weight is.
+        weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
         keeps_tiles: whether tiles may be kept for a backward.
         kept_tiles: the tiles that have been kept, by their first row and column.
     """
