@@ -11,7 +11,7 @@ from ..common.scopes import replaced
 from ..engine.call import Call
 from ..errors import CheckpointError
 from ..inference.checkpoints.load import read_iteration
-from ..inference.models.rng import preserved_rng
+from ..inference.models.isolation import preserved_rng
 from .inference_roles import ddp_skipped
 
 # Up to megatron-core 0.14 the loader asserts that these are zero; the policy's checkpoint has set them.

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .scoring.forward import forward_hidden_states as forward_hidden_states
     from .scoring.forward import forward_log_probs as forward_log_probs
     from .scoring.forward import forward_topk as forward_topk
-    from .scoring.hidden_states import output_head as output_head
-    from .teachers.pool import TeacherPool as TeacherPool
+    from .scoring.forward import output_head as output_head
+    from .teachers import TeacherPool as TeacherPool
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -27,8 +27,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["estimate_memory"],
         ".memory.usage": ["memory_report"],
-        ".scoring.forward": ["forward_hidden_states", "forward_log_probs", "forward_topk"],
-        ".scoring.hidden_states": ["output_head"],
-        ".teachers.pool": ["TeacherPool"],
+        ".scoring.forward": ["forward_hidden_states", "forward_log_probs", "forward_topk", "output_head"],
+        ".teachers": ["TeacherPool"],
     },
 )

@@ -67,14 +67,6 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _add_root(repository: Path) -> None:
-    _replace(
-        repository / "_megatron_rl_patches_startup.py",
-        '_ROOTS = ("megatron", ',
-        '_ROOTS = ("megatron", "framework", ',
-    )
-
-
 def _tests(repository: Path, chosen: str = "quiet or evaluate or root or arrows") -> str:
     done = _run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, TEST),
@@ -91,7 +83,8 @@ def test_every_file_of_the_page_is_used() -> None:
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     output = _tests(repository, "root")
     assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
-    _add_root(repository)
+    startup = repository / "_megatron_rl_patches_startup.py"
+    _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
     output = _tests(repository)
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
     assert "quiet-eval" in _run("-m", "megatron_rl_patches", "check", path=repository).stdout

@@ -109,7 +109,7 @@ def added() -> Iterator[mock.Mock]:
         yield replaced.add
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(variables=_environments(*_MODULES))
 @example({VARIABLE: "nothing", STRICT_VARIABLE: "maybe"})
 def test_reading_them_costs_one_line_at_most(
@@ -130,7 +130,7 @@ def test_reading_them_costs_one_line_at_most(
     assert all(len(message.splitlines()) == 1 for message in caplog.messages)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(variables=_environments())
 def test_the_doctor_sees_what_the_activation_sees(variables: Variables) -> None:
     try:

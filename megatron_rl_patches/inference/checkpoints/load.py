@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
+import itertools
 import logging
 import operator
 import os
@@ -17,15 +17,14 @@ import torch.distributed
 
 from ...common.chunks import as_chunks, unwrap
 from ...common.ranks import is_rank_0
-from ...errors import CheckpointError, InvalidInputError, one_line
-from . import torch_legacy
+from ...errors import CheckpointError, InvalidInputError, first, one_line
+from ..weights import Differences, describe, differences
 from .location import FORMATS, TORCH, Location, detect_format, locate
-from .mismatch import Mismatch
-from .pickles import Inert, load_torch, rewritten
+from .pickles import EXTRA_STATE, load_dict, without_inert_extra_states
 
 _log = logging.getLogger("megatron_rl_patches")
-_EXTRA_STATE = "_extra_state"
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
+_TORCH_FILE = "model_optim_rng.pt"
 _Model = torch.nn.Module | Sequence[torch.nn.Module]
 _State = dict[str, Any]
 
@@ -40,26 +39,25 @@ def load_inference_checkpoint(
 ) -> int:
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
-    It works on megatron-core alone and changes no global state, such as arguments and random generators. The
-    optimizer's shards are neither read nor checked, and may be absent; Megatron-LM's ``load_checkpoint``
-    refuses other TP and PP sizes unless they were saved in a fully reshardable format
-    (``megatron/training/checkpointing.py``).
+    It works on megatron-core alone and changes no global state. The optimizer's shards are neither read nor
+    checked, and may be absent. TP and PP sizes may change even where Megatron-LM's ``load_checkpoint``
+    refuses that because of the optimizer's format (``megatron/training/checkpointing.py``).
 
-    A collective: every rank of the default process group calls it. The ranks agree after each step, so
-    either all of them load or all of them raise. Keys, shapes and file sizes are checked before any tensor
-    is read, and all tensors are read before the first weight is written. Bytes that changed within a stored
-    tensor go unnoticed, since torch does not verify its checksums.
+    A collective: every rank of the default process group calls it, and either all of them load or all of
+    them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
+    before the first weight is written. Bytes that changed within a stored tensor go unnoticed, since torch
+    does not verify its checksums.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
-    a warning: rows beyond those stored become zero. Pass ``vocab_size`` to :func:`forward_log_probs` to leave
+    a warning: rows beyond those stored become zero, and ``vocab_size`` of :func:`forward_log_probs` leaves
     them out. ``_extra_state`` entries (scales of Transformer Engine) are loaded where both sides have
     them. No code runs that the files name; a file that asks for it is refused.
 
-    It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, plus
-    one stored piece, plus a byte for each number of the weight that it reads, plus a second copy of weights
-    that Megatron splits for storage (gated MLP) while it joins them. From ``torch``, tensors are mapped from
-    the file and copied one by one.
+    It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, and
+    twice while it joins those that Megatron splits for storage (gated MLP); beside them one stored piece, and
+    a byte for each number of the weight that it reads. From ``torch``, tensors are mapped, and copied one by
+    one.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -88,21 +86,19 @@ def load_inference_checkpoint(
         stored_format = detect_format(location.folder)
         if format not in ("auto", stored_format):
             raise CheckpointError(f"{location.folder} is in the format {stored_format}, not {format}")
-    # While a run is saving, ranks may read different iterations from the tracker.
     names = _gather(location.folder.name)
-    if len(set(names)) > 1:
+    if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
         each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
 
     if stored_format == TORCH:
         with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-            content = torch_legacy.open_own_file(location.folder)
-            states = torch_legacy.model_states(content, chunks)
+            content, states = _read_torch(chunks, location.folder)
     else:
         content, states = _read_torch_dist(chunks, location, exact)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         iteration = _iteration(location, content)
-        states = [_without_inert_extra_states(state, location.folder) for state in states]
+        states = [without_inert_extra_states(state, location.folder) for state in states]
         for chunk, state in zip(chunks, states, strict=True):
             _refuse(_compare(chunk, state, exact))
     # From here on only an extra state can refuse, or a device can fail.
@@ -122,10 +118,10 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
     if location.iteration is not None:
         return location.iteration
     if detect_format(location.folder) == TORCH:
-        return _iteration(location, torch_legacy.open_any_file(location.folder))
+        return _iteration(location, load_dict(min(location.folder.glob("mp_rank_*")) / _TORCH_FILE))
     from .torch_dist import TorchDistCheckpoint
 
-    return _iteration(location, TorchDistCheckpoint.open(location.folder).common)
+    return _iteration(location, TorchDistCheckpoint(location.folder).common)
 
 
 def _read_torch_dist(
@@ -134,27 +130,79 @@ def _read_torch_dist(
     from .torch_dist import TorchDistCheckpoint, requested_tensors
 
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-        checkpoint = TorchDistCheckpoint.open(location.folder)
+        checkpoint = TorchDistCheckpoint(location.folder)
         request = checkpoint.request(chunks)
         requested = requested_tensors(request)
         checkpoint.check_files(requested)
-        mismatch, paddings = checkpoint.compare(requested, exact)
-    # A tensor of the checkpoint may have its place on any rank. One bit for each stored name says whether it
-    # has one on this rank: the names themselves would be megabytes from every rank to every rank.
+        differing, paddings = checkpoint.compare(requested, exact)
+    # Every stored tensor must be requested by some rank. Each rank sends one bit for each stored name, which
+    # says whether it requests that tensor: the names themselves would be megabytes from each to each.
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
-    all_bits, mismatches, all_paddings = zip(*_gather((bits, mismatch, paddings)), strict=True)
+    all_bits, all_differing, all_paddings = zip(*_gather((bits, differing, paddings)), strict=True)
     if is_rank_0():
-        for name, (stored, expected) in {k: v for each in all_paddings for k, v in each.items()}.items():
+        for name, rows in functools.reduce(operator.or_, all_paddings).items():
             # It might be another vocabulary, which shows nowhere else.
-            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, stored, expected)
+            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, *rows)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         union = functools.reduce(operator.or_, all_bits)
         unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
-        _refuse(Mismatch.merged([*mismatches, Mismatch(unexpected=unexpected)]))
+        _refuse(*all_differing, {"unexpected in the checkpoint": {name: name for name in unexpected}})
     with _on_all_ranks_or_none(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
+
+
+def _read_torch(chunks: Sequence[torch.nn.Module], folder: Path) -> tuple[_State, list[_State]]:
+    """Return what was saved in the legacy format for this rank's place in the model, and of it the states.
+
+    Tensors are mapped, not read.
+    """
+    from megatron.core import parallel_state as mpu
+
+    tp, pp, ep = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+    )
+
+    def name(tp_rank: int, pp_rank: int, ep_rank: int) -> str:
+        """Return the folder of a rank; it names only those groups that have several ranks."""
+        return f"mp_rank_{tp_rank:02d}" + f"_{pp_rank:03d}" * (pp > 1) + f"_{ep_rank:03d}" * (ep > 1)
+
+    expected = {name(*place) for place in itertools.product(range(tp), range(pp), range(ep))}
+    stored = {entry.name for entry in folder.glob("mp_rank_*")}
+    if stored != expected:
+        raise CheckpointError(
+            f"{folder} has {first(sorted(stored))}; this model (TP {tp}, PP {pp}, EP {ep}) needs "
+            f"{first(sorted(expected))}. A checkpoint in the torch format loads only whole, and with the "
+            "parallel sizes that it was saved with; save it as torch_dist to change them"
+        )
+    own = name(
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+    )
+    content = load_dict(folder / own / _TORCH_FILE)
+    return content, _states_of_chunks(content, len(chunks))
+
+
+def _states_of_chunks(content: _State, chunks: int) -> list[_State]:
+    """Return the state dicts in a file of the legacy format."""
+    version = content.get("checkpoint_version", 0)
+    if version < 2.0:
+        raise CheckpointError(
+            f"checkpoint_version {version} orders query, key and value in another way; "
+            "save it again with a Megatron-LM that writes version 3.0"
+        )
+    keys = ["model"] if chunks == 1 else [f"model{index}" for index in range(chunks)]
+    stored = sorted(key for key in content if key.startswith("model"))
+    if stored != sorted(keys):
+        raise CheckpointError(
+            f"the checkpoint was saved with {len(stored)} model chunks per rank ({', '.join(stored)}), "
+            f"this model has {chunks} (virtual pipeline size)"
+        )
+    return [content[key] for key in keys]
 
 
 def _iteration(location: Location, content: dict[str, Any]) -> int:
@@ -183,39 +231,23 @@ def _bare_chunks(model: _Model) -> list[torch.nn.Module]:
     return chunks
 
 
-def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Mismatch:
+def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Differences:
     """Return what ``load_state_dict`` would complain about only after it has loaded all other weights."""
-    model = _weights(chunk.state_dict(keep_vars=True))
-    mismatch = Mismatch.between(stored := _weights(state), model, dtypes=exact)
+    stored, model = _weights(state), _weights(chunk.state_dict(keep_vars=True))
     # Tied weights have several names, and one is enough.
     loaded = {id(model[name]) for name in model.keys() & stored.keys()}
-    mismatch.missing = [name for name in mismatch.missing if id(model[name]) not in loaded]
-    return mismatch
+    model = {name: weight for name, weight in model.items() if name in stored or id(weight) not in loaded}
+    return differences(stored, model, "the checkpoint", dtypes=exact)
 
 
-def _refuse(mismatch: Mismatch) -> None:
-    if differences := mismatch.describe("the checkpoint"):
-        raise CheckpointError(f"the checkpoint is of another model; {differences}")
+def _refuse(*parts: Differences) -> None:
+    if text := describe(*parts):
+        raise CheckpointError(f"the checkpoint is of another model; {text}")
 
 
 def _weights(state: _State) -> dict[str, torch.Tensor]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return {name: tensor for name, tensor in tensors.items() if _EXTRA_STATE not in name}
-
-
-def _without_inert_extra_states(state: _State, folder: Path) -> _State:
-    """Read pickles that layers will unpickle, and write them anew; leave out objects of unknown classes."""
-    for name, value in state.items():
-        if _EXTRA_STATE not in name:
-            continue
-        if isinstance(value, torch.Tensor) and value.numel():
-            content = rewritten(value.cpu().numpy().tobytes(), f"{folder}: {name}")
-            state = {**state, name: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
-        elif isinstance(value, io.BytesIO):
-            torch.save(load_torch(value, folder), stream := io.BytesIO())
-            stream.seek(0)
-            state = {**state, name: stream}
-    return {name: value for name, value in state.items() if not isinstance(value, Inert)}
+    return {name: tensor for name, tensor in tensors.items() if EXTRA_STATE not in name}
 
 
 @contextmanager
@@ -236,12 +268,10 @@ def _on_all_ranks_or_none(action: str, outcome: str = _AS_BEFORE) -> Iterator[No
 def _summary(reasons: dict[int, str]) -> str:
     """Join the reasons, each once, with the ranks that have it."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    ranks_by_reason: dict[str, list[int]] = {}
-    for rank, reason in reasons.items():
-        ranks_by_reason.setdefault(reason, []).append(rank)
     parts = []
-    for reason, ranks in ranks_by_reason.items():
-        listed = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    for reason in dict.fromkeys(reasons.values()):
+        ranks = [str(rank) for rank, other in reasons.items() if other == reason]
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
         parts.append(f"{'every rank' if len(ranks) == world else listed}: {reason}")
     return "; ".join(parts)
 

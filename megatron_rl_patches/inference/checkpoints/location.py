@@ -1,10 +1,12 @@
-"""The folder and the format of a Megatron checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
+"""The folder, the format and the files of a checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from ...errors import CheckpointError, first, one_line
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 FORMATS = (TORCH_DIST, TORCH)
-_MOST_DIGITS = 18  # of an iteration; Python and file systems refuse numbers and names that are too long
+#: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
+#: differ by fewer rows than this.
+MAX_PADDING = 128 * 16
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,8 @@ def detect_format(folder: Path) -> str:
     """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
     names = {entry.name for entry in folder.iterdir()}
     if "metadata.json" in names:
-        try:
+        with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise CheckpointError(f"{folder / 'metadata.json'} is corrupt: {one_line(error)}") from error
         if backend != TORCH_DIST:
             raise _unsupported(folder, backend)
         return TORCH_DIST
@@ -75,6 +77,17 @@ def detect_format(folder: Path) -> str:
     raise _no_checkpoint_in(folder)
 
 
+@contextmanager
+def reading(file: object, fault: str) -> Iterator[None]:
+    """Raise ``CheckpointError`` for whatever the body raises; ``fault`` says what is wrong with the file."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{file} {fault} {one_line(error)}") from error
+
+
 def _iteration_of(name: str) -> int | None:
     if name == "release":
         return 0
@@ -85,7 +98,7 @@ def _iteration_of(name: str) -> int | None:
 def _tracked(tracker: Path) -> str:
     if (text := tracker.read_text(errors="replace").strip()) == "release":
         return text
-    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+    if not re.fullmatch("[0-9]{1,18}", text):  # file systems refuse names that are too long
         raise CheckpointError(f"{tracker} holds {text[:40]!r}; expected an iteration or 'release'")
     return f"iter_{int(text):07d}"
 

@@ -23,9 +23,12 @@ import torch
 import torch._utils
 from torch.distributed.checkpoint import filesystem, metadata
 
-from ...errors import CheckpointError, one_line
+from ...errors import CheckpointError
+from .location import reading
 
 _Table = dict[tuple[str, str], Any]
+#: In the names of what layers of TransformerEngine keep beside their weights.
+EXTRA_STATE = "_extra_state"
 
 
 def load_dict(file: Path) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             f"{file} needs the unpickler of this package, which torch refuses while "
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD is set; unset it: that unpickler runs no code of the file either"
         )
-    try:
+    with reading(file, "is corrupt or truncated:"):
         _require_plain_archive(source)
         # Torch lets this module do the unpickling, and adds the storages.
         return torch.load(
@@ -56,10 +59,6 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             weights_only=False,
             pickle_module=_LENIENT_PICKLE,
         )
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
-    except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{file} is corrupt or truncated: {one_line(error)}") from error
 
 
 def as_dict(content: Any, file: Path) -> dict[str, Any]:
@@ -68,16 +67,27 @@ def as_dict(content: Any, file: Path) -> dict[str, Any]:
     return content
 
 
-def rewritten(pickled: bytes, name: str) -> bytes:
-    """Return a pickle inside a checkpoint as Python writes what it holds: tensors and builtin containers.
+def without_inert_extra_states(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a state dict whose extra states hold tensors and builtin containers only.
 
     TransformerEngine unpickles the extra state of its layers itself, without any protection, and Python's
-    two unpicklers do not read every damaged pickle alike.
+    two unpicklers do not read every damaged pickle alike. So each is unpickled here and written anew. What
+    has become an :class:`Inert` object is left out.
     """
-    try:
-        return pickle.dumps(_ExtraStateUnpickler(io.BytesIO(pickled)).load())
-    except Exception as error:
-        raise CheckpointError(f"{name} is a pickle that is not safe to load: {one_line(error)}") from error
+    result = {}
+    for name, value in state.items():
+        if EXTRA_STATE in name and isinstance(value, torch.Tensor) and value.numel():
+            content = value.cpu().numpy().tobytes()
+            with reading(f"{folder}: {name}", "is a pickle that is not safe to load:"):
+                content = pickle.dumps(_ExtraStateUnpickler(io.BytesIO(content)).load())
+            value = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        elif EXTRA_STATE in name and isinstance(value, io.BytesIO):
+            torch.save(load_torch(value, folder), stream := io.BytesIO())
+            stream.seek(0)
+            value = stream
+        if not isinstance(value, Inert):
+            result[name] = value
+    return result
 
 
 class Inert:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,10 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...errors import CheckpointError, first, one_line
+from ...errors import CheckpointError, first
 from ..models.provider import virtual_rank
-from .mismatch import MAX_PADDING, Mismatch
-from .pickles import MetadataUnpickler, as_dict, load_dict, load_torch
+from ..weights import Differences, differences
+from .location import MAX_PADDING, reading
+from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -47,15 +47,8 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-    try:
-        with file.open("rb") as stream:
-            return _checked(MetadataUnpickler(stream).load())
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(
-            f"{file} is corrupt, truncated or not safe to load: {one_line(error)}"
-        ) from error
+    with reading(file, "is corrupt, truncated or not safe to load:"), file.open("rb") as stream:
+        return _checked(MetadataUnpickler(stream).load())
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -87,21 +80,16 @@ class RequestedTensor(NamedTuple):
     is_vocabulary: bool
 
 
-@dataclass(frozen=True)
 class TorchDistCheckpoint:
-    """One opened checkpoint: its indexes are read, its tensors are not."""
+    """One opened checkpoint: its indexes are read, its tensors are not.
 
-    folder: Path
-    metadata: Metadata
-    #: What is not sharded: iteration, arguments, content metadata.
-    common: dict[str, Any]
+    Attributes:
+        common: what is not sharded: iteration, arguments, content metadata.
+    """
 
-    @classmethod
-    def open(cls, folder: Path) -> TorchDistCheckpoint:
-        """Read the indexes."""
-        checkpoint = cls(folder, read_metadata(folder), {})
-        checkpoint.common.update(checkpoint._common_state())
-        return checkpoint
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.metadata = folder, read_metadata(folder)
+        self.common = self._common_state()
 
     def request(self, chunks: Sequence[Any]) -> dict[str, Any]:
         """Return the sharded state dict of the model alone, as Megatron's ``generate_state_dict`` does.
@@ -124,25 +112,24 @@ class TorchDistCheckpoint:
 
     def compare(
         self, requested: Mapping[str, RequestedTensor], exact: bool
-    ) -> tuple[Mismatch, dict[str, tuple[int, int]]]:
+    ) -> tuple[Differences, dict[str, tuple[int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other dtypes are no mismatch, nor are vocabularies that differ as two paddings of
+        Unless ``exact``, other dtypes are no difference, nor are vocabularies that differ as two paddings of
         one may; their rows, stored and requested, are the second result.
         """
         stored, paddings = {}, {}
         for name in sorted(requested.keys() & self.metadata.state_dict_metadata.keys()):
-            tensor, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
-            if isinstance(tensor, TensorStorageMetadata):
-                stored[name] = RequestedTensor(tuple(tensor.size), tensor.properties.dtype, False)
-        mismatch = Mismatch.between(stored, dict(sorted(requested.items())), dtypes=exact)
-        for name, (shape, expected) in [] if exact else [*mismatch.shapes.items()]:
-            same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
-            is_padding = same_width and requested[name].is_vocabulary
-            if is_padding and abs(shape[0] - expected[0]) < MAX_PADDING:
-                paddings[name] = shape[0], expected[0]
-                del mismatch.shapes[name]
-        return mismatch, paddings
+            entry, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
+            if isinstance(entry, TensorStorageMetadata):
+                shape, expected = tuple(entry.size), requested[name].shape
+                same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
+                is_padding = same_width and requested[name].is_vocabulary and not exact
+                if is_padding and 0 < abs(shape[0] - expected[0]) < MAX_PADDING:
+                    paddings[name] = shape[0], expected[0]
+                    shape = expected
+                stored[name] = RequestedTensor(shape, entry.properties.dtype, False)
+        return differences(stored, requested, "the checkpoint", dtypes=exact), paddings
 
     def names(self) -> list[str]:
         """Return the names of the model's tensors, sorted: the same list on every rank."""
@@ -230,18 +217,15 @@ class TorchDistCheckpoint:
             raise CheckpointError(
                 f"{file} is compressed ({first(place.transform_descriptors)}): not supported"
             )
-        try:
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                content = stream.read(place.length)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+        with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
         return load_torch(io.BytesIO(content), file)
 
     def _is_absent_extra_state(self, value: Any) -> bool:
         return (
             isinstance(value, ShardedObject)
-            and "_extra_state" in value.key
+            and EXTRA_STATE in value.key
             and value.unique_key not in self.metadata.state_dict_metadata
         )
 
@@ -253,9 +237,8 @@ def requested_tensors(request: dict[str, Any]) -> dict[str, RequestedTensor]:
         if isinstance(value, ShardedTensorFactory):
             entries |= requested_tensors(value.build())
         elif isinstance(value, ShardedTensor):
-            entries[value.key] = RequestedTensor(
-                tuple(value.global_shape), value.dtype, value.allow_shape_mismatch
-            )
+            shape = tuple(value.global_shape)
+            entries[value.key] = RequestedTensor(shape, value.dtype, value.allow_shape_mismatch)
         elif isinstance(value, ShardedObject):
             entries[value.unique_key] = RequestedTensor((), None, False)
     return entries

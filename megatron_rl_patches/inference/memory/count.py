@@ -26,39 +26,48 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Bytes of a number, and torch's name, of each dtype.
+ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_TORCH_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+
+
 class Parameter(NamedTuple):
     """One parameter of a model chunk, with its size on one rank."""
 
     numel: int
-    #: The name of a torch dtype: ``"bfloat16"``.
+    #: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
     dtype: str
     #: Its gradients are reduced over the expert-data-parallel group (Megatron: ``allreduce`` is False).
     expert: bool
     #: It belongs to the output layer, or is the embedding that serves as one.
     head: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank."""
+        return self.numel * ITEM_SIZES[self.dtype]
+
 
 def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
     """Return the parameters of a real model chunk, in the order of ``chunk.parameters()``."""
-    heads = _output_layer_of(unwrap(chunk))
+    if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
+        dtypes = ", ".join(sorted(unknown)).replace("torch.", "")
+        raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
+    head = _output_layer_of(unwrap(chunk))
     return [
-        Parameter(
-            p.numel(),
-            str(p.dtype).removeprefix("torch."),
-            not getattr(p, "allreduce", True),
-            any(p is head for head in heads),
-        )
+        Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
         for p in chunk.parameters()
     ]
 
 
-def _output_layer_of(model: Any) -> list[torch.nn.Parameter]:
+def _output_layer_of(model: Any) -> set[int]:
+    """Return the identities of the parameters of the output layer."""
     layer = getattr(model, "output_layer", None)
     if layer is None or not getattr(model, "post_process", True):
-        return []
-    own: list[torch.nn.Parameter] = list(layer.parameters())
+        return set()
     is_shared = getattr(layer, "weight", None) is None
-    return [*own, model.shared_embedding_or_output_weight()] if is_shared else own
+    shared = [model.shared_embedding_or_output_weight()] if is_shared else []
+    return set(map(id, [*layer.parameters(), *shared]))
 
 
 @functools.cache
@@ -82,9 +91,9 @@ def count_parameters(
     if child.returncode:
         raise InvalidInputError(f"counting the parameters failed:\n{child.stderr.strip()}")
     answer = json.loads(child.stdout.splitlines()[-1])
-    if "error" in answer:
-        raise InvalidInputError(f"Megatron does not build this model: {answer['error']}")
-    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer["stages"]]
+    if isinstance(answer, str):
+        raise InvalidInputError(f"Megatron does not build this model: {answer}")
+    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer]
 
 
 def main() -> None:
@@ -94,18 +103,27 @@ def main() -> None:
     # Without these the local layers use torch's norms, which have the same parameters and build anywhere.
     for absent in ("apex", "transformer_engine"):
         sys.modules[absent] = cast(ModuleType, None)
-    answer: dict[str, Any]
+    answer: list[Any] | str
     try:
-        answer = {"stages": list(_stages(GPTDescription(**description), ParallelSizes(**sizes), dtype))}
+        answer = list(_stages(GPTDescription(**description), ParallelSizes(**sizes), dtype))
     except Exception as error:
-        answer = {"error": str(error) or repr(error)}
+        answer = str(error) or repr(error)
     print(json.dumps(answer))
 
 
 def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> Iterator[list[list[Parameter]]]:
+    import torch
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
     from ..models.model import build_inference_model
 
-    config = _transformer_config(description, sizes)
+    config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
+    config = config_class(
+        **description.config_fields(config_class),
+        **sizes.config_fields(),
+        pipeline_dtype=torch.float32,
+        perform_initialization=False,
+    )
     for stage in range(sizes.pipeline_model_parallel_size):
         with _fake_rank(sizes, stage):
             provider = _provider(description, sizes.tensor_model_parallel_size)
@@ -174,19 +192,6 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
         )
 
     return provide
-
-
-def _transformer_config(description: GPTDescription, sizes: ParallelSizes) -> Any:
-    import torch
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
-    return config_class(
-        **description.config_fields(config_class),
-        **sizes.config_fields(),
-        pipeline_dtype=torch.float32,
-        perform_initialization=False,
-    )
 
 
 def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,100 @@
 
 The bytes are counted, not measured, and leave out activations, communication buffers, fragmentation of the
 allocator and the CUDA context.
+
+Source of what training takes: megatron-core's ``DistributedDataParallel`` and ``_ParamAndGradBuffer``,
+``DistributedOptimizer``, ``Float16OptimizerWithFloat16Params`` and ``HybridDeviceOptimizer``, and
+TransformerEngine's ``FusedAdam``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...common.chunks import as_chunks
 from ...errors import InvalidInputError
-from .count import Parameter, count_parameters, parameters_of
+from .count import ITEM_SIZES, Parameter, count_parameters, parameters_of
 from .model import GPTDescription as GPTDescription
 from .model import ParallelSizes as ParallelSizes
-from .training import ITEM_SIZES, SHORT_NAMES, Memory, RankMemory, training_memory
-from .training import OptimizerSettings as OptimizerSettings
+
+_FP32 = ITEM_SIZES["fp32"]
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Adam by the names of Megatron-LM's arguments, with both moments in fp32.
+
+    Attributes:
+        use_distributed_optimizer: replicas share the optimizer's state.
+        accumulate_allreduce_grads_in_fp32: gradient buffers in fp32, or in the dtype of the parameters
+            (``--grad-reduce-in-bf16``). ``None``: fp32 for bf16 parameters, as Megatron-LM decides.
+        use_precision_aware_optimizer: TransformerEngine keeps only those 16 bits of the main parameters that
+            bf16 parameters lack. Needs the distributed optimizer.
+        optimizer_cpu_offload: Adam's state lives, and is updated, in host memory.
+    """
+
+    use_distributed_optimizer: bool = False
+    accumulate_allreduce_grads_in_fp32: bool | None = None
+    use_precision_aware_optimizer: bool = False
+    optimizer_cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
+            raise InvalidInputError("use_precision_aware_optimizer needs use_distributed_optimizer")
+
+    def gradient_dtype(self, dtype: str) -> str:
+        """Return the dtype of the gradient buffers of parameters of some dtype."""
+        in_fp32 = self.accumulate_allreduce_grads_in_fp32
+        return "fp32" if (dtype == "bf16" if in_fp32 is None else in_fp32) else dtype
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, or in host memory for one rank, by what they hold.
+
+    Attributes:
+        parameters: the weights; with the distributed optimizer, its padding included.
+        main_parameters: the copies in higher precision that Adam updates.
+        main_gradients: copies of the gradients in fp32 for Adam, if the buffers are not in fp32. They exist
+            from ``step()`` to the next ``zero_grad()``, so also while a teacher scores.
+        teachers: parameters of models that only score.
+        teacher_heads: output layers that stay when another teacher takes the model.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    main_parameters: int = 0
+    main_gradients: int = 0
+    exp_avg: int = 0
+    exp_avg_sq: int = 0
+    teachers: int = 0
+    teacher_heads: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(asdict(self).values())
+
+    def __add__(self, other: Memory) -> Memory:
+        return Memory(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank on its device and in host memory."""
+
+    device: Memory = Memory()
+    host: Memory = Memory()
+
+    def __add__(self, other: RankMemory) -> RankMemory:
+        return RankMemory(self.device + other.device, self.host + other.host)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the parts and their sum of each place, for JSON."""
+        return {place: {**asdict(memory), "total": memory.total} for place, memory in vars(self).items()}
 
 
 @dataclass(frozen=True)
@@ -46,11 +125,14 @@ class StageEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate and its sums, for JSON."""
-        memory = {
-            name: value.as_dict() for name, value in vars(self).items() if isinstance(value, RankMemory)
+        return {
+            "stage": self.stage,
+            "dense_parameters": self.dense_parameters,
+            "expert_parameters": self.expert_parameters,
+            "training": self.training.as_dict(),
+            "inference_only": self.inference_only.as_dict(),
+            "with_teachers": {**self.with_teachers.as_dict(), "teachers": self.teachers},
         }
-        memory["with_teachers"]["teachers"] = self.teachers
-        return {name: memory.get(name, value) for name, value in vars(self).items() if name != "teachers"}
 
 
 @dataclass(frozen=True)
@@ -103,14 +185,31 @@ def estimate_memory(
     """
     if teachers < 0:
         raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
-    if dtype not in SHORT_NAMES.values():
-        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(SHORT_NAMES.values())}")
+    if dtype not in ITEM_SIZES:
+        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
     own_sizes = ParallelSizes.from_config(model)
     parallel = parallel.split_as(own_sizes) if parallel else own_sizes
     optimizer = optimizer or OptimizerSettings()
-    stages = enumerate(_parameters(model, parallel, dtype, description))
-    heads = teachers if teacher_heads else 0
-    return MemoryEstimate(tuple(_stage(*stage, parallel, optimizer, teachers, heads) for stage in stages))
+    stages = []
+    for number, chunks in enumerate(_parameters(model, parallel, dtype, description)):
+        parameters = [parameter for chunk in chunks for parameter in chunk]
+        weights = sum(p.nbytes for p in parameters)
+        heads = teachers * sum(p.nbytes for p in parameters if p.head) if teacher_heads else 0
+        on_device = Memory(teachers=weights if teachers else 0, teacher_heads=heads)
+        pool = RankMemory(on_device, Memory(teachers=teachers * weights))
+        training = sum((_in_training(chunk, parallel, optimizer) for chunk in chunks), RankMemory())
+        stages.append(
+            StageEstimate(
+                stage=number,
+                dense_parameters=sum(p.numel for p in parameters if not p.expert),
+                expert_parameters=sum(p.numel for p in parameters if p.expert),
+                teachers=teachers,
+                training=training,
+                inference_only=RankMemory(Memory(parameters=weights)),
+                with_teachers=training + pool,
+            )
+        )
+    return MemoryEstimate(tuple(stages))
 
 
 def _parameters(
@@ -132,34 +231,59 @@ def _parameters(
         raise InvalidInputError(
             f"model is a {type(model).__name__}; expected: GPTDescription, TransformerConfig or model chunks"
         )
-    parameters = [parameters_of(chunk) for chunk in chunks]
-    if unknown := {p.dtype for chunk in parameters for p in chunk} - SHORT_NAMES.keys():
-        raise InvalidInputError(
-            f"parameters of dtype {', '.join(sorted(unknown))}: counted are {', '.join(SHORT_NAMES)}"
-        )
-    return [parameters]
+    return [[parameters_of(chunk) for chunk in chunks]]
 
 
-def _stage(
-    number: int,
-    chunks: Sequence[Sequence[Parameter]],
-    parallel: ParallelSizes,
-    optimizer: OptimizerSettings,
-    teachers: int,
-    heads: int,
-) -> StageEstimate:
-    training = sum((training_memory(chunk, parallel, optimizer) for chunk in chunks), RankMemory())
-    parameters = [parameter for chunk in chunks for parameter in chunk]
-    sizes = [(p.numel * ITEM_SIZES[SHORT_NAMES[p.dtype]], p.head) for p in parameters]
-    weights, head = sum(size for size, _ in sizes), sum(size for size, is_head in sizes if is_head)
-    on_device = Memory(teachers=weights if teachers else 0, teacher_heads=heads * head)
-    pool = RankMemory(on_device, Memory(teachers=teachers * weights))
-    return StageEstimate(
-        stage=number,
-        dense_parameters=sum(p.numel for p in parameters if not p.expert),
-        expert_parameters=sum(p.numel for p in parameters if p.expert),
-        teachers=teachers,
-        training=training,
-        inference_only=RankMemory(Memory(parameters=weights)),
-        with_teachers=training + pool,
+def _in_training(
+    chunk: Sequence[Parameter], parallel: ParallelSizes, optimizer: OptimizerSettings
+) -> RankMemory:
+    """Return the memory of one model chunk in DDP with Adam, after its first step."""
+    # DDP has a buffer for each dtype, and others for experts.
+    buffers: dict[tuple[str, bool], list[int]] = {}
+    for parameter in chunk:
+        buffers.setdefault((parameter.dtype, parameter.expert), []).append(parameter.numel)
+    memory = RankMemory()
+    for (dtype, expert), numels in buffers.items():
+        numel = shard = sum(numels)
+        if optimizer.use_distributed_optimizer:
+            replicas = parallel.expert_replicas if expert else parallel.replicas
+            numel = _padded(numels, replicas)
+            shard = numel // replicas
+        gradients = numel * ITEM_SIZES[optimizer.gradient_dtype(dtype)]
+        memory += RankMemory(Memory(parameters=numel * ITEM_SIZES[dtype], gradients=gradients))
+        memory += _adam(shard, dtype, optimizer)
+    return memory
+
+
+def _padded(numels: Sequence[int], replicas: int) -> int:
+    """Return the length of a ``_ParamAndGradBuffer`` for the distributed optimizer.
+
+    With overlapped gradient reduction a buffer ends a bucket every 40 million parameters or more, which adds
+    less than ``lcm(replicas, 128)`` elements each time, and is left out.
+    """
+    end = 0
+    for numel in reversed(numels):
+        end += -end % 64 + numel
+    return end + -end % math.lcm(replicas, 128)
+
+
+def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> RankMemory:
+    """Return main parameters, main gradients and moments of the ``shard`` parameters that a rank updates."""
+    precision_aware, offload = optimizer.use_precision_aware_optimizer, optimizer.optimizer_cpu_offload
+    size = shard * _FP32
+    if precision_aware and not offload:
+        # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
+        main_parameters = shard * 2 if dtype == "bf16" else size
+        return RankMemory(Memory(main_parameters=main_parameters, exp_avg=size, exp_avg_sq=size))
+    # The offloaded optimizer copies its input to host memory. If it is precision-aware, it copies the model's
+    # parameters. If not, it copies main parameters and main gradients, and these stay on the device too.
+    main = 0 if precision_aware else size
+    device = Memory(
+        # fp32 parameters are their own main parameters.
+        main_parameters=0 if dtype == "fp32" else main,
+        main_gradients=0 if optimizer.gradient_dtype(dtype) == "fp32" else main,
+        exp_avg=0 if offload else size,
+        exp_avg_sq=0 if offload else size,
     )
+    host = Memory(main_parameters=size, main_gradients=size, exp_avg=size, exp_avg_sq=size)
+    return RankMemory(device, host if offload else Memory())

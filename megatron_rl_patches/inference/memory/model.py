@@ -24,14 +24,7 @@ _NAMES_IN_CONFIG = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-# Fields of ParallelSizes: groups that share the parameters, and which layers a pipeline stage has.
-_GROUPS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+# Fields of ParallelSizes that say which layers a pipeline stage has.
 _SPLIT = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -119,9 +112,7 @@ class GPTDescription:
             )
         if "vocab_size" not in model:
             raise InvalidInputError("a TransformerConfig does not hold vocab_size; pass vocab_size=...")
-        names = {field.name: _NAMES_IN_CONFIG.get(field.name, field.name) for field in fields(cls)}
-        known = {ours: getattr(config, theirs) for ours, theirs in names.items() if hasattr(config, theirs)}
-        return cls(**{**known, **model})
+        return cls(**{**_fields_in(config, cls), **model})
 
     def config_fields(self, config_class: Any) -> dict[str, Any]:
         """Return the fields that ``TransformerConfig``, or ``MLATransformerConfig``, has."""
@@ -177,8 +168,7 @@ class ParallelSizes:
     @classmethod
     def from_config(cls, config: Any) -> ParallelSizes:
         """Read the sizes from a ``TransformerConfig``, with the fewest replicas; else return one rank."""
-        names = {field.name: _NAMES_IN_CONFIG.get(field.name, field.name) for field in fields(cls)}
-        sizes = {ours: getattr(config, theirs) for ours, theirs in names.items() if hasattr(config, theirs)}
+        sizes = _fields_in(config, cls)
         return cls(**sizes, data_parallel_size=_fewest_replicas(config) if sizes else 1)
 
     def split_as(self, other: ParallelSizes) -> ParallelSizes:
@@ -189,8 +179,8 @@ class ParallelSizes:
 
     def config_fields(self) -> dict[str, Any]:
         """Return the fields of ``TransformerConfig`` that change the parameters of a rank."""
-        names = [*_GROUPS, *(name for name in _SPLIT if getattr(self, name))]
-        values = {_NAMES_IN_CONFIG.get(name, name): getattr(self, name) for name in names}
+        values = {_NAMES_IN_CONFIG.get(name, name): value for name, value in vars(self).items() if value}
+        del values["data_parallel_size"], values["context_parallel_size"]
         if isinstance(layout := self.pipeline_model_parallel_layout, tuple):
             values["pipeline_model_parallel_layout"] = [list(stage) for stage in layout]
         return values
@@ -213,6 +203,12 @@ class ParallelSizes:
     @property
     def _ranks_per_stage(self) -> int:
         return self.tensor_model_parallel_size * self.replicas
+
+
+def _fields_in(config: Any, cls: Any) -> dict[str, Any]:
+    """Return the fields of a class of this module that a ``TransformerConfig`` has, too."""
+    names = {field.name: _NAMES_IN_CONFIG.get(field.name, field.name) for field in fields(cls)}
+    return {ours: getattr(config, theirs) for ours, theirs in names.items() if hasattr(config, theirs)}
 
 
 def _require_at_least_one(sizes: Any, names: Iterable[str]) -> None:

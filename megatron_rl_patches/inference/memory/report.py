@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from .estimate import MemoryEstimate, StageEstimate
-from .training import Memory
+from .estimate import Memory, MemoryEstimate, StageEstimate
 
 _DECIMAL, _BINARY = ("B", "kB", "MB", "GB"), ("B", "KiB", "MiB", "GiB")
-PARTS = {field.name: field.name.replace("_", " ") for field in fields(Memory)}
+_PARTS = {field.name: field.name.replace("_", " ") for field in fields(Memory)}
 
 
 def rows(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
@@ -19,11 +18,11 @@ def rows(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
 
     Units are decimal (1 GB is 10⁹ bytes); the sum is also given in the binary one (1 GiB is 2³⁰ bytes).
     """
-    power = _power(max(memory.total for *_, memory in _memories(estimate.stages)))
-    parts = [f"{name} ({_DECIMAL[power]})" for name in PARTS.values()]
-    header = ("stage", "use", "where", *parts, f"total ({_DECIMAL[power]})", f"total ({_BINARY[power]})")
-    table: list[tuple[str, ...]] = [header]
-    for stage, use, where, memory in _memories(estimate.stages):
+    memories = list(_memories(estimate.stages))
+    power = _power(max(memory.total for *_, memory in memories))
+    columns = [f"{name} ({_DECIMAL[power]})" for name in (*_PARTS.values(), "total")]
+    table: list[tuple[str, ...]] = [("stage", "use", "where", *columns, f"total ({_BINARY[power]})")]
+    for stage, use, where, memory in memories:
         sizes = [size / 1000**power for size in (*asdict(memory).values(), memory.total)]
         sizes.append(memory.total / 1024**power)
         table.append((str(stage), use, where, *(f"{size:.2f}" if size else "-" for size in sizes)))
@@ -58,7 +57,7 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     labels = [f"{use}\n{where}" for _, use, where, _ in memories]
     figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
     bottoms = [0.0] * len(memories)
-    for part, name in PARTS.items():
+    for part, name in _PARTS.items():
         heights = [getattr(memory, part) / 1000**power for *_, memory in memories]
         if any(heights):
             axes.bar(labels, heights, bottom=bottoms, label=name, width=0.6)

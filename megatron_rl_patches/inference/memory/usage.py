@@ -9,7 +9,7 @@ import psutil
 import torch
 
 if TYPE_CHECKING:
-    from ..teachers.pool import TeacherPool
+    from ..teachers import TeacherPool
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class DeviceMemory:
     Attributes:
         index: of the device within this process.
         allocated: tensors of this process.
-        peak_allocated: the most that was allocated since the start or the last
-            ``torch.cuda.reset_peak_memory_stats()``.
+        peak_allocated: the most since the start or the last ``torch.cuda.reset_peak_memory_stats()``.
         reserved: what torch's allocator holds, tensors included.
     """
 
@@ -105,9 +104,8 @@ def memory_report(device: int | None = None, *, pool: TeacherPool | None = None)
         return MemoryReport(None, host, teachers)
     index = torch.cuda.current_device() if device is None else device
     allocated, peak = torch.cuda.memory_allocated(index), torch.cuda.max_memory_allocated(index)
-    reserved = torch.cuda.memory_reserved(index)
-    free, total = torch.cuda.mem_get_info(index)
-    return MemoryReport(DeviceMemory(index, allocated, peak, reserved, free, total), host, teachers)
+    sizes = allocated, peak, torch.cuda.memory_reserved(index), *torch.cuda.mem_get_info(index)
+    return MemoryReport(DeviceMemory(index, *sizes), host, teachers)
 
 
 def _gib(size: int) -> str:

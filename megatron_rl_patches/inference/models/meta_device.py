@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ...errors import one_line
-from .rng import cuda_rng_tracker
-from .thread_overrides import original_of, replaced_in_this_thread
-
-_lock = threading.Lock()
-#: For each open block the tracker that it uses, if a block has made it.
-_made_trackers: list[Any] = []
+from .isolation import original_of, replaced_in_this_thread, rng_tracker_that_does_not_fork
 
 
 class NeedsValuesError(RuntimeError):
@@ -30,13 +25,13 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     """Yield a list to which every ``Parameter`` is added that this thread creates inside.
 
     With ``on_meta`` they are on the meta device from the start. Buffers and plain tensors, such as the
-    inverse frequencies of rotary embeddings, are computed for real, which a ``torch.device("meta")`` context
-    would not do. Parameters of tensor subclasses (FP8 weights of TransformerEngine) are left as they are
-    made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
+    inverse frequencies of rotary embeddings, are computed for real, which is not so in a context of
+    ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of TransformerEngine) are left as
+    they are made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
 
     Megatron's constructors ask for the current CUDA device even if the model is for another one. Without
-    ``use_cuda`` the answer is the CPU, and there is no CUDA stream where CUDA is not initialized, so that no
-    CUDA context comes into being.
+    ``use_cuda`` the answer is the CPU. If CUDA is not initialized either, constructors get no CUDA streams,
+    so that no CUDA context comes into being.
     """
     created: list[Parameter] = []
 
@@ -87,36 +82,11 @@ def materialize(module: torch.nn.Module, device: torch.device) -> None:
                     f"holds another reference to {name} than modules do ({one_line(error)})"
                 ) from error
     for path, child in module.named_modules():
-        for name, value in {**vars(child), **child._buffers}.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+        # Parameters are real by now; buffers and other tensors may not be, also those in lists and dicts.
+        for name, value in {**child._buffers, **vars(child)}.items():
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value)):
                 name = f"{path}.{name}".lstrip(".")
                 raise NeedsValuesError(f"makes {name} from a weight while it builds the model")
-
-
-@contextmanager
-def rng_tracker_that_does_not_fork() -> Iterator[None]:
-    """Make ``fork()`` of Megatron's RNG tracker do nothing, in this thread, which may not have seeded it."""
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    with _lock:
-        before = cuda_rng_tracker()
-        tracker = megatron_random.get_cuda_rng_tracker()
-        is_made = before is None or tracker in _made_trackers
-        if is_made:
-            _made_trackers.append(tracker)
-    try:
-        with replaced_in_this_thread(tracker, "fork", lambda *args, **kwargs: nullcontext()):
-            yield
-    finally:
-        if is_made:
-            with _lock:
-                _made_trackers.remove(tracker)
-                # Blocks of other threads use the same tracker, so only the last one to end removes it. Code
-                # that seeds Megatron later can then choose its kind of tracker.
-                is_last = tracker not in _made_trackers and cuda_rng_tracker() is tracker
-                if is_last and not tracker.get_states():
-                    megatron_random._CUDA_RNG_STATE_TRACKER = None
-                    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
 
 
 # With tied embeddings and pipeline parallelism, the constructor moves the weight to the GPU and adds up the

@@ -6,6 +6,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from torch.nn import Module, Parameter
 
+from ...common.chunks import as_chunks
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
+from .isolation import preserved_rng, replaced_in_this_thread
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
     DTYPES,
@@ -28,17 +31,23 @@ from .provider import (
     pipeline_rank_and_size,
     require_inference_chunk,
     require_new_parameters,
-    without_training,
 )
-from .refusal import refuse_training
-from .rng import preserved_rng
-from .thread_overrides import replaced_in_this_thread
-
-__all__ = ["build_inference_model", "freeze", "without_training"]
 
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
 
-PreWrap = Callable[[list[Module]], "Sequence[Module] | None"]
+# Attribute of a chunk that only scores: its role, and the setting because of which it is one.
+_ROLE = "inference_only_role"
+# Methods of a DDP chunk that training loops call.
+_TRAINING_METHODS = (
+    "disable_forward_pre_hook",
+    "enable_forward_pre_hook",
+    "finish_grad_sync",
+    "no_sync",
+    "scale_gradients",
+    "start_grad_sync",
+    "start_param_sync",
+    "zero_grad_buffer",
+)
 
 
 def build_inference_model(
@@ -50,17 +59,16 @@ def build_inference_model(
     device: torch.device | str | None = None,
     virtual_pipeline_size: int | None = None,
     pg_collection: Any = None,
-    pre_wrap: PreWrap | None = None,
+    pre_wrap: Callable[[list[Module]], Sequence[Module] | None] | None = None,
     perform_initialization: bool = False,
 ) -> list[Module]:
     """Build a model that only scores: a teacher, a reference or a reward model.
 
     The chunks unwrap by ``.module`` and have the ``state_dict`` and ``sharded_state_dict`` keys of what
-    Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen. Parameters
-    are constructed on the meta device and get memory once, in their final dtype, so the peak is the
-    parameters alone. They are **not initialized** but filled with NaN: load a checkpoint before use. Methods
-    that training loops call on a chunk, such as ``zero_grad_buffer()`` and ``no_sync()``, raise
-    ``InferenceOnlyError``.
+    Megatron's ``get_model(..., wrap_with_ddp=False)`` returns; they are in eval mode and frozen, and methods
+    that training loops call on a chunk, such as ``no_sync()``, raise ``InferenceOnlyError``. Parameters get
+    memory once, in their final dtype, so the peak is the parameters alone. They are **not initialized** but
+    filled with NaN: load a checkpoint before use.
 
     Megatron's parallel groups must exist. No collective is started, so an error leaves no other rank hanging.
     Random streams are as before. Other threads may go on using torch meanwhile.
@@ -71,8 +79,7 @@ def build_inference_model(
             takes, as ``get_model`` of the installed release does. It should take ``config``. A
             method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
         config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
-            gradient scale and timers: one that is shared with a policy would run the policy's ``no_sync``
-            around the teacher's forward passes. The original is not touched.
+            gradient scale and timers, which are a policy's. The original is not touched.
         model_type: a ``megatron.core.enums.ModelType``; by default ``encoder_or_decoder``.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
@@ -102,7 +109,11 @@ def build_inference_model(
             "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
             "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
         )
-    target = _target_device(device, dtype)
+    if dtype not in DTYPES:
+        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
+    if device is None and not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     if perform_initialization and target.type == "meta":
         raise InvalidInputError(
             "perform_initialization=True with device='meta', which has no memory for weights"
@@ -140,34 +151,43 @@ def build_inference_model(
         if dtype != "fp32":
             chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
         correct_amax_history_if_needed(chunks)
-    freeze(chunks)
-    refuse_training(chunks, role="inference-only", setting="build_inference_model")
+    freeze(chunks, role="inference-only", setting="build_inference_model")
     return chunks
 
 
-def freeze(model: Sequence[Module]) -> None:
-    """Put the model in eval mode, and let no parameter require a gradient.
+def freeze(model: Sequence[Module], role: str, setting: str) -> None:
+    """Put the chunks in eval mode, let no parameter require a gradient, and have them refuse to train.
 
-    Call it again before scoring if the model may have been put in train mode.
+    Every method that a training loop calls on a DDP chunk raises ``InferenceOnlyError``. Errors name the
+    ``role`` of the model, and the ``setting`` or function because of which it only scores.
     """
     for chunk in model:
         chunk.eval()
         chunk.requires_grad_(False)
+        setattr(chunk, _ROLE, (role, setting))
+        for name in _TRAINING_METHODS:
+            setattr(chunk, name, partial(_refuse, role, setting, name))
+        chunk.requires_grad_ = partial(_stay_frozen, role, setting, chunk)  # type: ignore[method-assign]
 
 
-def _target_device(device: torch.device | str | None, dtype: str) -> torch.device:
-    if device is None and not torch.cuda.is_available():
-        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
-    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
-    if dtype not in DTYPES:
-        raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
-    on_nvidia = target.type == "cuda" and torch.version.hip is None
-    if dtype == "bf16" and on_nvidia and torch.cuda.get_device_capability(target) < (8, 0):
-        raise InvalidInputError(
-            f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
-            "use 'fp16' or 'fp32'"
-        )
-    return target
+def refuse_to_train(model: Any, action: str) -> None:
+    """Raise ``InferenceOnlyError`` if a chunk of the model only scores."""
+    for chunk in as_chunks(model):
+        if (reason := getattr(chunk, _ROLE, None)) is not None:
+            _refuse(*reason, action)
+
+
+def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> None:
+    raise InferenceOnlyError(
+        f"{action}: the model of role {role!r} only scores. Because of {setting} it was built without DDP, "
+        "gradient buffers and optimizer; if it is to train, change that and build it again."
+    )
+
+
+def _stay_frozen(role: str, setting: str, chunk: Module, requires_grad: bool = True) -> Module:
+    if requires_grad:
+        _refuse(role, setting, "requires_grad_(True)")
+    return Module.requires_grad_(chunk, False)
 
 
 def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> int | None:

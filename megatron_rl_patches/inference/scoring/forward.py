@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...common.chunks import as_chunks, unwrap
 from ...errors import InvalidInputError
 from ...losses import (
+    DeferredLogits,
+    OutputHead,
     TopKDistribution,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.logits.options import VocabParallelOptions
-from .hidden_states import hidden_states_of
-from .microbatches import Microbatch
+from ...losses.logits.arguments import VocabParallelOptions
+from ...losses.output_layer import is_column_parallel
+from .microbatches import Microbatch, range_of_wrong_ids
 from .schedule import Forward, Group, forward_only, raise_on_all_stages, vocabulary_of
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
@@ -90,19 +93,11 @@ def forward_log_probs(
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
 
-    scores = forward_only(
-        model,
-        microbatches,
-        score,
-        forward=forward,
-        vocab_size=vocab_size,
-        output_device=output_device,
-        progress=progress,
-    )
+    scores = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress)
     if scores is None:
         return None
-    log_probs, *entropies = zip(*scores, strict=True)
-    return Scores(list(log_probs), list(entropies[0]) if with_entropy else None)
+    log_probs, *entropies = map(list, zip(*scores, strict=True))
+    return Scores(log_probs, entropies[0] if with_entropy else None)
 
 
 def forward_topk(
@@ -114,7 +109,6 @@ def forward_topk(
     forward: Forward | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    allgather_cp: bool = False,
     output_device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> list[TopKDistribution] | None:
@@ -132,7 +126,6 @@ def forward_topk(
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
             with such ids, in the order of the results. Only the last stage reads it; other stages may pass
             ``None``, which is what this function returned to them.
-        allgather_cp: refused: under context parallelism the sequences are cut in zigzag.
 
     Returns:
         One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
@@ -144,11 +137,6 @@ def forward_topk(
             what the last one finds.
     """
     VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
-    if allgather_cp:
-        raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
-            "`forward` that returns the logits of whole sequences."
-        )
     most = vocab_size or vocabulary_of(model)
     if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
         raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
@@ -163,16 +151,8 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
 
-    samples = forward_only(
-        model,
-        microbatches,
-        score,
-        check=None if k is not None else partial(_problem_with_ids, at_ids, at is None, most),
-        forward=forward,
-        vocab_size=vocab_size,
-        output_device=output_device,
-        progress=progress,
-    )
+    check = None if k is not None else partial(_problem_with_ids, None if at is None else at_ids, most)
+    samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, check)
     return None if samples is None else [TopKDistribution(*sample) for sample in samples]
 
 
@@ -193,8 +173,8 @@ def forward_hidden_states(
         head = output_head(teacher)
         distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
 
-    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. No logits are
-    made, and nothing of a microbatch stays on the device after it.
+    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. Logits are
+    not materialized, and nothing of a microbatch stays on the device after it.
 
     Returns:
         Per sample ``[response_length, h]`` in the model's dtype, in the original order, on the last pipeline
@@ -215,24 +195,49 @@ def forward_hidden_states(
             problems.append(str(error))
             return (logits_tv.new_zeros(len(rows), 1),)
 
-    samples = forward_only(
-        model,
-        microbatches,
-        score,
-        forward=forward,
-        vocab_size=None,
-        output_device=output_device,
-        progress=progress,
-    )
+    samples = forward_only(model, microbatches, score, forward, None, output_device, progress)
     raise_on_all_stages(problems[0] if problems else None)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
+def hidden_states_of(logits_tv: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states ``[n, h]`` whose product some rows of a model's deferred logits are."""
+    if not isinstance(logits_tv, DeferredLogits) or logits_tv.divisor != 1 or not logits_tv.is_deferred:
+        raise InvalidInputError(
+            "the model's logits are not the product of hidden states with Megatron's own output layer, "
+            "so that hidden states do not say what they are: use a top-k."
+        )
+    hidden: torch.Tensor = logits_tv[rows].hidden_states()  # type: ignore[attr-defined]
+    return hidden
+
+
+def output_head(model: Model) -> OutputHead | None:
+    """Return this rank's part of a model's output layer; ``None`` on stages other than the last.
+
+    It is the model's own memory, not a copy: see :meth:`.TeacherPool.head` for teachers that are swapped.
+
+    Raises:
+        InvalidInputError: the output layer is not Megatron's own.
+    """
+    chunk = unwrap(as_chunks(model)[-1])
+    if not getattr(chunk, "post_process", True):
+        return None
+    layer = getattr(chunk, "output_layer", None)
+    if layer is None or not is_column_parallel(layer):
+        raise InvalidInputError(
+            f"the output layer of {type(chunk).__name__} is {type(layer).__name__}. Expected: Megatron's "
+            "ColumnParallelLinear."
+        )
+    weight = chunk.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    bias = None if layer.skip_bias_add or layer.bias is None else layer.bias.detach()
+    return OutputHead(weight.detach(), bias)
+
+
 def _problem_with_ids(
-    at: Sequence[torch.Tensor], is_none: bool, vocabulary: int | None, batches: Sequence[Microbatch]
+    at: Sequence[torch.Tensor] | None, vocabulary: int | None, batches: Sequence[Microbatch]
 ) -> str | None:
     """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
-    if is_none:
+    if at is None:
         return "pass k or `at`: they say which tokens of the vocabulary to score."
     lengths: dict[int, int] = {}
     for batch in batches:
@@ -248,10 +253,8 @@ def _problem_with_ids(
                 f"`at` of sample {index} is {list(ids_nk.shape)}. Expected: [{lengths[index]}, "
                 f"{at[0].shape[1]}]: the tokens of its response, and the same K for all samples."
             )
-        lowest, highest = torch.aminmax(ids_nk) if ids_nk.numel() else (0, 0)
-        if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
-            end = "?" if vocabulary is None else vocabulary - 1
-            return f"`at` of sample {index} has ids {lowest} to {highest}. Expected: 0 to {end}."
+        if wrong := range_of_wrong_ids(ids_nk, vocabulary):
+            return f"`at` of sample {index} has ids {wrong}."
     return None
 
 

@@ -130,14 +130,19 @@ def _check_tokens(
             f"tokens are {tokens_bs.shape[1]} wide. Expected: a multiple of {multiple} "
             f"({' × '.join(reasons)}); pad them on the right."
         )
-    lowest, highest = (int(extreme) for extreme in torch.aminmax(tokens_bs))
     # Vocabulary-parallel embeddings silently use zeros for such a token.
-    if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+    if wrong := range_of_wrong_ids(tokens_bs, vocabulary):
         raise InvalidInputError(
-            f"token ids are {lowest} to {highest}. Expected: 0 to "
-            f"{'?' if vocabulary is None else vocabulary - 1}; is this the tokenizer of this model, and is "
-            "the padding a valid token?"
+            f"token ids are {wrong}; is this the tokenizer of this model, and is the padding a valid token?"
         )
+
+
+def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
+    """Return lowest and highest id, and what was expected, if one is not of the vocabulary; else nothing."""
+    lowest, highest = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
+    if lowest >= 0 and (vocabulary is None or highest < vocabulary):
+        return ""
+    return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
 def _integers(values: Any, default: list[int] | None = None) -> list[int]:

@@ -19,10 +19,9 @@ from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
-from ...losses.objectives.full_distribution import copied_to
+from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
-from ..models.meta_device import rng_tracker_that_does_not_fork
-from ..models.rng import cuda_rng_tracker
+from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -37,12 +36,11 @@ def forward_only(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     microbatches: Sequence[Mapping[str, Any]],
     score: Score,
-    *,
-    check: Callable[[Sequence[Microbatch]], str | None] | None = None,
     forward: Forward | None,
     vocab_size: int | None,
     output_device: torch.device | str,
     progress: bool,
+    check: Callable[[Sequence[Microbatch]], str | None] | None = None,
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
@@ -62,13 +60,12 @@ def forward_only(
     if vocab_size is not None and not 0 < vocab_size <= (padded_size or vocab_size):
         raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     batches = parse_microbatches(
         microbatches,
         packing=forward is not None,
         vocabulary=vocab_size or padded_size,
-        sequence_parallel_size=(
-            parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
-        ),
+        sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
         cp_rank=context_parallel.rank,
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
@@ -106,14 +103,9 @@ def forward_only(
                 bar.update()
             if not _attribute(chunk, "post_process", True):
                 return output, None
-            parts, group = _scored(output, batch, chunk, score, vocab_size), context_parallel.group
-            scores = [
-                [
-                    copied_to(of_sample, output_device)
-                    for of_sample in batch.layout.gather_responses(part, group)
-                ]
-                for part in parts
-            ]
+            parts = _scored(output, batch, chunk, score, vocab_size)
+            responses = [batch.layout.gather_responses(part, context_parallel.group) for part in parts]
+            scores = [[copied_to(one, output_device) for one in samples] for samples in responses]
             # Return a dummy: the schedule would keep the logits while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
 
@@ -138,7 +130,7 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
 
 
 def raise_on_all_stages(problem: str | None) -> None:
-    """Raise what the last stage objects to on all stages, which would otherwise wait for it forever."""
+    """Raise the problem of the last pipeline stage on all stages; the others would wait for it forever."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         problems = [problem]
         torch.distributed.broadcast_object_list(
@@ -161,11 +153,8 @@ class _ContextParallel(NamedTuple):
     @classmethod
     def of_groups(cls) -> _ContextParallel:
         size = parallel_state.get_context_parallel_world_size()
-        if size == 1:
-            return cls()
-        return cls(
-            parallel_state.get_context_parallel_rank(), size, parallel_state.get_context_parallel_group()
-        )
+        group = parallel_state.get_context_parallel_group() if size > 1 else None
+        return cls(parallel_state.get_context_parallel_rank(), size, group)
 
     def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
@@ -242,12 +231,10 @@ def _by_sample(
     batches: Sequence[Microbatch], scores: Sequence[Sequence[Sequence[torch.Tensor]]]
 ) -> list[tuple[torch.Tensor, ...]]:
     """Put the scores of the samples of all batches in the original order."""
-    samples = [
-        (index, of_sample)
-        for batch, kinds in zip(batches, scores, strict=True)
-        for index, of_sample in zip(batch.indices, zip(*kinds, strict=True), strict=True)
-    ]
-    return [of_sample for _, of_sample in sorted(samples, key=lambda pair: pair[0])]
+    samples: dict[int, tuple[torch.Tensor, ...]] = {}
+    for batch, kinds in zip(batches, scores, strict=True):
+        samples |= zip(batch.indices, zip(*kinds, strict=True), strict=True)
+    return [samples[index] for index in range(len(samples))]
 
 
 def _attribute(chunk: torch.nn.Module, name: str, default: Any) -> Any:

@@ -1,0 +1,145 @@
+"""What building and scoring a model must not change for the rest of the process.
+
+These are the random streams, and functions of torch and Megatron that have to do something else for a while:
+they do so in one thread only.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...common.scopes import Scope, restore, snapshot
+
+_lock = threading.Lock()
+_Place = tuple[int, str]
+#: The functions that somebody replaces now, by the identity of their owner and their name.
+_replaced: dict[_Place, _Replaced] = {}
+#: What the current thread calls in their place.
+_substitutes: Scope[Mapping[_Place, Callable[..., Any]]] = Scope("substitutes")
+#: For each open :func:`rng_tracker_that_does_not_fork` its tracker, if such a block has made it.
+_made_trackers: list[Any] = []
+
+
+@contextmanager
+def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any]) -> Iterator[None]:
+    """Call ``substitute`` in place of the function ``owner.name``, in the calling thread only.
+
+    The attribute itself belongs to all threads, so it holds a function that asks which thread is calling.
+    Blocks of several threads may overlap in any order, and blocks of one thread may nest: the first to
+    begin installs that function, and the last to end puts back the very object that was there before.
+
+    The substitute reaches the original through :func:`original_of`.
+    """
+    place = id(owner), name
+    with _lock:
+        if place not in _replaced:
+            _replaced[place] = _Replaced(owner, name)
+        _replaced[place].blocks += 1
+    try:
+        with _substitutes.enter({**(_substitutes.get() or {}), place: substitute}):
+            yield
+    finally:
+        with _lock:
+            _replaced[place].blocks -= 1
+            if _replaced[place].blocks == 0:
+                _replaced.pop(place).put_back()
+
+
+def original_of(owner: Any, name: str) -> Callable[..., Any]:
+    """Return the function that other threads call while :func:`replaced_in_this_thread` is in force."""
+    return _replaced[id(owner), name].original
+
+
+class _Replaced:
+    """The function at ``owner.name``, which at least one thread replaces."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+        self.blocks = 0
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self._before = snapshot(owner, name)
+        place, original = (id(owner), name), self.original
+
+        @wraps(original)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (_substitutes.get() or {}).get(place, original)(*args, **kwargs)
+
+        is_static = name == "__new__" or isinstance(self._before[name], staticmethod)
+        self._installed = staticmethod(choose) if is_static else choose
+        setattr(owner, name, self._installed)
+
+    def put_back(self) -> None:
+        """Put the original back, unless somebody has wrapped the function meanwhile: then it stays, idle."""
+        if vars(self.owner).get(self.name) is self._installed:
+            restore(self.owner, self._before)
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Put every random stream back at the end, also if the body raises.
+
+    It covers the global generators of Python, numpy and torch (CPU, and CUDA on the device that is current at
+    entry, if there is a CUDA context), and the streams of Megatron's CUDA RNG tracker, be they tensors or
+    generators. Numbers that another thread draws meanwhile are drawn again later.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    tracker = cuda_rng_tracker()
+    tracked = {} if tracker is None else tracker.get_states()
+    # Drawing changes a generator in place, so its state is copied.
+    moving = {state: state.get_state() for state in tracked.values() if isinstance(state, torch.Generator)}
+    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_cuda else []):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for generator, state in moving.items():
+            generator.set_state(state)
+        # The tracker may have been made within the block.
+        if (tracker := cuda_rng_tracker()) is not None:
+            if tracked:
+                tracker.set_states(tracked)
+            elif tracker.get_states():
+                tracker.reset()
+
+
+def cuda_rng_tracker() -> Any:
+    """Return Megatron's tracker if there is one; Megatron's own getter would create it and fix its class."""
+    random_module = sys.modules.get("megatron.core.tensor_parallel.random")
+    return getattr(random_module, "_CUDA_RNG_STATE_TRACKER", None)
+
+
+@contextmanager
+def rng_tracker_that_does_not_fork() -> Iterator[None]:
+    """Make ``fork()`` of Megatron's RNG tracker do nothing, in this thread, which may not have seeded it."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    with _lock:
+        before = cuda_rng_tracker()
+        tracker = megatron_random.get_cuda_rng_tracker()
+        is_made = before is None or tracker in _made_trackers
+        if is_made:
+            _made_trackers.append(tracker)
+    try:
+        with replaced_in_this_thread(tracker, "fork", lambda *args, **kwargs: nullcontext()):
+            yield
+    finally:
+        if is_made:
+            with _lock:
+                _made_trackers.remove(tracker)
+                # Blocks of other threads use the same tracker, so only the last one to end removes it. Code
+                # that seeds Megatron later can then choose its kind of tracker.
+                is_last = tracker not in _made_trackers and cuda_rng_tracker() is tracker
+                if is_last and not tracker.get_states():
+                    megatron_random._CUDA_RNG_STATE_TRACKER = None
+                    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False

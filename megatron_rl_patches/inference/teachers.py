@@ -1,0 +1,277 @@
+"""Several teachers in the device memory of one: weights wait in host memory and are swapped in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..common.chunks import as_chunks
+from ..errors import InvalidInputError
+from ..losses import OutputHead
+from .weights import HostCopy, Layout, checksum, describe, differences, layout_of, named_weights, prefixes
+
+Model = torch.nn.Module | Sequence[torch.nn.Module]
+StateDict = Mapping[str, Any]
+#: Where a teacher's weights come from; see :meth:`TeacherPool.add`.
+Source = str | os.PathLike[str] | StateDict | Sequence[StateDict] | Callable[[Any], Any]
+
+
+class TeacherPool:
+    """Homogeneous teachers that share one inference-only model.
+
+    Device memory is the model's, however many teachers there are; each teacher takes its bytes in host memory
+    (pinned if the model is on a GPU). Parameters keep their storages: CUDA graphs stay valid. ::
+
+        pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
+        pool.add("math", "checkpoints/math")
+        pool.add("code", "checkpoints/code")
+        with pool.use("code") as model:
+            scores = forward_log_probs(model, microbatches)
+
+    **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
+    the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
+    copy a turn. **If the model holds weights of its own**, no teacher's, the outermost ``use`` saves them in
+    host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
+    them, are not saved.
+
+    **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first reads
+    the weights once in the model's own memory and compares a checksum, as loaders may have changed them in
+    ways that torch does not count (``parameter.data.copy_``). The CPU waits for that sum, but not for the
+    copy, which is queued on the current CUDA stream, after what was computed with the former weights and
+    before what comes next.
+
+    The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
+    one thread.
+
+    Args:
+        model: model chunk, or list of chunks, frozen.
+
+    Raises:
+        InferenceOnlyError: a parameter requires grad; also later, if it does by then.
+        InvalidInputError: a parameter has no plain memory (meta device, quantized tensor classes).
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._chunks = list(as_chunks(model))
+        self._teachers: dict[str, HostCopy] = {}
+        self._heads: dict[HostCopy, OutputHead | None] = {}
+        self._in_use: tuple[str, ...] = ()
+        # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
+        self._resident: HostCopy | None = None
+        self._versions: list[int] = []
+        # A copy into the model began and did not end: its weights are a mix.
+        self._partially_written = False
+        layout = layout_of(self._chunks)
+        # Tensors without memory, to compare with.
+        self._expected = {name: weight.to("meta") for name, weight in layout.weights.items()}
+        self._sizes = [len(storage) for storage in layout.storages]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the teachers, in the order in which they were added."""
+        return list(self._teachers)
+
+    def __len__(self) -> int:
+        return len(self._teachers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._teachers
+
+    @property
+    def resident(self) -> str | None:
+        """The teacher whose weights the model holds; ``None`` if they are no teacher's."""
+        resident = self._resident_copy()
+        return next((name for name, copy in self._teachers.items() if copy is resident), None)
+
+    def add(self, name: str, source: Source | None = None) -> None:
+        """Add a teacher. Afterwards, also if this raises, the model holds the same weights as before.
+
+        A model that held nothing but NaN keeps the new teacher.
+
+        Args:
+            name: the name for :meth:`use`.
+            source: its weights. ``None``: a copy of those that the model holds now; a path: a checkpoint,
+                loaded with ``exact`` on all ranks together; ``chunk.state_dict()``, or one per chunk; or a
+                function that takes the model and loads weights into it, which may convert them.
+
+        Raises:
+            InvalidInputError: the name is taken; weights differ in name, shape or dtype; or the model holds
+                no weights, only NaN.
+            CheckpointError: the checkpoint cannot be loaded, or is of other names, shapes or dtypes.
+        """
+        if name in self._teachers:
+            raise InvalidInputError(
+                f"there is a teacher {name!r} already: remove it first, or choose another name."
+            )
+        if source is None:
+            if not self._holds_weights():
+                raise InvalidInputError(
+                    "the model holds nothing to add, only NaN or what an interrupted swap left: "
+                    "pass a source."
+                )
+            self._add_held(name)
+            return
+        load = self._loader(source)
+        before = self._snapshot()
+        self._resident, self._partially_written = None, True
+        try:
+            load(self.model)
+            self._add_held(name)
+        finally:
+            if before is not None:
+                self._write(before)
+
+    def remove(self, name: str) -> None:
+        """Drop a teacher and its host memory. If the model holds its weights they stay, as no teacher's."""
+        copy = self._teacher(name)
+        if name in self._in_use:
+            raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
+        del self._teachers[name]
+        self._heads.pop(copy, None)
+        if self._resident is copy:
+            self._resident = None
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Any]:
+        """Yield the model with the weights of a teacher; not a collective: each rank swaps its own shard."""
+        copy = self._teacher(name)
+        before = self._snapshot()
+        outer = self._in_use
+        try:
+            self._in_use = (*outer, name)
+            if copy is not before:
+                self._write(copy)
+            yield self.model
+        finally:
+            self._in_use = outer
+            is_to_be_put_back = outer or before not in self._teachers.values()
+            if before is not None and is_to_be_put_back and before is not self._resident_copy():
+                self._write(before)
+
+    def head(self, name: str, device: torch.device | str | None = None) -> OutputHead | None:
+        """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
+
+        The pool keeps it: ``V / tp * h`` numbers on the device for each teacher that was asked for, see
+        :attr:`head_bytes`.
+
+        Args:
+            name: the teacher.
+            device: where it is kept from the first call on; by default that of the model. From ``"cpu"`` a
+                loss brings one tile's part at a time to the device.
+
+        Returns:
+            This rank's part; ``None`` on pipeline stages other than the last.
+
+        Raises:
+            InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.
+        """
+        copy = self._teacher(name)
+        if copy not in self._heads:
+            from .scoring.forward import output_head
+
+            with self.use(name) as model:
+                head = output_head(model)
+                self._heads[copy] = None if head is None else head.copied_to(device or head.weight.device)
+        return self._heads[copy]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights of all teachers, in host memory."""
+        return sum(copy.nbytes for copy in self._teachers.values())
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the output layers that :meth:`head` has copied."""
+        return sum(head.nbytes for head in self._heads.values() if head is not None)
+
+    def _teacher(self, name: str) -> HostCopy:
+        if name not in self._teachers:
+            known = ", ".join(map(repr, self._teachers)) or "none"
+            raise InvalidInputError(f"there is no teacher {name!r}. Added so far: {known}.")
+        return self._teachers[name]
+
+    def _layout(self) -> Layout:
+        """Return where the weights are now; the model must be as it was when the pool was made."""
+        layout = layout_of(self._chunks)
+        difference = describe(differences(layout.weights, self._expected, "the changed model"))
+        if not difference and [len(storage) for storage in layout.storages] != self._sizes:
+            difference = "other weights share memory"
+        if difference:
+            raise InvalidInputError(
+                f"the model is no longer the one that this pool was made for: {difference}."
+            )
+        return layout
+
+    def _holds_weights(self) -> bool:
+        """Return whether there are weights that would be lost: neither a mix nor NaN throughout."""
+        return not self._partially_written and not all(
+            parameter.is_floating_point() and parameter.element_size() > 1 and bool(parameter.isnan().all())
+            for chunk in self._chunks
+            for parameter in chunk.parameters()
+        )
+
+    def _resident_copy(self) -> HostCopy | None:
+        """Return the teacher's copy that the model holds, unless its weights have been changed since."""
+        if self._resident is not None:
+            layout = self._layout()
+            # Version counters do not see what is written by way of ``.data``, which many loaders do.
+            if layout.versions != self._versions or checksum(layout.storages) != self._resident.checksum:
+                self._resident = None
+        return self._resident
+
+    def _snapshot(self) -> HostCopy | None:
+        """Return a host copy of the current weights; ``None`` if they are all NaN or partially written."""
+        resident = self._resident_copy()
+        if resident is None and self._holds_weights():
+            return HostCopy(self._layout().storages)
+        return resident
+
+    def _add_held(self, name: str) -> None:
+        self._teachers[name] = copy = HostCopy(self._layout().storages)
+        self._set_resident(copy)
+
+    def _write(self, copy: HostCopy) -> None:
+        storages = self._layout().storages
+        # Ctrl-C, for one, can end a copy early.
+        self._resident, self._partially_written = None, True
+        copy.copy_to(storages)
+        self._set_resident(copy)
+
+    def _set_resident(self, copy: HostCopy) -> None:
+        self._resident = copy if copy in self._teachers.values() else None
+        self._versions = self._layout().versions
+        self._partially_written = False
+
+    def _loader(self, source: Source) -> Callable[[Any], Any]:
+        if isinstance(source, (str, os.PathLike)):
+            from .checkpoints.load import load_inference_checkpoint
+
+            path = source
+            return lambda model: load_inference_checkpoint(model, path, exact=True)
+        if callable(source):
+            return source
+        states = [source] if isinstance(source, Mapping) else list(source)
+        if len(states) != len(self._chunks):
+            raise InvalidInputError(
+                f"{len(states)} state dicts for {len(self._chunks)} model chunks: pass one each."
+            )
+        weights = {
+            prefix + name: weight
+            for prefix, state in zip(prefixes(len(states)), states, strict=True)
+            for name, weight in state.items()
+            if isinstance(weight, torch.Tensor) and not name.endswith("_extra_state")
+        }
+        if difference := describe(differences(weights, self._expected, "the state dict")):
+            raise InvalidInputError(f"the state dict is of another model: {difference}.")
+
+        def load(model: Any) -> None:
+            with torch.no_grad():
+                for name, weight in named_weights(self._chunks):
+                    weight.copy_(weights[name])
+
+        return load

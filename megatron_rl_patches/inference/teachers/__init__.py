@@ -1,1 +1,0 @@
-"""Several sets of weights that take turns in one model."""

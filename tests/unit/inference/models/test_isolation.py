@@ -1,0 +1,97 @@
+"""preserved_rng: every random stream goes on where it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+
+from megatron_rl_patches.inference.models.isolation import preserved_rng
+from megatron_rl_patches.testing import cpu_backend
+
+
+@pytest.fixture
+def no_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
+    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
+
+
+@pytest.fixture
+def tracker(no_tracker: None) -> Iterator[Any]:
+    with cpu_backend():
+        tracker = megatron_random.get_cuda_rng_tracker()
+        tracker.add("dropout", 123)
+        yield tracker
+
+
+def _drawn_from(tracker: Any) -> float:
+    with tracker.fork("dropout"):
+        return torch.rand(()).item()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_generators_of_the_process(raises: bool, no_tracker: None) -> None:
+    with suppress(KeyError), preserved_rng():
+        expected = (random.random(), np.random.rand(), torch.rand(()).item())
+        if raises:
+            raise KeyError
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert megatron_random._CUDA_RNG_STATE_TRACKER is None, "there was none, and it made one"
+
+
+@pytest.mark.parametrize("seeded_anew", [False, True])
+def test_megatrons_tracker(seeded_anew: bool, tracker: Any) -> None:
+    with preserved_rng():
+        expected = _drawn_from(tracker)
+        if seeded_anew:
+            tracker.reset()
+            tracker.add("dropout", 7)
+            tracker.add("another", 8)
+    assert _drawn_from(tracker) == expected
+    assert set(tracker.get_states()) == {"dropout"}
+
+
+def test_a_tracker_that_is_not_seeded_before_is_not_after(tracker: Any) -> None:
+    tracker.reset()
+    with preserved_rng():
+        tracker.add("dropout", 7)
+    assert not tracker.is_initialized()
+
+
+def test_generators_for_cuda_graphs_move_in_place(tracker: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    tracker.set_states({"dropout": generator})
+    with preserved_rng():
+        expected = torch.rand((), generator=generator)
+    assert tracker.get_states() == {"dropout": generator}
+    assert torch.equal(torch.rand((), generator=generator), expected)
+
+
+def test_creates_no_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touched(*args: object) -> None:
+        raise AssertionError("this would initialize CUDA")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("current_device", "get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+    with preserved_rng():
+        pass
+
+
+def test_the_cuda_device_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    states, current = {0: "a", 1: "b"}, 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    with preserved_rng():
+        states[1], current = "moved on", 0
+    assert states == {0: "a", 1: "b"}

@@ -1,0 +1,328 @@
+"""``TeacherPool`` on small plain modules: what is resident when, bit for bit, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
+from megatron_rl_patches.inference import TeacherPool
+from megatron_rl_patches.inference import weights as _weights
+from megatron_rl_patches.inference.weights import HostCopy
+
+
+class Net(torch.nn.Module):
+    """Tied weights, several dtypes, a persistent and a non-persistent buffer, an empty parameter."""
+
+    def __init__(self, seed: int = 0, width: int = 5) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.embedding = torch.nn.Parameter(torch.randn(3, width, generator=generator))
+        self.head = self.embedding
+        self.scale = torch.nn.Parameter(torch.randn(7, generator=generator).bfloat16())
+        self.empty = torch.nn.Parameter(torch.empty(0))
+        self.register_buffer("expert_bias", torch.randn(4, generator=generator))
+        self.register_buffer("scratch", torch.randn(2, generator=generator), persistent=False)
+        self.requires_grad_(False)
+
+
+STATES = {name: Net(seed).state_dict() for seed, name in enumerate(("own", "a", "b", "c"))}
+# A NaN with a payload, which arithmetic would lose.
+STATES["a"]["embedding"].view(torch.int32)[0, 0] = 0x7FC12345
+
+
+def holds(model: torch.nn.Module, name: str) -> bool:
+    state = model.state_dict()
+    return all(
+        torch.equal(state[key].view(torch.uint8), value.view(torch.uint8))
+        for key, value in STATES[name].items()
+        if value.numel()
+    )
+
+
+@pytest.fixture
+def model() -> Net:
+    return Net(0)
+
+
+@pytest.fixture
+def pool(model: Net) -> TeacherPool:
+    """Three teachers; the model holds weights of its own."""
+    pool = TeacherPool(model)
+    for name in ("a", "b", "c"):
+        pool.add(name, STATES[name])
+    return pool
+
+
+def copies() -> Any:
+    return mock.patch.object(HostCopy, "copy_to", autospec=True, side_effect=HostCopy.copy_to)
+
+
+def test_nested_uses_put_back_what_the_outer_ones_had(pool: TeacherPool, model: Net) -> None:
+    with pytest.raises(ZeroDivisionError), pool.use("a"):
+        with pytest.raises(KeyError), pool.use("b"):
+            with pool.use("a"), pool.use("a") as used:
+                assert used is model and holds(model, "a") and pool.resident == "a"
+            assert holds(model, "b")
+            raise KeyError
+        assert holds(model, "a")
+        raise ZeroDivisionError
+    assert holds(model, "own") and pool.resident is None
+
+
+def test_taking_turns_costs_one_copy_a_turn(pool: TeacherPool, model: Net) -> None:
+    pool.add("own")
+    with copies() as copy_to, mock.patch.object(HostCopy, "__init__") as snapshot:
+        for name in ("a", "a", "b", "a"):
+            with pool.use(name), pool.use(name):
+                assert holds(model, name)
+            assert holds(model, name) and pool.resident == name
+    assert copy_to.call_count == 3
+    snapshot.assert_not_called()
+
+
+# How loaders set one weight; without one: all of them by ``load_state_dict``.
+SETTERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object] | None] = {
+    "in place": torch.Tensor.copy_,
+    "into data": lambda weight, value: weight.data.copy_(value),
+    "other data": lambda weight, value: setattr(weight, "data", value),
+    "assigned": None,
+}
+
+
+@pytest.mark.parametrize("how", SETTERS)
+def test_weights_are_noticed_however_they_are_loaded(how: str, model: Net) -> None:
+    @torch.no_grad()
+    def load(model: Net, state: Mapping[str, torch.Tensor]) -> None:
+        if (setter := SETTERS[how]) is None:
+            model.load_state_dict(state, assign=True)
+        else:
+            for name, weight in model.state_dict(keep_vars=True).items():
+                setter(weight, state[name])
+
+    pool = TeacherPool(model)
+    for name in ("a", "b", "c"):
+        load(model, deepcopy(STATES[name]))
+        pool.add(name)
+    for name in ("b", "a", "c"):
+        with pool.use(name):
+            assert holds(model, name)
+    load(model, deepcopy(STATES["own"]))  # where the pool has left c
+    pool.add("d", STATES["a"])
+    assert holds(model, "own")
+    pool.add("own")
+    load(model, deepcopy(STATES["b"]))
+    with pool.use("own"):
+        assert holds(model, "own")
+        load(model, deepcopy(STATES["a"]))
+        assert pool.resident is None
+        with pool.use("own"):
+            assert holds(model, "own")
+        assert holds(model, "a")
+    assert holds(model, "b") and pool.resident is None
+
+
+def test_rows_that_change_places_are_noticed() -> None:
+    model = torch.nn.Linear(256, 64).requires_grad_(False)
+    pool, before = TeacherPool(model), model.weight.clone()
+    pool.add("a")
+    with pool.use("a"):
+        pass
+    model.weight.data.copy_(before.flip(0))
+    with pool.use("a"):
+        assert torch.equal(model.weight, before)
+
+
+def test_parameters_keep_their_storages_and_buffers_outside_the_state(pool: TeacherPool, model: Net) -> None:
+    before = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    scratch = model.scratch.clone()
+    with pool.use("a"):
+        assert model.head is model.embedding
+        assert torch.equal(model.scratch, scratch)
+    assert [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())] == before
+
+
+def test_a_model_that_was_built_and_not_loaded_has_nothing_to_lose(model: Net) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    pool = TeacherPool(model)
+    with pytest.raises(InvalidInputError, match="nothing to add, only NaN"):
+        pool.add("own")
+    pool.add("a", STATES["a"])
+    assert pool.resident == "a"
+    pool.add("b", STATES["b"])
+    assert pool.resident == "a" and holds(model, "a")
+    with copies() as copy_to, pool.use("b"):
+        pass
+    assert copy_to.call_count == 1 and holds(model, "b")
+
+
+# -- adding and removing
+
+
+def test_sources(model: Net) -> None:
+    pool = TeacherPool([model])
+    pool.add("own")
+    assert pool.resident == "own"
+    pool.add("a", [STATES["a"] | {"layer._extra_state": torch.zeros(3, dtype=torch.uint8)}])
+    pool.add("b", lambda chunks: chunks[0].load_state_dict(STATES["b"]))
+    with mock.patch(
+        "megatron_rl_patches.inference.checkpoints.load.load_inference_checkpoint",
+        lambda chunks, path, exact: exact and chunks[0].load_state_dict(STATES[path.name]),
+    ):
+        pool.add("c", Path("checkpoints/c"))
+    assert holds(model, "own") and pool.resident == "own"
+    for name in pool.names:
+        with pool.use(name) as chunks:
+            assert holds(chunks[0], name)
+
+
+def test_names_of_the_same_weights_do_not_depend_on_each_other(model: Net) -> None:
+    pool = TeacherPool(model)
+    pool.add("one")
+    pool.add("two")
+    pool.remove("one")
+    assert pool.resident == "two"
+    with pool.use("two"):
+        assert holds(model, "own")
+
+
+def test_a_loader_that_fails_leaves_the_weights(pool: TeacherPool, model: Net) -> None:
+    def fail(model: Net) -> None:
+        model.scale.fill_(0)
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        pool.add("d", fail)
+    assert holds(model, "own") and "d" not in pool
+    with pool.use("a"):
+        with pytest.raises(OSError, match="disk"):
+            pool.add("d", fail)
+        assert holds(model, "a") and pool.resident == "a"
+
+
+def test_state_dicts_of_other_models_are_refused_with_the_difference(pool: TeacherPool, model: Net) -> None:
+    state = dict(STATES["a"])
+    state["extra"] = torch.zeros(2)
+    state["scale"] = state["scale"].float()
+    state["expert_bias"] = torch.zeros(5)
+    del state["head"]
+    with pytest.raises(InvalidInputError) as refused:
+        pool.add("d", state)
+    for part in (
+        "missing in the state dict (1): head;",
+        "unexpected in the state dict (1): extra;",
+        "of another shape (1): expert_bias is [5] in the state dict and [4] in the model",
+        "of another dtype (1): scale is torch.float32 in the state dict and torch.bfloat16 in the model",
+    ):
+        assert part in str(refused.value)
+    with pytest.raises(InvalidInputError, match="2 state dicts for 1 model chunks"):
+        pool.add("d", [STATES["a"], STATES["b"]])
+    assert "d" not in pool and holds(model, "own")
+
+
+def test_a_loader_that_changes_the_model_is_refused(pool: TeacherPool, model: Net) -> None:
+    def to_float32(model: Net) -> None:
+        model.scale.data = model.scale.data.float()
+
+    with pytest.raises(InvalidInputError, match=r"scale is torch\.float32 in the changed model"):
+        pool.add("d", to_float32)
+
+
+@pytest.mark.parametrize("container", [list, torch.nn.ModuleList])
+def test_chunks_are_told_apart(container: Any) -> None:
+    chunks = container([Net(0), Net(2)])
+    pool = TeacherPool(chunks)
+    pool.add("own")
+    pool.add("swapped", [STATES["a"], STATES["own"]])
+    with pool.use("swapped"):
+        assert holds(chunks[0], "a") and holds(chunks[1], "own")
+    with pool.use("own"):
+        assert holds(chunks[0], "own") and holds(chunks[1], "b")
+    with pytest.raises(InvalidInputError, match=r"chunk 1: embedding is \[3, 6\]"):
+        pool.add("wider", [STATES["a"], Net(0, width=6).state_dict()])
+
+
+def test_names(pool: TeacherPool) -> None:
+    assert (pool.names, len(pool), "a" in pool, "x" in pool) == (["a", "b", "c"], 3, True, False)
+    with pytest.raises(InvalidInputError, match=r"no teacher 'x'.*'a', 'b', 'c'"), pool.use("x"):
+        pass
+    with pytest.raises(InvalidInputError, match="there is a teacher 'a' already"):
+        pool.add("a", STATES["a"])
+
+
+def test_removed_weights_are_dropped_unless_they_are_still_needed(pool: TeacherPool, model: Net) -> None:
+    pool.remove("b")
+    assert pool.names == ["a", "c"]
+    with pool.use("a"), pytest.raises(InvalidInputError, match="'a' is in use"):
+        pool.remove("a")
+    pool.add("own")
+    with pool.use("c"):
+        pool.remove("own")
+        assert holds(model, "c")
+    assert holds(model, "own") and pool.resident is None
+
+
+# -- interruptions
+
+
+def test_an_interrupted_swap_is_undone_where_weights_would_be_lost(pool: TeacherPool, model: Net) -> None:
+    copy_to, interrupt = HostCopy.copy_to, [False, True]
+
+    def half(copy: HostCopy, storages: Any) -> None:
+        if interrupt.pop():
+            copy_to(copy, storages[:1])
+            raise KeyboardInterrupt
+        copy_to(copy, storages)
+
+    with mock.patch.object(HostCopy, "copy_to", half), pytest.raises(KeyboardInterrupt), pool.use("a"):
+        pass
+    assert holds(model, "own")
+
+
+# -- models that a pool cannot have
+
+
+def test_models_that_train_are_refused(pool: TeacherPool, model: Net) -> None:
+    with pytest.raises(InferenceOnlyError, match="weight requires grad"):
+        TeacherPool(torch.nn.Linear(2, 2))
+    model.requires_grad_(True)
+    with pytest.raises(InferenceOnlyError, match="embedding requires grad"), pool.use("a"):
+        pass
+
+
+def test_weights_without_memory_or_without_versions_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"weight \(Parameter on meta\) has no plain memory"):
+        TeacherPool(torch.nn.Linear(2, 2, device="meta").requires_grad_(False))
+    with torch.inference_mode():
+        model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(InvalidInputError, match=r"weight was made under torch.inference_mode\(\)"):
+        TeacherPool(model)
+
+
+def test_a_model_that_changed_is_refused(pool: TeacherPool, model: Net) -> None:
+    model.register_buffer("late", torch.zeros(1))
+    with (
+        pytest.raises(
+            InvalidInputError, match=r"no longer the one .*unexpected in the changed model \(1\): late"
+        ),
+        pool.use("a"),
+    ):
+        pass
+
+
+def test_copies_cross_block_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size in (1, 7, 16, 1000):
+        monkeypatch.setattr(_weights, "_BLOCK_BYTES", size)
+        storages = [torch.arange(n, dtype=torch.uint8) for n in (16, 1, 30)]
+        copy = HostCopy(storages)
+        assert copy.nbytes == 47
+        copies = [torch.zeros_like(storage) for storage in storages]
+        copy.copy_to(copies)
+        assert all(torch.equal(*pair) for pair in zip(storages, copies, strict=True))
