@@ -6,8 +6,9 @@ imported here at module level, and neither wrapt nor the package itself before a
 """
 
 _ROOTS = ("megatron", "slime", "vime", "miles", "verl", "nemo_rl", "areal")
-_ON = ("1", "true", "on", "yes")
-_OFF = ("", "0", "false", "off", "no", "none")
+# What the variables, and options of patches, understand.
+ON = ("1", "true", "on", "yes")
+OFF = ("", "0", "false", "off", "no", "none")
 _PATIENCE_SECONDS = 60.0
 _FORK_PATIENCE_SECONDS = 5.0
 
@@ -15,7 +16,7 @@ _FORK_PATIENCE_SECONDS = 5.0
 def main() -> None:
     """Arm the trigger if `MEGATRON_RL_PATCHES` is on; safe to call any number of times, never raises."""
     try:
-        if _value("MEGATRON_RL_PATCHES") not in _OFF:
+        if _value("MEGATRON_RL_PATCHES") not in OFF:
             finder.arm(_roots())
     except Exception as error:
         _complain(error)
@@ -265,7 +266,7 @@ def _refuse_after_fork():
 
 def is_strict():
     """Return whether `MEGATRON_RL_PATCHES_STRICT` is on."""
-    return _value("MEGATRON_RL_PATCHES_STRICT") in _ON
+    return _value("MEGATRON_RL_PATCHES_STRICT") in ON
 
 
 def _value(variable: str) -> str:

@@ -18,6 +18,8 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
+from _megatron_rl_patches_startup import OFF, ON
+
 from ..errors import MegatronRLPatchesError, PatchError
 from . import registry
 from .patch import Patch
@@ -26,9 +28,6 @@ VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
 #: Only the import trigger reads this variable.
 ROOTS_VARIABLE = f"{VARIABLE}_ROOTS"
-
-ON = frozenset({"1", "true", "on", "yes"})
-OFF = frozenset({"0", "false", "off", "no", "none"})
 
 # Type -> what is accepted for it, how that becomes a value of the type, and the name for one and for many.
 _SCALARS: dict[Any, tuple[Any, Any, str, str]] = {
@@ -154,7 +153,7 @@ class Selection:
 
 def parse_selection(value: str, known: Collection[str]) -> Selection:
     """Parse a value of ``MEGATRON_RL_PATCHES``: ``all|1|name,name|all,-name|all,explicit-name|0``."""
-    if not value.strip() or value.strip().lower() in OFF:
+    if value.strip().lower() in OFF:
         return Selection(())
     if not items(value):
         return Selection((), (), (value,))
