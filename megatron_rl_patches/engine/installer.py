@@ -291,12 +291,10 @@ class Installer(Listener):
 
     def at_exit(self) -> None:
         with without_logging_errors(), self._log_internal_errors():
+            statuses = zip(self._records.values(), self.status(), strict=False)
             # A module that some releases do without need not be imported.
-            optional = {
-                record.site.target for record in self._records.values() if record.site.optional_module
-            }
-            statuses = [s for s in self.status() if s.state != "waiting" or s.target not in optional]
-            self.announcer.at_exit(statuses)
+            said = [s for r, s in statuses if s.state != "waiting" or not r.site.optional_module]
+            self.announcer.at_exit(said)
 
 
 installer = Installer()
