@@ -70,7 +70,7 @@ def _apply(
 
 
 def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects, where frameworks are imported later.
+    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects; no site is judged before its import.
 
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise bad values cost one warning, and
