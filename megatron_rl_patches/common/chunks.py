@@ -77,5 +77,6 @@ def modules_with_modes(model: Model) -> list[tuple[Any, bool]]:
     """
     modules = list(model)
     for module in modules:  # the list grows while it is walked
-        modules += getattr(module, "_modules", {}).values()
+        if children := getattr(module, "_modules", None):  # most have none, and train() may not wait for them
+            modules += children.values()
     return [(module, module.training) for module in modules if hasattr(module, "training")]
