@@ -34,9 +34,9 @@ class TeacherPool:
 
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
-    copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in host
-    memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves them,
-    are not saved.
+    copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
+    host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
+    them, are not saved.
 
     **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first reads
     the weights once in the model's own memory and compares a checksum, as loaders may have changed them in
