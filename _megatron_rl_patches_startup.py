@@ -65,11 +65,6 @@ class Finder:
                     after_in_child=self._after_fork_in_child,
                 )
 
-    @property
-    def has_fired(self) -> bool:
-        """Whether the first framework has been imported, and the patches activated."""
-        return self._roots is not None and not self._roots
-
     def _install(self) -> None:
         import sys
 
@@ -132,8 +127,9 @@ class Finder:
         import sys
 
         self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
-        is_awaited = self._listeners.get(fullname) or self._half_imported
-        if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
+        # While a module is half imported, the end of any other import is the occasion to look whether it is.
+        has_hooks = self._listeners.get(fullname) or self._half_imported
+        if not has_hooks and fullname.partition(".")[0] not in (self._roots or ()):
             return None
         spec = self._ask_others(fullname, path, target)
         # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
@@ -229,49 +225,47 @@ class _Loader:
 
 def has_fired():
     """Return whether the first framework has been imported, and the patches activated."""
-    return finder.has_fired
+    return finder._roots is not None and not finder._roots
 
 
-def activate() -> None:
-    """Activate what the variable names; without strict mode a failure costs one line on stderr."""
+def unless_strict_never_raise(function):
+    """Decorate: what it raises costs one line on stderr; with MEGATRON_RL_PATCHES_STRICT it is raised."""
 
-    def import_and_call() -> None:
-        from importlib import import_module
+    def guarded() -> None:
+        try:
+            function()
+        except Exception as error:
+            if not is_strict():
+                _complain(error)
+            elif isinstance(error, ImportError):
+                # Frameworks swallow those where they make each other optional.
+                raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
+            else:
+                raise
 
-        # By name, as an entry point is: the engine imports this module, for its import hooks.
-        import_module("megatron_rl_patches.activation").activate_from_environment()
-
-    unless_strict_never_raise(import_and_call)
-
-
-def _refuse_after_fork() -> None:
-    def refuse() -> None:
-        raise RuntimeError(
-            "this process was forked while another thread activated the patches; import a framework, "
-            "or call megatron_rl_patches.apply(), before that thread or this process starts"
-        )
-
-    unless_strict_never_raise(refuse)
+    return guarded
 
 
-def unless_strict_never_raise(activate):
-    """Call it; what it raises costs one line on stderr, with MEGATRON_RL_PATCHES_STRICT it is raised."""
-    try:
-        activate()
-    except Exception as error:
-        if not is_strict():
-            _complain(error)
-        elif isinstance(error, ImportError):  # which frameworks swallow where they make each other optional
-            raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
-        else:
-            raise
+@unless_strict_never_raise
+def activate():
+    """Activate what the variable names."""
+    from importlib import import_module
+
+    # By name, as an entry point is: the engine imports this module, for its import hooks.
+    import_module("megatron_rl_patches.engine.api").activate_from_environment()
 
 
-def is_strict(environ=None):
+@unless_strict_never_raise
+def _refuse_after_fork():
+    raise RuntimeError(
+        "this process was forked while another thread activated the patches; import a framework, "
+        "or call megatron_rl_patches.apply(), before that thread or this process starts"
+    )
+
+
+def is_strict():
     """Return whether `MEGATRON_RL_PATCHES_STRICT` is on."""
-    import os
-
-    return (environ or os.environ).get("MEGATRON_RL_PATCHES_STRICT", "").strip().lower() in _ON
+    return _value("MEGATRON_RL_PATCHES_STRICT") in _ON
 
 
 def _value(variable: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import pprint
 from collections.abc import Callable, Mapping
@@ -73,6 +74,7 @@ def _run_test(
             tiny_gpt = import_module("tests.real.tiny_gpt")
             tiny_gpt.initialize(tiny_gpt.Parallelism(**sizes), seed=1234)
         test = getattr(import_module(module), name).__wrapped__
+        gc.freeze()  # what is imported is no garbage: collections take a fraction of the time
         try:
             test(**arguments)
         except pytest.skip.Exception as skipped:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 
+from ..common.ranks import is_rank_0
 from ..common.scopes import replaced
 from .judge import SiteStatus
 
@@ -84,20 +84,10 @@ def _version() -> str:
 
 def _log_line(level: int, line: str) -> None:
     is_muted = _log.disabled or _log.level > level  # by the user, as nothing else sets a level of this logger
-    if is_muted or _rank() != 0:
+    if is_muted or not is_rank_0():
         return
     with suppress(Exception):  # a handler that raises; no stderr, or a closed one
         if _log.hasHandlers() and _log.isEnabledFor(level):
             _log.log(level, line)
         else:
             print(line, file=sys.stderr)
-
-
-def _rank() -> int:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    try:
-        return max(0, int(os.environ.get("RANK", "0")))
-    except ValueError:
-        return 0

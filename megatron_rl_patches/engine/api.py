@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PatchError
-from . import installer as engine
-from . import registry
-from .judge import SiteStatus, judge_all
+from . import installer, registry
+from .judge import SiteStatus, judge_all, refuse_faults
 from .records import Claim
-from .settings import Settings
+from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
+
+_log = logging.getLogger("megatron_rl_patches")
 
 
 def apply(
@@ -38,7 +41,7 @@ def apply(
         PatchError: unknown name, or a patch that must take effect cannot. Exactly what this call did is
             undone; what other threads apply at the same time stays.
     """
-    engine.installer.keep(_apply(names, exclude, settings, strict))
+    installer.installer.keep(_apply(names, exclude, settings, strict))
     return status()
 
 
@@ -51,7 +54,7 @@ def applied(
     try:
         yield status()
     finally:
-        engine.installer.release(claim)
+        installer.installer.release(claim)
 
 
 def _apply(
@@ -62,8 +65,32 @@ def _apply(
     patches = registry.select(names, exclude)
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
-        engine.refuse_faults(judge_all(Environment(), patches, chosen))
-    return engine.installer.add(patches, chosen, required, replace_options=settings is not None)
+        refuse_faults(judge_all(Environment(), patches, chosen))
+    return installer.installer.add(patches, chosen, required, replace_options=settings is not None)
+
+
+def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
+    """Put in place what the variable ``MEGATRON_RL_PATCHES`` selects, where frameworks are imported later.
+
+    Raises:
+        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``; otherwise bad values cost one warning, and
+            leave the defaults of their variables.
+    """
+    settings, refused = Settings.without_bad_values(environ)
+    messages = list(refused.values())
+    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
+    if selection.unknown:
+        messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
+    if messages and settings.strict:
+        raise PatchError("; ".join(messages))
+    if messages:
+        _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
+    if selection:
+        # Options of an apply() that the program has called itself stay in force.
+        claim = installer.installer.add(
+            selection.patches(), settings, required=settings.strict, replace_options=False
+        )
+        installer.installer.keep(claim)
 
 
 def revert(*names: str) -> None:
@@ -72,12 +99,12 @@ def revert(*names: str) -> None:
     Raises:
         PatchError: unknown name.
     """
-    engine.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
+    installer.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
 
 
 def status() -> list[SiteStatus]:
     """Return the state of every site of the patches selected so far, read from the live objects."""
-    return engine.installer.status()
+    return installer.installer.status()
 
 
 def available() -> dict[str, str]:

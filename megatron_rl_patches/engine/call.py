@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any
 
-Signature = inspect.Signature
 
-
+@dataclass(slots=True, eq=False, repr=False)
 class Call:
     """A call of a patched function: ``call()`` runs the function, ``call(model=x)`` with another ``model``.
 
@@ -21,28 +20,18 @@ class Call:
         instance: the object whose method is called; ``None`` for a function.
         args: the arguments that the caller passed by position.
         kwargs: the arguments that the caller passed by name.
+        signature_of: returns the signature of the function.
         options: an instance of the dataclass that the patch declares, as the patch was last applied with it.
     """
 
-    __slots__ = ("_arguments", "_signature_of", "args", "function", "instance", "kwargs", "options")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-        instance: Any = None,
-        signature_of: Callable[[Any], Signature] = inspect.signature,
-        options: Any = None,
-    ) -> None:
-        # A patched function may take microseconds, so nothing is computed here.
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.instance = instance
-        self.options = options
-        self._signature_of = signature_of
-        self._arguments: dict[str, Any] | None = None
+    # A patched function may take microseconds, so nothing is computed before an adapter asks for it.
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    instance: Any = None
+    signature_of: Callable[[Any], inspect.Signature] = inspect.signature
+    options: Any = None
+    _arguments: dict[str, Any] | None = field(default=None, init=False)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -66,7 +55,7 @@ class Call:
 
     def changed(self) -> set[str]:
         """Return the names of the arguments that are not the function's defaults."""
-        parameters = self._signature_of(self.function).parameters
+        parameters = self.signature_of(self.function).parameters
         return {name for name, value in self.arguments.items() if value is not parameters[name].default}
 
     def __call__(self, **changes: Any) -> Any:
@@ -84,4 +73,4 @@ class Call:
         return self.function(*bound.args, **bound.kwargs)
 
     def _bound(self) -> inspect.BoundArguments:
-        return self._signature_of(self.function).bind(*self.args, **self.kwargs)
+        return self.signature_of(self.function).bind(*self.args, **self.kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,17 +14,17 @@ from typing import Any
 from _megatron_rl_patches_startup import Listener, finder
 
 from ..errors import PatchError
-from . import copies
 from .announce import Announcer, without_logging_errors
 from .call import Call
-from .judge import SiteStatus, all_or_nothing, judge_site, status_of, without_source
+from .judge import SiteStatus, all_or_nothing, refuse_faults, status_of
 from .patch import Patch, Site, imported
-from .records import Claim, Record, waiting
+from .records import Claim, Moves, Record, out_of_reach, rebind
 from .settings import Settings
-from .sources import PROGRAM, Environment
-from .wrapper import PatchedAttribute
+from .sources import PROGRAM
 
 _log = logging.getLogger("megatron_rl_patches")
+#: Claims that stay until a revert, by whether they are required.
+_LASTING = {required: Claim(required) for required in (True, False)}
 
 
 class Installer(Listener):
@@ -39,8 +38,8 @@ class Installer(Listener):
         self._has_failed = False
         #: Sites that the program has not defined yet.
         self._awaited_of_program: list[Record] = []
-        #: Old and new function of what has been wrapped or unwrapped, while copies are not rebound yet.
-        self._moved: list[tuple[Any, Any]] = []
+        #: What has been wrapped or unwrapped, while copies are not rebound yet.
+        self._moved: Moves = []
         self.announcer = Announcer()
 
     def add(
@@ -56,11 +55,11 @@ class Installer(Listener):
         Returns:
             the claim of this call, for :meth:`keep` or :meth:`release`.
         """
-        claim = Claim()
-        sites: list[tuple[Patch, Site]] = []
+        claim = Claim(required)
+        sites: list[Site] = []
         for patch in patches:
             try:
-                sites += [(patch, site) for site in patch.sites_for(settings.options_of(patch))]
+                sites += patch.sites_for(settings.options_of(patch))
             except PatchError as error:
                 if required:
                     raise
@@ -72,19 +71,19 @@ class Installer(Listener):
             try:
                 # Hooks are registered first. A module whose import has ended by now is found in sys.modules
                 # below. One whose import ends later calls its hook, which waits for the lock.
-                for module in {site.module for _, site in sites}:
+                for module in {site.module for site in sites}:
                     finder.watch(module, self)
                 selected = {record.site.patch for record in self._records.values() if record.claims}
-                records = [self._select(site) for _, site in sites]
+                records = [self._select(site) for site in sites]
                 for record in records:
-                    record.claims[claim] = required
+                    record.claims.add(claim)
                 for patch in patches:
                     if replace_options or patch.name not in selected:
                         own = settings.options_of(patch)
                         claim.options[patch.name] = self._options.get(patch.name, own), own
                         self._options[patch.name] = own
-                skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported())
-                refuse_faults(self._current(record) for record in records if required)
+                skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
+                refuse_faults(record.current() for record in records if required)
             except BaseException as error:
                 self.release(claim)
                 self._records = before
@@ -107,7 +106,8 @@ class Installer(Listener):
         """Let what the call put in place stay until it is reverted."""
         with self._lock:
             for record in self._records.values():
-                record.keep(claim)
+                if claim in record.claims:
+                    record.claims = {*record.claims - {claim}, _LASTING[claim.required]}
 
     def release(self, claim: Claim) -> None:
         """Undo what the call did: sites that another call has selected, too, stay in place.
@@ -117,7 +117,7 @@ class Installer(Listener):
         with self._lock:
             claimed = [record for record in self._records.values() if claim in record.claims]
             for record in claimed:
-                del record.claims[claim]
+                record.claims.remove(claim)
             for patch, (before, own) in claim.options.items():
                 if self._options[patch] is own:
                     self._options[patch] = before
@@ -135,7 +135,7 @@ class Installer(Listener):
 
     def _revert(self, records: Iterable[Record]) -> None:
         for record in reversed([*records]):
-            self._unwrap(record)
+            self._moved += record.unwrap()
             record.status = status_of(record.site, "reverted", "reverted", record.status.fingerprint)
         self._rebind_copies()
         awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
@@ -146,17 +146,7 @@ class Installer(Listener):
         """Return the states of all selected sites, read from the live objects."""
         self._apply_missed()
         with self._lock:
-            return [self._current(record) for record in self._records.values()]
-
-    def _current(self, record: Record) -> SiteStatus:
-        site, status, environment = record.site, record.status, Environment()
-        if record.attribute is not None and not record.is_in_place:
-            return status_of(site, "lost", record.attribute.reason_lost(), status.fingerprint)
-        if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
-            return status
-        if environment.has_package(site.framework):
-            return without_source(site)
-        return status_of(site, "waiting", f"{site.framework} is not installed")
+            return [record.current() for record in self._records.values()]
 
     # --- called by hooks
 
@@ -169,7 +159,7 @@ class Installer(Listener):
             with self._log_internal_errors(required):
                 # Nobody outside of the package can have copied names of a module whose import ends now.
                 package = module_name.partition(".")[0]
-                faults = self._apply_ready((r for r in records if r.is_open and r.is_imported()), package)
+                faults = self._apply_ready((r for r in records if r.is_open and r.is_imported), package)
                 refuse_faults(s for s in faults if self._records[s.patch, s.target].is_required)
         self.announcer.warn(faults)
 
@@ -208,8 +198,7 @@ class Installer(Listener):
 
     def _missed(self) -> list[Record]:
         """Return the records of imported modules whose site may be patched and has not been."""
-        missed = (r for r in self._records.values() if r.is_open and r.attribute is None)
-        return [record for record in missed if record.is_imported()]
+        return [r for r in self._records.values() if r.wrapper is None and r.is_open and r.is_imported]
 
     def _apply_ready(self, records: Iterable[Record], package: str = "") -> list[SiteStatus]:
         """Judge and wrap the groups that these records belong to; return the faults.
@@ -225,12 +214,11 @@ class Installer(Listener):
 
     def _rebind_copies(self, package: str = "") -> None:
         """Have modules that hold copies of what was wrapped hold the wrapper, or the original again."""
-        copies.rebind(self._moved, lambda module: not package or module.partition(".")[0] == package)
+        rebind(self._moved, package)
         wrappers = {id(new) for _, new in self._moved}
         self._moved.clear()
         for record in () if package else self._records.values():
-            wrapper = record.attribute and record.attribute.wrapper
-            if id(wrapper) in wrappers and (holders := copies.out_of_reach(wrapper)):
+            if id(record.wrapper) in wrappers and (holders := out_of_reach(record.wrapper)):
                 reason = f"in place, but not where it was copied before: {', '.join(holders)}"
                 record.status = replace(record.status, reason=reason)
 
@@ -246,48 +234,31 @@ class Installer(Listener):
         is judged and wrapped again.
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
-        imported = {record for record in group if record.is_imported()}
-        statuses = all_or_nothing({record: self._judge(record, record in imported) for record in group})
+        imported = {record for record in group if record.is_imported}
+        statuses = all_or_nothing({record: record.judge(record in imported) for record in group})
         fitting = [r for r in group if statuses[r].state == "fits" and r in imported]
         try:
             for record in fitting:
                 statuses[record] = self._wrap(record, statuses[record])
         except BaseException:  # KeyboardInterrupt, say
             for record in reversed(fitting):
-                self._unwrap(record)
+                self._moved += record.unwrap()
             raise
         if any(status.is_fault for status in statuses.values()):
             for record in reversed(group):
-                self._unwrap(record)
+                self._moved += record.unwrap()
             statuses = all_or_nothing(statuses)
         for record, status in statuses.items():
-            record.status = waiting(record.site, status.fingerprint) if status.state == "fits" else status
+            record.settle(status)
         return [status for status in statuses.values() if status.is_fault]
 
-    def _judge(self, record: Record, imported: bool) -> SiteStatus:
-        if record.is_in_place:
-            return record.status
-        module = sys.modules[record.site.module] if imported else None
-        status = judge_site(record.site, Environment(), module)
-        if status.state == "conflict" and record.attribute and record.attribute.is_overwritten():
-            # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
-            return status_of(record.site, "applied", "in place", status.fingerprint)
-        return status
-
     def _wrap(self, record: Record, status: SiteStatus) -> SiteStatus:
-        site = record.site
-        self._unwrap(record)
+        self._moved += record.unwrap()
         try:
-            record.attribute = PatchedAttribute.of(sys.modules[site.module], site, self._adapter_of(site))
-            self._moved.append(record.attribute.wrap())
+            self._moved += record.wrap(self._adapter_of(record.site))
         except Exception as error:
-            return status_of(site, "failed", f"wrapping it raised {type(error).__name__}: {error}")
-        return status_of(site, "applied", "in place", status.fingerprint)
-
-    def _unwrap(self, record: Record) -> None:
-        if record.attribute:
-            self._moved.append(record.attribute.unwrap())
-            record.attribute = None
+            return status_of(record.site, "failed", f"wrapping it raised {type(error).__name__}: {error}")
+        return status_of(record.site, "applied", "in place", status.fingerprint)
 
     def _adapter_of(self, site: Site) -> Callable[[Call], Any]:
         """Return the site's adapter, which gets the options of the patch, and is imported at the first call.
@@ -326,17 +297,6 @@ class Installer(Listener):
             }
             statuses = [s for s in self.status() if s.state != "waiting" or s.target not in optional]
             self.announcer.at_exit(statuses)
-
-
-def refuse_faults(statuses: Iterable[SiteStatus]) -> None:
-    """Raise ``PatchError`` if a site of these, which must take effect, cannot."""
-    if faults := [status for status in statuses if status.is_fault]:
-        sites = "\n  ".join(map(str, faults))
-        raise PatchError(
-            f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written "
-            "for. Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
-            "docs/compatibility.md."
-        )
 
 
 installer = Installer()

@@ -144,3 +144,14 @@ def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
         if status.state in ("fits", "applied")
     }
     return {**statuses, **others}
+
+
+def refuse_faults(statuses: Iterable[SiteStatus]) -> None:
+    """Raise ``PatchError`` if a site of these, which must take effect, cannot."""
+    if faults := [status for status in statuses if status.is_fault]:
+        sites = "\n  ".join(map(str, faults))
+        raise PatchError(
+            f"cannot take effect:\n  {sites}\nThe code of the framework is not what the patch was written "
+            "for. Exclude the patch (apply(exclude=...), MEGATRON_RL_PATCHES=all,-NAME), or use a release in "
+            "docs/compatibility.md."
+        )

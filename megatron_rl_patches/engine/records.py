@@ -1,28 +1,44 @@
-"""What became of a selected site, and which calls of ``apply()`` selected it."""
+"""A selected site: what became of it, the attribute that holds its target, and copies of the target.
+
+Only this module changes foreign objects.
+"""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import CellType, FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 from _megatron_rl_patches_startup import finder
 
-from .judge import SiteStatus, status_of
+from .call import Call
+from .judge import SiteStatus, judge_site, status_of, without_source
 from .patch import Site
 from .sources import PROGRAM, Environment
-from .target_source import is_defined
-from .wrapper import PatchedAttribute
+from .target_source import is_defined, layers, resolve
+from .wrapper import SwitchableWrapper
+
+#: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
+Moves = list[tuple[Any, Any]]
+_HOLDERS_DEEP = 3
 
 
+@dataclass(eq=False)
 class Claim:
-    """One call of ``apply()`` that may still be undone.
+    """What a call of ``apply()`` asked for, while it may still be undone.
 
     Attributes:
+        required: a site that does not fit is an error.
         options: of each patch whose options this call has set: what they were before, and what they are.
     """
 
-    def __init__(self) -> None:
-        self.options: dict[str, tuple[Any, Any]] = {}
+    required: bool
+    options: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class Record:
@@ -31,28 +47,33 @@ class Record:
     ``status`` is the one place that says what became of the site. It is ``waiting`` until the module is
     imported, then ``applied``, ``not needed`` or a fault, and ``reverted`` when no call claims it any more.
     Other code can overwrite an applied site without notice, so ``is_in_place`` looks at the live object.
+
+    Attributes:
+        claims: the calls that have selected the site and not been undone.
+        group: patch and framework; all sites of a group take effect, or none.
+        owner: the module or class that held the target when it was wrapped.
+        wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
     """
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.status = waiting(site)
-        #: Claim -> whether this call requires the site; ``None`` stands for all permanent calls.
-        self.claims: dict[Claim | None, bool] = {}
-        self.attribute: PatchedAttribute | None = None
-        #: Patch and framework: all sites of a group take effect, or none.
+        self.status = _waiting(site)
+        self.claims: set[Claim] = set()
         self.group = (site.patch, site.framework)
+        self.owner: Any = None
+        self.wrapper: SwitchableWrapper | None = None
 
     @property
     def is_required(self) -> bool:
-        return any(self.claims.values())
+        return any(claim.required for claim in self.claims)
 
-    def keep(self, claim: Claim) -> None:
-        """Make a call permanent."""
-        if claim in self.claims:
-            self.claims[None] = self.claims.pop(claim) or self.claims.get(None, False)
+    @property
+    def is_reverted(self) -> bool:
+        return self.status.state == "reverted"
 
+    @property
     def is_imported(self) -> bool:
-        """Return whether the module has been imported completely.
+        """Whether the module has been imported completely.
 
         The program never has. It is ready when it has defined the target, until it ends and forgets its file.
         """
@@ -62,19 +83,147 @@ class Record:
         return finder.is_imported(self.site.module)
 
     @property
-    def is_reverted(self) -> bool:
-        return self.status.state == "reverted"
-
-    @property
     def is_in_place(self) -> bool:
-        return self.attribute is not None and self.attribute.is_in_place()
+        return self.wrapper is not None and any(layer is self.wrapper for layer in layers(self._live()[1]))
 
     @property
     def is_open(self) -> bool:
         """Whether the patch may have to be put in place here: it is not in place, reverted or unneeded."""
         return self.status.state not in ("reverted", "not needed") and not self.is_in_place
 
+    def current(self) -> SiteStatus:
+        """Return the status, read from the live object."""
+        site, status, environment = self.site, self.status, Environment()
+        if self.wrapper is not None and not self.is_in_place:
+            return status_of(site, "lost", self._reason_lost(), status.fingerprint)
+        if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
+            return status
+        if environment.has_package(site.framework):
+            return without_source(site)
+        return status_of(site, "waiting", f"{site.framework} is not installed")
 
-def waiting(site: Site, fingerprint: str = "") -> SiteStatus:
+    def judge(self, is_imported: bool) -> SiteStatus:
+        """Judge the site anew, unless it is in place."""
+        if self.is_in_place:
+            return self.status
+        status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)
+        if status.state == "conflict" and self.wrapper is not None and self._live()[0] is self.owner:
+            # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
+            return status_of(self.site, "applied", "in place", status.fingerprint)
+        return status
+
+    def settle(self, status: SiteStatus) -> None:
+        """Take the status; a site that fits, and is not wrapped, waits for its module."""
+        fits = status.state == "fits"
+        self.status = _waiting(self.site, status.fingerprint) if fits else status
+
+    def wrap(self, adapter: Callable[[Call], Any]) -> Moves:
+        """Put a wrapper in place that calls the adapter; return what moved."""
+        self.owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
+        current = vars(self.owner)[name]
+        # An earlier revert may have switched a wrapper off and left it under another one.
+        path = (self.site.patch, self.site.module, self.site.qualname)
+        own = (w for w in layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
+        self.wrapper = next(own, None) or SwitchableWrapper(current, adapter, self.site, self.owner)
+        if not self.is_in_place:
+            setattr(self.owner, name, self.wrapper)
+        self.wrapper.switch(True)
+        return [(self.wrapper.__wrapped__, self.wrapper)]
+
+    def unwrap(self) -> Moves:
+        """Put the original back; return what moved."""
+        wrapper = self.wrapper
+        if wrapper is None:
+            return []
+        # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
+        # cannot be reached.
+        wrapper.switch(False)
+        original = wrapper.__wrapped__
+        # The original may be the wrapper of a patch that has been reverted before this one.
+        while type(original) is SwitchableWrapper and not original.is_on:
+            original = original.__wrapped__
+        name = self.site.qualname.rpartition(".")[2]
+        if vars(self.owner).get(name) is wrapper:
+            setattr(self.owner, name, original)
+        self.wrapper = None
+        return [(wrapper, original)]
+
+    def _live(self) -> tuple[Any, Any]:
+        """Return the owner of the target and the target, as they are now; after a reload both are others."""
+        try:
+            owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
+            return owner, vars(owner)[name]
+        except (KeyError, AttributeError):
+            return None, None
+
+    def _reason_lost(self) -> str:
+        owner, current = self._live()
+        if current is None:
+            return f"{self.site.target} is gone"
+        if owner is not self.owner:
+            return f"{self.site.module} was imported anew; call apply() again"
+        home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
+        return f"overwritten by {home}; in force only if that calls what it replaced"
+
+
+def _waiting(site: Site, fingerprint: str = "") -> SiteStatus:
     event = "definition in the program's file" if site.module == PROGRAM else f"import of {site.module}"
     return status_of(site, "waiting", f"waits for the {event}", fingerprint)
+
+
+def rebind(moves: Moves, package: str = "") -> None:
+    """Have every module that holds an old function under some name hold the new one, found by identity.
+
+    Args:
+        moves: what was wrapped and unwrapped.
+        package: the only package whose modules are searched; without it all are.
+    """
+    final: dict[int, Any] = {}
+    for old, new in reversed(moves):
+        final[id(old)] = final.get(id(new), new)
+    if not final:
+        return
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or (package and module_name.partition(".")[0] != package):
+            continue
+        for name in [name for name, value in list(vars(module).items()) if id(value) in final]:
+            # A module that refuses keeps the old function, like other copies that cannot be reached.
+            with suppress(Exception):
+                setattr(module, name, final[id(vars(module)[name])])
+
+
+def out_of_reach(wrapper: Any) -> list[str]:
+    """Name what holds the function that a wrapper has taken the place of, besides the wrapper."""
+    # Most functions have no copies. Then the search through everything in memory is not needed.
+    held_once = SimpleNamespace(__wrapped__=object())
+    if sys.getrefcount(wrapper.__wrapped__) <= sys.getrefcount(held_once.__wrapped__):
+        return []
+    function = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)  # of a static or class method
+    names = set()
+    for holder in _holders(function):
+        if type(holder) not in (type(wrapper), staticmethod, classmethod):
+            names.add(_name_of(holder, function, _HOLDERS_DEEP))
+    return sorted(names)
+
+
+def _holders(value: Any) -> list[Any]:
+    return [each for each in gc.get_referrers(value) if not isinstance(each, FrameType)]
+
+
+def _name_of(holder: Any, value: Any, steps: int) -> str:
+    """Return the name of an object that holds the value, or of what holds that object."""
+    if inspect.isfunction(holder):
+        return f"{holder.__module__}.{holder.__qualname__}"
+    if isinstance(holder, dict) and (module := holder.get("__module__", holder.get("__name__"))):
+        key = next((key for key, held in holder.items() if held is value), "?")
+        return f"{module}.{key}"  # an attribute of a module, or of a class in it
+    kind = {CellType: "closure"}.get(type(holder), type(holder).__name__)
+    above = [each for each in _holders(holder) if _has_a_name(each, holder)] if steps else []
+    outer = next((name for each in above if "." in (name := _name_of(each, holder, steps - 1))), "")
+    return f"a {kind}" + (f" of {outer.removeprefix('a tuple of ')}" if outer else "")
+
+
+def _has_a_name(holder: Any, value: Any) -> bool:
+    return (not isinstance(holder, FrameType) and isinstance(holder, dict | list | tuple | set)) or (
+        inspect.isfunction(holder) and value in (holder.__closure__, holder.__defaults__, vars(holder))
+    )

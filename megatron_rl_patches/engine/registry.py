@@ -6,11 +6,12 @@ import importlib
 import logging
 import pkgutil
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any, get_type_hints
 
 from ..errors import PatchError
-from .options import field_types
 from .patch import Patch
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
@@ -59,6 +60,14 @@ def unknown_names(names: Collection[str]) -> str:
 def option_types() -> dict[str, type]:
     """Return the dataclass that declares an option, by the option's name, for the options of all patches."""
     return _owners(patches().values())
+
+
+def field_types(options: Any) -> dict[str, Any]:
+    """Return the type of every field of a dataclass, by the field's name; ``TypeError`` if it is none."""
+    if not (isinstance(options, type) and is_dataclass(options)):
+        raise TypeError(f"options are declared as a dataclass, not as {options!r}")
+    types = get_type_hints(options)
+    return {field.name: types[field.name] for field in fields(options)}
 
 
 def _owners(patches: Iterable[Patch]) -> dict[str, type]:

@@ -11,19 +11,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import FrozenInstanceError, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
-from ..errors import PatchError
+from ..errors import MegatronRLPatchesError, PatchError
 from . import registry
-from .options import OFF, ON, build, convert, field_types, items, read
 from .patch import Patch
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
 #: Only the import trigger reads this variable.
 ROOTS_VARIABLE = f"{VARIABLE}_ROOTS"
+
+ON = frozenset({"1", "true", "on", "yes"})
+OFF = frozenset({"0", "false", "off", "no", "none"})
+
+# Type -> what is accepted for it, how that becomes a value of the type, and the name for one and for many.
+_SCALARS: dict[Any, tuple[Any, Any, str, str]] = {
+    bool: (bool, bool, "True or False", ""),
+    int: (Integral, int, "an integer", "integers"),
+    float: (Real, float, "a number", "numbers"),
+    str: ((str, os.PathLike), os.fspath, "a string", "strings"),
+    tuple[str, str]: (object, None, "", "pairs of strings"),
+}
+_UNIONS = (Union, UnionType)
 
 
 def variable_of(option: str) -> str:
@@ -36,6 +51,7 @@ def variables() -> list[str]:
     return [VARIABLE, STRICT_VARIABLE, ROOTS_VARIABLE, *map(variable_of, registry.option_types())]
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class Settings:
     """Options of the patches; what to patch is chosen by ``apply()`` or the variable.
 
@@ -51,9 +67,10 @@ class Settings:
         PatchError: no patch has such an option, or its value is not of the declared type, or is out of range.
     """
 
+    strict: bool
+    _options: tuple[Any, ...]
+
     if TYPE_CHECKING:
-        strict: bool
-        _options: dict[type, Any]
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -61,18 +78,18 @@ class Settings:
         types = registry.option_types()
         if unknown := [name for name in options if name not in types]:
             raise PatchError(f"unknown option {', '.join(unknown)}; known: {', '.join(['strict', *types])}")
-        chosen = {
-            declared: build(declared, {name: options[name] for name in options if types[name] is declared})
+        chosen = tuple(
+            build(declared, {name: options[name] for name in options if types[name] is declared})
             for declared in dict.fromkeys(types.values())
-        }
-        values = {field.name: getattr(one, field.name) for one in chosen.values() for field in fields(one)}
+        )
+        values = {field.name: getattr(one, field.name) for one in chosen for field in fields(one)}
         vars(self).update(values, strict=convert("strict", strict, bool), _options=chosen)
 
     def options_of(self, patch: Patch) -> Any:
         """Return the instance of the dataclass that the patch declares, or ``None`` if it declares none."""
         if patch.options is None:
             return None
-        return self._options.get(patch.options) or patch.options()
+        return next((one for one in self._options if type(one) is patch.options), None) or patch.options()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -83,7 +100,7 @@ class Settings:
         """
         types = {"strict": bool}
         for declared in registry.option_types().values():
-            types |= field_types(declared)
+            types |= registry.field_types(declared)
         texts = {name: environ.get(variable_of(name), "") for name in types}
         chosen = {name: text for name, text in texts.items() if text.strip()}
         return cls(**{name: read(variable_of(name), text, types[name]) for name, text in chosen.items()})
@@ -108,15 +125,6 @@ class Settings:
                 return chosen, refused
             untried = {name: environ[name] for name in refused}
         return chosen, {}
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise FrozenInstanceError(name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.strict, *self._options.values()))
 
     def __repr__(self) -> str:
         values = (f"{name}={value!r}" for name, value in vars(self).items() if name != "_options")
@@ -158,3 +166,96 @@ def parse_selection(value: str, known: Collection[str]) -> Selection:
     if everything or (exclude and not names):
         return Selection(None, exclude, unknown, names)
     return Selection(names, exclude, unknown)
+
+
+# --- values of options
+
+
+def build(options: Any, values: Mapping[str, Any]) -> Any:
+    """Make an instance of the dataclass; ``PatchError`` if a value is not of its field's type, or refused."""
+    types = registry.field_types(options)
+    arguments = {name: convert(name, value, types[name]) for name, value in values.items()}
+    try:
+        return options(**arguments)
+    except MegatronRLPatchesError:
+        raise
+    except Exception as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise PatchError(f"{shown}: {error}") from error
+
+
+def convert(name: str, value: object, kind: Any) -> Any:
+    """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs."""
+    try:
+        return _converted(value, kind)
+    except TypeError:
+        raise PatchError(f"{name}={value!r}: expected {_expected(kind, 'a tuple of {}')}") from None
+
+
+def read(variable: str, text: str, kind: Any) -> Any:
+    """Return what the text of a variable means for a field of this type."""
+    try:
+        return _converted(_parsed(text.strip(), kind), kind)
+    except TypeError:
+        expected = "1 or 0" if kind is bool else _expected(kind, "{}, separated by commas")
+        raise PatchError(f"{variable}={text!r}: expected {expected}") from None
+
+
+def items(text: str) -> tuple[str, ...]:
+    """Return what stands between the commas, without empty items."""
+    return tuple(item for item in (part.strip() for part in text.split(",")) if item)
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    if get_origin(kind) in _UNIONS:
+        for member in get_args(kind):
+            with suppress(TypeError):
+                return _converted(value, member)
+        raise TypeError
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise TypeError
+    if get_origin(kind) is tuple:
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            raise TypeError
+        members = tuple(value.items() if isinstance(value, Mapping) else value)
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(members)
+        if len(members) != len(kinds):
+            raise TypeError
+        return tuple(map(_converted, members, kinds))
+    accepted, make, *_ = _SCALARS.get(kind, (object, None))
+    is_switch = isinstance(value, bool) and kind in (int, float)
+    if is_switch or not isinstance(value, accepted):
+        raise TypeError
+    return value if make is None else make(value)
+
+
+def _parsed(text: str, kind: Any) -> object:
+    """Parse the text; text that does not parse is returned unchanged and refused by the type check."""
+    if get_origin(kind) in _UNIONS:
+        parsed = (_parsed(text, member) for member in get_args(kind))
+        return next((value for value in parsed if value is not text), text)
+    if kind is bool:
+        return True if text.lower() in ON else False if text.lower() in OFF else text
+    if kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        if kinds[-1] is not Ellipsis:  # name=value
+            return tuple(part.strip() for part in text.split("=", 1))
+        return () if text.lower() in OFF else tuple(_parsed(item, kinds[0]) for item in items(text))
+    return text
+
+
+def _expected(kind: Any, many: str) -> str:
+    """Say what a value of this type looks like; ``many`` has ``{}`` for the plural of a tuple's members."""
+    if kind in _SCALARS:
+        return _SCALARS[kind][2]
+    if get_origin(kind) in _UNIONS:
+        return " or ".join(_expected(member, many) for member in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    member = (get_args(kind) or (kind,))[0]
+    return many.format(_SCALARS[member][3] if member in _SCALARS else member)

@@ -1,24 +1,18 @@
-"""The wrapper around a target, and the attribute that holds it.
-
-Only this module, and :mod:`.copies` for the copies of a target, change foreign objects.
-"""
+"""The wrapper around a target, which is as good as invisible, and can be switched off wherever it is."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import pkgutil
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 import wrapt
 
 from .call import Call
 from .patch import Site
-from .target_source import layers, resolve
 
 
 class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
@@ -100,82 +94,6 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
-
-
-@dataclass(eq=False)
-class PatchedAttribute:
-    """The attribute of a module or class (``owner``) that defines a target, and the wrapper for it."""
-
-    site: Site
-    owner: Any
-    name: str
-    wrapper: SwitchableWrapper
-
-    @classmethod
-    def of(cls, module: ModuleType, site: Site, adapter: Callable[[Call], Any]) -> PatchedAttribute:
-        """Make the wrapper, and change nothing yet."""
-        owner, name = resolve(module, site.qualname)
-        current = vars(owner)[name]
-        wrapper = _find_disabled(current, site) or SwitchableWrapper(current, adapter, site, owner)
-        return cls(site, owner, name, wrapper)
-
-    @property
-    def original(self) -> Any:
-        return self.wrapper.__wrapped__
-
-    def wrap(self) -> tuple[Any, Any]:
-        """Put the wrapper in place; return what was there, and the wrapper."""
-        if not self.is_in_place():
-            setattr(self.owner, self.name, self.wrapper)
-        self.wrapper.switch(True)
-        return self.original, self.wrapper
-
-    def is_in_place(self) -> bool:
-        return any(layer is self.wrapper for layer in layers(self._current()[1]))
-
-    def is_overwritten(self) -> bool:
-        """Return whether the owner is still the same, but the name in it leads elsewhere."""
-        return self._current()[0] is self.owner and not self.is_in_place()
-
-    def reason_lost(self) -> str:
-        owner, current = self._current()
-        if current is None:
-            return f"{self.site.target} is gone"
-        if owner is not self.owner:
-            return f"{self.site.module} was imported anew; call apply() again"
-        home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
-        return f"overwritten by {home}; in force only if that calls what it replaced"
-
-    def unwrap(self) -> tuple[Any, Any]:
-        """Put the original back; return the wrapper, and the original."""
-        # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
-        # cannot be reached.
-        self.wrapper.switch(False)
-        original = self.original
-        # The original may be the wrapper of a patch that has been reverted before this one.
-        while type(original) is SwitchableWrapper and not original.is_on:
-            original = original.__wrapped__
-        if vars(self.owner).get(self.name) is self.wrapper:
-            setattr(self.owner, self.name, original)
-        return self.wrapper, original
-
-    def _current(self) -> tuple[Any, Any]:
-        """Return the current owner of the target, and the target.
-
-        After a reload the owner is not ``self.owner``.
-        """
-        try:
-            owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
-            return owner, vars(owner)[name]
-        except (KeyError, AttributeError):
-            return None, None
-
-
-def _find_disabled(current: Any, site: Site) -> SwitchableWrapper | None:
-    """Return this site's wrapper that an earlier revert switched off but left under another wrapper."""
-    path = (site.patch, site.module, site.qualname)
-    own = (w for w in layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
-    return next(own, None)
 
 
 def is_patched(function: Any, patch: str) -> bool:

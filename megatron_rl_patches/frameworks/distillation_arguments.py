@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from ..engine.call import Call
-from ..engine.options import build
-from ..errors import InvalidInputError
+from ..engine.settings import build
+from ..errors import CheckpointError, InvalidInputError
 from ..losses.logits.divergences import divergence_named
 
 LOSS_TYPE = "opd_loss"
@@ -41,36 +43,26 @@ def with_loss_type(call: Call) -> Callable[[Any], Any]:
 
 
 def validate(call: Call) -> Any:
-    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss."""
+    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss.
+
+    The loss becomes the framework's custom loss, and the options of the patch become its arguments.
+    """
     args = call["args"]
     if args.loss_type != LOSS_TYPE:
         return call()
-    select_loss(args, asdict(call.options))
+    args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
+    _set_options(args, call.options)
     result = call()  # may read a file that overrides the options
     names = [field.name for field in fields(call.options)]
-    chosen = build(type(call.options), {name: getattr(args, name) for name in names})
-    set_options(args, asdict(chosen))
+    _set_options(args, build(type(call.options), {name: getattr(args, name) for name in names}))
     check_arguments(args)
     return result
 
 
-def select_loss(args: Any, options: Mapping[str, Any]) -> None:
-    """Select the loss as the framework's custom loss, and set its options on ``args``."""
-    args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
-    set_options(args, options)
-
-
-def set_options(args: Any, options: Mapping[str, Any]) -> None:
-    """Set the options on ``args``, with the teachers' paths by name."""
-    for name, value in options.items():
+def _set_options(args: Any, options: Any) -> None:
+    for name, value in asdict(options).items():
         setattr(args, name, value)
-    args.opd_teachers = dict(args.opd_teachers)
-
-
-def scores_teachers(args: Any) -> bool:
-    """Return whether the actor scores teachers; a teacher that comes with the rollout needs no scoring."""
-    is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
-    return is_selected and bool(getattr(args, "opd_teachers", None))
+    args.opd_teachers = dict(args.opd_teachers)  # path by name
 
 
 def check_arguments(args: Any) -> None:
@@ -86,10 +78,11 @@ def check_arguments(args: Any) -> None:
             raise InvalidInputError(
                 f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
             )
-    name = getattr(args, "opd_divergence", "reverse_kl")
-    divergence = divergence_named(name, getattr(args, "opd_beta", 0.5))
-    if getattr(args, "opd_top_k", None) == "full" and not divergence.counts_tail:
-        raise InvalidInputError(f"opd_divergence={name!r} is over k ids: use reverse_kl with opd_top_k=full")
+    divergence = divergence_named(args.opd_divergence, getattr(args, "opd_beta", 0.5))
+    if args.opd_top_k == "full" and not divergence.counts_tail:
+        raise InvalidInputError(
+            f"opd_divergence={args.opd_divergence!r} is over k ids: use reverse_kl with opd_top_k=full"
+        )
     if not (temperature := getattr(args, "rollout_temperature", 1.0)) > 0:
         raise InvalidInputError(
             f"--rollout-temperature is {temperature}, expected a positive number: --loss-type {LOSS_TYPE} "
@@ -113,6 +106,75 @@ def check_arguments(args: Any) -> None:
                 f"teacher {name!r}: there is no folder {path}; pass a checkpoint that all nodes can read"
             )
     if getattr(args, "hf_checkpoint", None):
-        from .vocabularies import check_vocabularies
-
         check_vocabularies(args.opd_teachers, args.hf_checkpoint)
+
+
+def check_vocabularies(teachers: Mapping[str, str], student: str | os.PathLike[str]) -> None:
+    """Refuse teachers whose vocabulary is not the student's, as their checkpoints say.
+
+    Megatron pads vocabularies for tensor parallelism, and so loads an embedding of another size without an
+    error: such a teacher would score, and its scores would mean nothing.
+
+    Args:
+        teachers: checkpoints by name, of Megatron (``torch_dist``) or Hugging Face. Those of other formats
+            are not checked.
+        student: Hugging Face checkpoint of the student, which frameworks get for its tokenizer.
+
+    Raises:
+        InvalidInputError: a teacher has another vocabulary, or is not a checkpoint.
+        CheckpointError: a checkpoint is damaged.
+    """
+    # Imported here, since this brings Megatron along, which the driver does not need otherwise.
+    from ..inference.checkpoints.location import MAX_PADDING
+
+    expected = _huggingface_vocabulary(Path(student))
+    if expected is None:
+        return
+    for name, path in teachers.items():
+        size, sizes = _huggingface_vocabulary(Path(path)), range(expected, expected + 1)
+        if size is None:
+            size, sizes = _embedding_rows(path), range(expected, expected + MAX_PADDING)
+        if size is not None and size not in sizes:
+            raise InvalidInputError(
+                f"teacher {name!r} ({path}) has a vocabulary of {size}, the student ({student}) one of "
+                f"{expected}: token ids would not mean the same; distill from a teacher of the same "
+                "vocabulary"
+            )
+
+
+def _huggingface_vocabulary(folder: Path) -> int | None:
+    """Return the size in ``config.json``, or ``None`` where there is no such file, or no size in it."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())
+        size = config.get("text_config", config).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged, expected a JSON object with vocab_size: {error}"
+        ) from error
+    if size is not None and not isinstance(size, int):
+        raise CheckpointError(f"{file} is damaged: vocab_size is {size!r}, expected a number")
+    return size
+
+
+def _embedding_rows(path: str) -> int | None:
+    """Return the rows of the embedding in a ``torch_dist`` checkpoint, or ``None`` for other formats."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from ..inference.checkpoints.location import TORCH_DIST, detect_format, locate
+    from ..inference.checkpoints.torch_dist import read_metadata
+
+    try:
+        folder = locate(path).folder
+        is_torch_dist = detect_format(folder) == TORCH_DIST
+    except CheckpointError as error:
+        raise InvalidInputError(f"a teacher cannot be loaded: {error}") from error
+    tensors = read_metadata(folder).state_dict_metadata if is_torch_dist else {}
+    for name, tensor in tensors.items():
+        if name.endswith("embedding.word_embeddings.weight") and isinstance(tensor, TensorStorageMetadata):
+            if len(tensor.size) == 0:
+                raise CheckpointError(f"{folder / '.metadata'} is damaged: {name} has no dimension")
+            return tensor.size[0]
+    return None

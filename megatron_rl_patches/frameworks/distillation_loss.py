@@ -30,10 +30,8 @@ from torch import Tensor
 
 from ..errors import InvalidInputError
 from ..losses.logits.distributions import TopKDistribution, log1mexp
-from ..losses.objectives.comparison import comparison
-from ..losses.objectives.distillation_batch import DistillationBatch, DistillationOptions
+from ..losses.objectives.distillation import DistillationBatch, DistillationOptions, comparison
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.sequences.responses import rows_of
 
 #: Keys that the patch adds to a batch.
 KEYS = TEACHERS, OLD = "opd_teachers", "opd_old"
@@ -77,7 +75,7 @@ def opd_loss(
     local.check_for(options)
     index = torch.arange(len(layout.response_rows), device=logits.device)
     how = {"tp_group": tp_group, "temperature": temperature_of(args)}
-    values = comparison(layout.response_rows, index, local, options, how)(rows_of(logits, layout))
+    values = comparison(layout.response_rows, index, local, options, how)(layout.rows_of(logits))
     names = ("loss", "opd_student_tail", "opd_teacher_tail")
     metrics = dict(zip(names, map(sum_of_sample_mean, values.unbind(1)), strict=False))
     return metrics["loss"], {name: value.detach().clone() for name, value in metrics.items()}

@@ -35,14 +35,31 @@ from ..losses import (
 from ..losses.logits.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
-from ..losses.sequences.responses import rows_of
-from .distillation_arguments import scores_teachers
+from .distillation_arguments import LOSS_PATH
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
 #: The key of slime's rollout data with a name per sample: its ``source``, or its ``metadata["source_name"]``.
 SOURCES = "source_names"
 Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
+
+
+def _collected(score: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """Make a method that returns a value per sample what ``forward_only`` calls with the logits.
+
+    ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data`` and
+    expects the values alone; later releases of slime expect a loss before them.
+    """
+
+    def collect(
+        self: TeacherScorer, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any
+    ) -> Any:
+        layout, tp_group = layout_of(args, self.batch, logits)
+        options = {"tp_group": tp_group, "rows": layout.response_rows, "temperature": temperature_of(args)}
+        collected = {"distributions": list(score(self, logits, layout, options))}
+        return collected if non_loss_data else (torch.zeros((), device=logits.device), collected)
+
+    return collect
 
 
 class TeacherScorer:
@@ -161,19 +178,17 @@ class TeacherScorer:
         with replaced(self.actor.args, ckpt_step=None):
             self.actor.load_other_checkpoint(tag, path)
 
-    def _topk(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
-        layout, options = self._options(logits, args)
-        topk = vocab_parallel_topk(rows_of(logits, layout), args.opd_top_k, **options)
-        return _collected_topk(topk, layout, non_loss_data)
+    @_collected
+    def _topk(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
+        topk = vocab_parallel_topk(layout.rows_of(logits), self.actor.args.opd_top_k, **options)
+        return topk.to("cpu").split(layout.local_lengths)
 
-    def _at_ids(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
-        layout, options = self._options(logits, args)
+    @_collected
+    def _at_ids(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
         indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
         with torch.no_grad():
-            log_probs, tail = vocab_parallel_log_probs_at(
-                rows_of(logits, layout), indices, with_tail=True, **options
-            )
-        return _collected_topk(TopKDistribution(indices, log_probs, tail), layout, non_loss_data)
+            at_ids = vocab_parallel_log_probs_at(layout.rows_of(logits), indices, with_tail=True, **options)
+        return TopKDistribution(indices, *at_ids).to("cpu").split(layout.local_lengths)
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
@@ -191,19 +206,14 @@ class TeacherScorer:
         head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
         return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
 
-    def _hidden(self, logits: Tensor, *, args: Any, non_loss_data: bool = False, **unused: Any) -> Any:
-        layout, _ = layout_of(args, self.batch, logits)
+    @_collected
+    def _hidden(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:
         try:
-            hidden = hidden_states_of(rows_of(logits, layout), layout.response_rows).to("cpu")
+            hidden = hidden_states_of(layout.rows_of(logits), layout.response_rows).to("cpu")
         except InvalidInputError as error:
             self._problem = str(error)
             hidden = torch.empty(len(layout.response_rows), 0)
-        return _collected(layout.split_responses(hidden), logits.device, non_loss_data)
-
-    def _options(self, logits: Tensor, args: Any) -> tuple[Any, dict[str, Any]]:
-        layout, tp_group = layout_of(args, self.batch, logits)
-        options = {"tp_group": tp_group, "rows": layout.response_rows, "temperature": temperature_of(args)}
-        return layout, options
+        return layout.split_responses(hidden)
 
 
 def _tag(name: str) -> str:
@@ -218,20 +228,6 @@ def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) 
     """
     pairs = zip(distributions, names, strict=True)
     return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
-
-
-def _collected_topk(topk: TopKDistribution, layout: SequenceLayout, non_loss_data: bool) -> Any:
-    return _collected(topk.to("cpu").split(layout.local_lengths), topk.log_probs.device, non_loss_data)
-
-
-def _collected(samples: Sequence[Any], device: torch.device, non_loss_data: bool) -> Any:
-    """Return what ``forward_only`` collects: a list with one value per sample.
-
-    ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data`` and
-    expects the list alone; later releases of slime expect a loss before it.
-    """
-    collected = {"distributions": list(samples)}
-    return collected if non_loss_data else (torch.zeros((), device=device), collected)
 
 
 def _raise_everywhere(problem: str | None) -> None:
@@ -249,8 +245,13 @@ scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
 def train_actor(call: Call) -> Any:
-    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score."""
-    if not scores_teachers(call.instance.args):
+    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score.
+
+    A teacher that comes with the rollout needs no scoring.
+    """
+    args = call.instance.args
+    is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
+    if not is_selected or not getattr(args, "opd_teachers", None):
         return call()
     with scorer.enter(TeacherScorer(call.instance)):
         return call()

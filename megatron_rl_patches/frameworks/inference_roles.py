@@ -1,4 +1,4 @@
-"""A framework's own set-up functions, made to build a model that only scores.
+"""The set-up functions of slime, miles, NeMo-RL and AReaL, made to build a model that only scores.
 
 Frameworks build every model alike: DDP, its gradient buffers, Adam. Inside of :func:`inference_role`
 Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimizer and scheduler. If
@@ -7,15 +7,16 @@ Megatron's ``get_model`` leaves out DDP, and then the factories leave out optimi
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..common.scopes import Scope
+from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..inference.models.isolation import preserved_rng
 from ..inference.models.model import freeze, refuse_to_train
@@ -23,9 +24,11 @@ from ..inference.models.provider import without_training
 
 _log = logging.getLogger("megatron_rl_patches")
 
-SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
+_SETTING = "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)"
 # With these arguments the data-parallel wrapper shards the model's parameters.
 _SHARDED = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+# With this option miles builds no optimizer and no scheduler for any role.
+_NO_OPTIMIZER = "debug_disable_optimizer"
 
 
 @dataclass
@@ -34,13 +37,13 @@ class InferenceRole:
 
     Attributes:
         role: the framework's name for what the model is for.
-        on_model_built: called as soon as it is clear that the model has no DDP.
+        framework_args: the framework's options, where they say whether an optimizer is built.
         ddp_skipped: ``get_model`` leaves out DDP, so optimizer and scheduler are left out too.
         reason_skipped: why DDP was not left out.
     """
 
     role: str
-    on_model_built: Callable[[], None] | None = None
+    framework_args: Any = None
     ddp_skipped: bool = False
     reason_skipped: str = (
         "megatron.training.training.get_model was not called; status() tells whether it is patched"
@@ -50,11 +53,9 @@ class InferenceRole:
 _scope: Scope[InferenceRole] = Scope("inference_role")
 
 
-@contextmanager
-def inference_role(role: str, on_model_built: Callable[[], None] | None = None) -> Iterator[InferenceRole]:
+def inference_role(role: str, framework_args: Any = None) -> AbstractContextManager[InferenceRole]:
     """Build, until the end of the block and in this thread, the model of a role that only scores."""
-    with _scope.enter(InferenceRole(role, on_model_built)) as current:
-        yield current
+    return _scope.enter(InferenceRole(role, framework_args))
 
 
 def in_inference_role() -> bool:
@@ -68,33 +69,7 @@ def ddp_skipped() -> bool:
     return current is not None and current.ddp_skipped
 
 
-def initialize(
-    build: Callable[[], tuple[Any, Any, Any, int]],
-    role: str,
-    on_model_built: Callable[[], None] | None = None,
-) -> tuple[Any, Any, Any, int]:
-    """Run a framework's ``initialize_model_and_optimizer`` for a role that only scores.
-
-    Args:
-        build: the framework's function; returns model chunks, optimizer, scheduler, iteration.
-        role: its role.
-        on_model_built: called once the model is built, to have the framework skip what is for training only.
-
-    Returns:
-        ``(model, None, None, iteration)`` with frozen chunks, see :func:`freeze_role`. What the framework
-        returns, with a warning, if it has wrapped the model all the same.
-    """
-    with inference_role(role, on_model_built) as current, preserved_rng():
-        model, optimizer, scheduler, iteration = build()
-    if not current.ddp_skipped:
-        message = "the model of role %r was built for training, as usual: %s"
-        _log.warning(message, role, current.reason_skipped)
-        return model, optimizer, scheduler, iteration
-    freeze_role(model, role)
-    return model, None, None, iteration
-
-
-def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = SETTING) -> None:
+def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = _SETTING) -> None:
     """Freeze chunks that have no DDP, give them a config of their own, and have them refuse to train.
 
     Args:
@@ -117,6 +92,85 @@ def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
             module.config = copies[id(config)][1]
 
 
+# --- the frameworks' set-up functions
+
+
+def initialize_model_and_optimizer(call: Call) -> Any:
+    """Run the function of slime or miles, which returns model chunks, optimizer, scheduler and iteration.
+
+    For a role that only scores, the chunks are frozen, see :func:`freeze_role`, and there is no optimizer and
+    no scheduler. A warning says where the framework has wrapped the model all the same.
+    """
+    framework_args, role = call["args"], call["role"]
+    if role not in call.options.inference_roles:
+        return call()
+    restored = {name: value for name, value in vars(framework_args).items() if name == _NO_OPTIMIZER}
+    with (
+        replaced(framework_args, **restored),
+        preserved_rng(),
+        inference_role(role, framework_args) as current,
+    ):
+        model, optimizer, scheduler, iteration = call()
+    if not current.ddp_skipped:
+        message = "the model of role %r was built for training, as usual: %s"
+        _log.warning(message, role, current.reason_skipped)
+        return model, optimizer, scheduler, iteration
+    freeze_role(model, role)
+    return model, None, None, iteration
+
+
+def set_up_for_evaluation(call: Call) -> Any:
+    """Run slime's ``setup_model_and_optimizer``, without gradient buffers where it only evaluates.
+
+    With ``--num-rollout 0`` slime itself leaves out the optimizer. An fp32 model keeps DDP, since
+    slime expects a wrapper, DDP or ``Float16Module``, above the names under which it sends weights.
+    """
+    framework_args, role = call["args"], call["role"]
+    has_wrapper = framework_args.bf16 or framework_args.fp16
+    if framework_args.num_rollout != 0 or not has_wrapper or in_inference_role():
+        return call()
+    with inference_role(role) as current:
+        model, optimizer, scheduler = call()
+    if current.ddp_skipped:
+        freeze_role(model, role, setting="--num-rollout 0")
+    return model, optimizer, scheduler
+
+
+def set_up_reference_state(call: Call) -> Any:
+    """Return the reference's state dict on the CPU; NeMo-RL builds a model only to read it."""
+    with inference_role("reference"):
+        state_dict = call()
+    gc.collect()  # the model has cycles
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return state_dict
+
+
+def set_up_policy(call: Call) -> Any:
+    """Run NeMo-RL's ``setup_model_and_optimizer``, without DDP where it makes no optimizer."""
+    if call["load_optimizer"]:
+        return call()
+    with inference_role("policy without optimizer"):
+        return call()
+
+
+def initialize_engine(call: Call) -> Any:
+    """Run ``initialize`` of AReaL's engine, without DDP where its configuration has no optimizer."""
+    engine, config = call.instance, call.instance.mcore_config
+    # With these options the engine calls methods that only DDP chunks have.
+    needs_ddp = config.disable_grad_buffers_cpu_backup or (
+        config.ddp.overlap_param_gather and config.ddp.align_param_gather
+    )
+    sharded = config.use_torch_fsdp2 or config.use_custom_fsdp
+    trains = engine.optimizer_config is not None or engine.config.use_lora
+    if trains or needs_ddp or sharded or not config.wrap_with_ddp:
+        return call()
+    with replaced(config, wrap_with_ddp=False):
+        result = call()
+    freeze_role(engine.model, "reference", setting="the engine's configuration, which has no optimizer")
+    return result
+
+
 # --- what Megatron's functions do inside of inference_role()
 
 
@@ -133,8 +187,8 @@ def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
         current.reason_skipped = reason
         return call()
     current.ddp_skipped = True
-    if current.on_model_built is not None:
-        current.on_model_built()
+    if hasattr(current.framework_args, _NO_OPTIMIZER):
+        setattr(current.framework_args, _NO_OPTIMIZER, True)
     return call(wrap_with_ddp=False)
 
 

@@ -18,7 +18,7 @@ from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..losses import DeferredLogits, checkpointed
 from ..losses.logits.deferred import dense, rows_of_existing
-from ..losses.logits.log_probs_autograd import JointBackward
+from ..losses.logits.log_probs import JointBackward
 from .log_probs import log_probs_and_entropy
 
 #: Names by which releases pass whether the entropy has a gradient.

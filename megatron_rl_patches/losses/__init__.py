@@ -7,12 +7,15 @@ from .checkpointing import checkpointed
 from .logits.deferred import DeferredLogits, deferred_logits
 from .logits.distributions import TopKDistribution
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .logits.topk import vocab_parallel_log_probs_at, vocab_parallel_topk
-from .loss_functions import make_distillation_loss_func, make_loss_func
-from .objectives.advantages import group_advantages
-from .objectives.distillation import distillation_loss
-from .objectives.distillation_batch import DistillationBatch, DistillationOptions
-from .objectives.divergences import (
+from .logits.log_probs_at import vocab_parallel_log_probs_at
+from .logits.topk import vocab_parallel_topk
+from .loss_functions import make_distillation_loss_func, make_loss_func, packed_log_probs_and_entropy
+from .objectives.distillation import DistillationBatch, DistillationOptions, distillation_loss
+from .objectives.full_vocabulary import FullDistribution, OutputHead, full_vocabulary_divergence
+from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, group_advantages, policy_loss
+from .objectives.reduction import average_metrics, mean_count, token_weights
+from .objectives.teachers import mix_teachers, route_teachers
+from .objectives.topk_divergences import (
     forward_kl,
     generalized_kl,
     importance_weighted_reverse_kl,
@@ -20,13 +23,7 @@ from .objectives.divergences import (
     opd_advantages,
     reverse_kl,
 )
-from .objectives.full_distribution import FullDistribution, OutputHead
-from .objectives.full_vocabulary import full_vocabulary_divergence
-from .objectives.policy import PolicyBatch, PolicyOptions, estimate_kl, policy_loss
-from .objectives.reduction import average_metrics, mean_count, token_weights
-from .objectives.teachers import mix_teachers, route_teachers
 from .sequences.layout import SequenceLayout
-from .sequences.responses import packed_log_probs_and_entropy
 
 __all__ = [
     "DeferredLogits",

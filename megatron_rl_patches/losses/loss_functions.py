@@ -1,24 +1,64 @@
-"""Loss functions in the form that Megatron's schedules expect from a forward step."""
+"""Losses from a microbatch's logits, in the form that Megatron's schedules expect from a forward step."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed
 
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
-from .objectives.comparison import comparison
-from .objectives.distillation import summed
-from .objectives.distillation_batch import DistillationBatch, DistillationOptions
+from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount
 from .sequences.layout import SequenceLayout
-from .sequences.responses import packed_log_probs_and_entropy, rows_of
 
 LossFunc = Callable[[torch.Tensor], LossAndCount]
+
+
+def packed_log_probs_and_entropy(
+    logits: torch.Tensor,
+    tokens: Sequence[torch.Tensor],
+    layout: SequenceLayout,
+    *,
+    with_entropy: bool = True,
+    entropy_grad: bool = True,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Return log-probs and entropies of the response tokens of this CP rank, one tensor per sample.
+
+    Rows of prompts and padding are not read; their gradient is zero. The only collective is the all-gather of
+    the forward pass over ``tp_group``.
+
+    Args:
+        logits: as the model returns them on this CP rank: ``[1, rows, vocab / tp]`` or ``[rows, vocab / tp]``
+            (packed), ``[batch, seq, vocab / tp]`` (padded).
+        tokens: whole samples, ``[total_length]`` each, the same on every rank.
+        layout: layout of this microbatch on this CP rank.
+        with_entropy: compute entropies too.
+        entropy_grad: let the entropies require grad; ``False`` saves time in backward.
+        **options: ``tp_group``, ``temperature``, ``keep_mask`` (for the rows ``layout.response_rows``),
+            ``inplace_backward``, ``block_bytes`` and ``fused`` of :func:`vocab_parallel_log_probs`.
+
+    Returns:
+        The log-probs, and the entropies in nats or ``None``: for sample ``i`` a tensor
+        ``[layout.local_lengths[i]]`` in float32 (float64 for float64 logits).
+
+    Raises:
+        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device.
+    """
+    logits_and_targets = layout.rows_of(logits), layout.response_targets(tokens)
+    rows, split = layout.response_rows, layout.split_responses
+    if not with_entropy:
+        return split(vocab_parallel_log_probs(*logits_and_targets, rows=rows, **options)), None
+    log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+        *logits_and_targets, rows=rows, entropy_grad=entropy_grad, **options
+    )
+    return split(log_probs), split(entropies)
 
 
 def make_loss_func(
@@ -125,7 +165,7 @@ def make_distillation_loss_func(
     compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
 
     def loss_func(logits: torch.Tensor) -> LossAndCount:
-        values = layout.gather_responses(compare(rows_of(logits, layout)), cp_group)
+        values = layout.gather_responses(compare(layout.rows_of(logits)), cp_group)
         loss, count, metrics = summed(torch.cat(values), batch, options)
         return loss / divisor, count if normalizer is None else torch.ones_like(count), metrics
 
@@ -144,8 +184,7 @@ def _checked_divisor(
             f"batch has responses of the lengths {response_lengths}, layout of "
             f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
         )
-    if layout.cp_size > 1 and cp_group is None:
-        raise InvalidInputError(f"the layout is for {layout.cp_size} context-parallel ranks; pass cp_group")
+    layout.check_group(cp_group)
     if normalizer is not None and not normalizer > 0:
         raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
     return (normalizer or 1.0) * (layout.cp_size if layout.cp_size > 1 and _adds_up_parts() else 1)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..common.chunks import has_base
 from ..common.scopes import Scope, replaced
-from .logits.collectives import gather_sequence, sum_gradient
+from .logits.autograd import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
-from .logits.head import TileOptions
 from .logits.log_probs import vocab_parallel_log_probs
+from .logits.tiles import TileOptions
 
 _log = logging.getLogger(__name__)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.
@@ -40,13 +40,13 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 @dataclass(frozen=True)
 class _Deferral:
+    """The layer that defers its logits, ``None`` for no layer, and how their tiles are computed."""
+
     layer: Any
     tile_bytes: int | None
     keep_bytes: int
 
 
-#: With this deferral no layer defers its logits.
-_NO_LAYER = _Deferral(object(), None, 0)
 _deferral: Scope[_Deferral] = Scope("deferred_output")
 
 
@@ -85,10 +85,7 @@ def language_model_forward(
         forward: the model's own, with the arguments of the call.
         arguments: these arguments by name.
     """
-    if _returns_no_logits(arguments):
-        with _deferral.enter(_NO_LAYER):
-            return forward()
-    layer = getattr(model, "output_layer", None)
+    layer = None if _returns_no_logits(arguments) else getattr(model, "output_layer", None)
     with _deferral.enter(_Deferral(layer, tile_bytes, keep_bytes)):
         return forward()
 
@@ -106,7 +103,7 @@ def column_parallel_forward(forward: Callable[[], Any], layer: Any, *args: Any, 
 
 
 def loss_of_labels(compute: Callable[[], Any], layer: Any, labels: Tensor, logits: Tensor) -> Any:
-    """Return a model's cross entropy, as multi-token prediction uses it, without making deferred logits.
+    """Return a model's cross entropy, as multi-token prediction uses it, without materializing logits.
 
     Args:
         compute: the model's own function, with the same arguments.
@@ -159,7 +156,7 @@ def _deferred_output(
     if reason or others or (gathers and size > 1):
         if reason and reason not in _warned_reasons:
             _warned_reasons.add(reason)
-            _log.warning("the logits are made by the output layer: %s", reason)
+            _log.warning("the logits are materialized by the output layer: %s", reason)
         return None
     assert weight is not None
     whole = gather_sequence(input_, group) if layer.sequence_parallel else sum_gradient(input_, group)

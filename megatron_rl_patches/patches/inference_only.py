@@ -17,8 +17,7 @@ AReaL          ``MegatronEngine.initialize``       no optimizer: no DDP         
 =============  ==================================  ===========================  ===========================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens for
-such a role is in :mod:`..frameworks.inference_roles`, :mod:`..frameworks.role_setup` and
-:mod:`..frameworks.role_checkpoints`.
+such a role is in :mod:`..frameworks.inference_roles` and :mod:`..frameworks.role_checkpoints`.
 
 Not patched: frameworks that build such a model already (verl, SkyRL, ROLL, ms-swift), references and teachers
 whose weights slime and miles swap into the actor's model (there is no second one), adapters (LoRA) of miles,
@@ -81,7 +80,7 @@ patch = Patch(
 patch.wrap(
     _MODELS,
     "initialize_model_and_optimizer",
-    ".frameworks.role_setup:initialize_role",
+    ".frameworks.inference_roles:initialize_model_and_optimizer",
     parameters=("args", "role"),
     skip_if=_framework_leaves_ddp_out,
 )
@@ -95,7 +94,7 @@ patch.wrap(_MODELS, "train", ".frameworks.inference_roles:train", parameters=("m
 patch.wrap(
     [f"{framework}.backends.megatron_utils.model" for framework in SLIME_LIKE],
     "setup_model_and_optimizer",
-    ".frameworks.role_setup:set_up_for_evaluation",
+    ".frameworks.inference_roles:set_up_for_evaluation",
     parameters=("args", "role"),
     skip_if=_has_no_evaluation_branch,
 )
@@ -127,14 +126,14 @@ patch.wrap(
 patch.wrap(
     "nemo_rl.models.megatron.setup",
     "setup_reference_model_state",
-    ".frameworks.role_setup:set_up_reference_state",
+    ".frameworks.inference_roles:set_up_reference_state",
     requires_names=("get_model",),
     skip_if=_passes_wrap_with_ddp,
 )
 patch.wrap(
     "nemo_rl.models.megatron.setup",
     "setup_model_and_optimizer",
-    ".frameworks.role_setup:set_up_policy",
+    ".frameworks.inference_roles:set_up_policy",
     parameters=("load_optimizer",),
     requires_names=("get_model",),
     skip_if=_passes_wrap_with_ddp,
@@ -142,7 +141,7 @@ patch.wrap(
 patch.wrap(
     "areal.engine.megatron_engine",
     "MegatronEngine.initialize",
-    ".frameworks.role_setup:initialize_engine",
+    ".frameworks.inference_roles:initialize_engine",
     requires_names=("make_mcore_model", "mcore_config"),
     skip_if=_engine_knows_ddp,
 )

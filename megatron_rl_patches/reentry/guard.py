@@ -116,16 +116,6 @@ def _rerun_state_machine() -> Any:
     return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
 
 
-def _python_function(target: Any) -> Any:
-    """Return the function behind decorators, partials, bound methods and objects with ``__call__``."""
-    target = inspect.unwrap(target)
-    if isinstance(target, functools.partial):
-        return _python_function(target.func)
-    if inspect.ismethod(target):
-        return _python_function(target.__func__)
-    return target if inspect.isroutine(target) else _python_function(type(target).__call__)
-
-
 @overload
 def reentrant_train(target: Function, **options: Any) -> Function: ...
 @overload
@@ -194,27 +184,22 @@ def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], di
     # The signature of a partial lacks the arguments that are bound already, so its function's is used.
     partial = functools.partial(target)
     function = partial.func
-    name = _python_function(function).__qualname__
+    called = function if inspect.isroutine(function) else type(function).__call__
+    name = getattr(inspect.unwrap(called), "__qualname__", repr(target))
+
+    def refusal(reason: str) -> MegatronRLPatchesError:
+        return MegatronRLPatchesError(f"{reason}; use 'with reentrant_train(model):' inside it instead")
+
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise MegatronRLPatchesError(
-            f"{name} has no signature that Python can tell; "
-            "use 'with reentrant_train(model):' inside it instead"
-        ) from error
+        raise refusal(f"{name} has no signature that Python can tell") from error
     parameter = signature.parameters.get("model")
     if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise MegatronRLPatchesError(
-            f"{name}{signature} has no parameter named 'model' that takes the list of model chunks; "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
-    called = function if inspect.isroutine(function) else type(function).__call__
+        raise refusal(f"{name}{signature} has no parameter named 'model' that takes the list of model chunks")
     runs_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(does(called) for does in runs_later):
-        raise MegatronRLPatchesError(
-            f"{name} is a generator or a coroutine function, whose body runs after the call; "
-            "use 'with reentrant_train(model):' inside it instead"
-        )
+        raise refusal(f"{name} is a generator or a coroutine function, whose body runs after the call")
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = signature.bind(*partial.args, *args, **{**partial.keywords, **kwargs})

@@ -8,12 +8,12 @@ model, the number of tokens of the first microbatches, and the state of the para
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Model, as_chunks, bucket_groups, distinct_configs
+from ..common.ranks import is_rank_0
 from ..common.scopes import Scope
 
 _log = logging.getLogger("megatron_rl_patches")
@@ -139,47 +139,34 @@ def _check_dropout(configs: list[Any]) -> None:
                 f"are wrong. Megatron's default is 0.1: set --{setting.replace('_', '-')} 0 "
                 f"(config.{setting}=0)",
                 setting=setting,
-                log=_is_rank_0(),
+                log=is_rank_0(),
             )
 
 
 def _check_parameters_are_gathered(chunks: Model) -> None:
-    if any(_is_stale(group) for chunk in chunks if _hooks_are_on(chunk) for group in bucket_groups(chunk)):
+    hooked = [chunk for chunk in chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    if any(_is_stale(group) for chunk in hooked for group in bucket_groups(chunk)):
         report(
             "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
             "parameters of its last step were gathered. Until the next forward pass every rank has new "
             "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
             "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
             setting="overlap_param_gather",
-            log=_is_rank_0(),
+            log=is_rank_0(),
         )
-
-
-def _hooks_are_on(chunk: Any) -> bool:
-    return bool(getattr(chunk, "remove_forward_pre_hook_handles", None))
 
 
 def _is_stale(group: Any) -> bool:
     """Return whether the parameters of this bucket group have not been gathered since the last step."""
-    if not group.ddp_config.overlap_param_gather or _group_size(group) == 1:
+    is_alone = getattr(group, "intra_distributed_optimizer_instance_size", 0) == 1
+    if is_alone or not group.ddp_config.overlap_param_gather:
         return False
     return group.param_gather_handle is not None or not group.param_gather_dispatched
 
 
-def _group_size(group: Any) -> int:
-    return int(getattr(group, "intra_distributed_optimizer_instance_size", 0))
-
-
-def _is_rank_0() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return True
-    return bool(distributed.get_rank() == 0)
-
-
 def is_first_of_stage() -> bool:
     """Return whether this is the first rank of its pipeline stage."""
-    if _is_rank_0():
+    if is_rank_0():
         return True
     from megatron.core import parallel_state
 

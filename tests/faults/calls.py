@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,56 +20,42 @@ class Call(NamedTuple):
     number: int
 
 
-class Watched:
-    """Records calls of functions by parts of their files' paths, and calls of methods in C by their names.
+@contextmanager
+def watched(
+    *parts: str,
+    methods: Container[str] = (),
+    at: Call | None = None,
+    by: signal.Signals = signal.SIGINT,
+) -> Iterator[list[Call]]:
+    """Record calls of functions by parts of their files' paths, and calls of methods in C by their names.
 
-    Ranks that run the same code make the same calls, whatever else differs between them.
+    A signal comes as the call ``at`` begins; for a method in C also as it returns. Ranks that run the same
+    code make the same calls, whatever else differs between them.
     """
+    counts: Counter[str] = Counter()
+    calls: list[Call] = []
 
-    def __init__(self, *parts: str, methods: frozenset[str] = frozenset()) -> None:
-        self._parts, self._methods = parts, methods
-        self._counts: Counter[str] = Counter()
-        self.calls: list[Call] = []
-
-    @contextmanager
-    def recorded(self) -> Iterator[list[Call]]:
-        with self._profiled(self._note):
-            yield self.calls
-
-    @contextmanager
-    def interrupted_at(self, place: Call, by: signal.Signals = signal.SIGINT) -> Iterator[None]:
-        """A signal as the call begins; for a method in C also ``c_return``, when it is done."""
-
-        def strike(*event: Any) -> None:
-            if self._note(*event) == place:
-                # Python switches off what raises in it.
-                os.kill(os.getpid(), by)
-
-        with self._profiled(strike):
-            yield
-
-    @contextmanager
-    def _profiled(self, function: Any) -> Iterator[None]:
-        sys.setprofile(function)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, argument: Any) -> Call | None:
+    def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
-            # A generator that is being closed would swallow the interrupt.
-            if code.co_name == "<genexpr>" or not any(part in code.co_filename for part in self._parts):
-                return None
+            # Not <listcomp>, nor <genexpr>, which would swallow the interrupt where it is being closed.
+            if code.co_name.startswith("<") or not any(part in code.co_filename for part in parts):
+                return
             name = f"{code.co_name}, line {code.co_firstlineno}"
-        elif event in ("c_call", "c_return") and argument.__name__ in self._methods:
+        elif event in ("c_call", "c_return") and argument.__name__ in methods:
             name = f"{event} {argument.__name__}"
         else:
-            return None
-        self.calls.append(Call(name, self._counts[name]))
-        self._counts[name] += 1
-        return self.calls[-1]
+            return
+        calls.append(Call(name, counts[name]))
+        counts[name] += 1
+        if calls[-1] == at:
+            os.kill(os.getpid(), by)  # Python switches off what raises in it
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
 def first_and_last(calls: list[Call]) -> list[Call]:

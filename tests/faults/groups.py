@@ -24,7 +24,8 @@ def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    store = appointments(folder, name)
+    store = dist.FileStore(str(folder / name), 2)
+    store.set_timeout(_AT_MOST)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=TIMEOUT
     )
@@ -45,13 +46,6 @@ def worlds_of(size: int, folder: Path, name: str) -> Iterator[int]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_AT_MOST)
     dist.barrier()  # a rank that left now would close connections that others are still making
     yield world
-
-
-def appointments(folder: Path, name: str) -> dist.Store:
-    """Return a store for :func:`meet` that does not depend on a process group."""
-    store = dist.FileStore(str(folder / name), 2)
-    store.set_timeout(_AT_MOST)
-    return store
 
 
 def meet(store: dist.Store, place: str, rank: int) -> None:

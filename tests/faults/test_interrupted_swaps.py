@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,13 @@ import torch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
-from tests.faults.calls import Call, Watched
+from tests.faults.calls import Call, first_and_last, watched
 
 OWN, A, B, ADDED = 0.5, 1.0, 2.0, 3.0
 TEACHERS = {"a": A, "b": B, "added": ADDED}
 
 
-def _watched() -> Watched:
-    return Watched("inference/teachers.py", "inference/weights.py", methods=frozenset({"copy_"}))
+_watched = partial(watched, "inference/teachers.py", "inference/weights.py", methods={"copy_"})
 
 
 def _pool() -> TeacherPool:
@@ -72,8 +72,8 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
 
 
 def _recorded(scenario: Callable[[TeacherPool], None]) -> list[Call]:
-    pool, watched = _pool(), _watched()
-    with watched.recorded() as calls:
+    pool = _pool()
+    with _watched() as calls:
         scenario(pool)
     return calls
 
@@ -84,18 +84,18 @@ def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> N
     assert len(calls) > 40
     for place in calls:
         pool = _pool()
-        with pytest.raises(KeyboardInterrupt), _watched().interrupted_at(place):
+        with pytest.raises(KeyboardInterrupt), _watched(at=place):
             scenario(pool)
         _check(pool, place)
 
 
-def test_terminated_at_every_call() -> None:
+def test_terminated() -> None:
     """A launcher's SIGTERM, in a program that unwinds for it and saves what it has."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        for place in _recorded(take_turns):
+        for place in first_and_last(_recorded(take_turns)):
             pool = _pool()
-            with pytest.raises(SystemExit), _watched().interrupted_at(place, signal.SIGTERM):
+            with pytest.raises(SystemExit), _watched(at=place, by=signal.SIGTERM):
                 take_turns(pool)
             _check(pool, place)
     finally:

@@ -16,18 +16,19 @@ from tests.real.faults import PLACES, STAGES, Trainee, counting_updates, steps_d
 from tests.real.test_interruption import OVERLAPS, SETTINGS
 from tests.real.tiny_gpt import Options, Parallelism
 
-
-def _pairs(sizes: dict[str, int]) -> list[tuple[str, str]]:
-    """Overlap and place for each pair of ranks, which run at the same time: they wait for most of it."""
-    return list(product(["both"] if sizes else OVERLAPS, ("first batch", "later step")))
+#: Sizes, overlap and place for each pair of ranks. Pairs run at the same time: they wait for most of it.
+PAIRS: dict[str, list[tuple[dict[str, int], str, str]]] = {
+    "data parallel": list(product([{}], OVERLAPS, ("first batch", "later step"))),
+    "model parallel": list(product([{"tp": 2}, {"pp": 2}], ["both"], ("first batch", "later step"))),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}], ids=str)
-@on_ranks(lambda sizes: 2 * len(_pairs(sizes)), timeout=240)
-def test_error_in_time(sizes: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", PAIRS)
+@on_ranks(lambda kind: 2 * len(PAIRS[kind]), timeout=240)
+def test_error_in_time(kind: str, tmp_path: Path) -> None:
     with applied("reentrant-train", settings=SETTINGS), worlds_of(2, tmp_path, "pair") as pair:
-        overlap, place = _pairs(sizes)[pair]
+        sizes, overlap, place = PAIRS[kind][pair]
         options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
         before = _new_model(options, tmp_path, f"{pair}, before")
         for stage in STAGES:

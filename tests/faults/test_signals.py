@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import recovery
 from megatron_rl_patches.testing import RanksFailed
-from tests.faults.calls import Watched, first_and_last, interrupted_after
+from tests.faults.calls import first_and_last, interrupted_after, watched
 from tests.ranks import everywhere, on_ranks
 from tests.real.faults import Trainee, counting_updates, fault, interrupt, same_process_groups
 from tests.real.test_interruption import SETTINGS
@@ -23,9 +23,7 @@ PARTS = (
     "megatron_rl_patches/reentry/",
     "megatron/core/distributed/d",
     "megatron/core/distributed/param",
-    "megatron/core/distributed/finalize",
     "megatron/core/pipeline_parallel/schedules",
-    "tests/real/tiny_gpt",
 )
 
 
@@ -56,9 +54,8 @@ class Interrupted:
 def test_interrupted_at_every_call() -> None:
     with applied("reentrant-train", settings=SETTINGS):
         run = Interrupted()
-        watched = Watched(*PARTS)
         run.trainee.train(1)
-        with watched.recorded() as calls:
+        with watched(*PARTS) as calls:
             run.trainee.train(2)
         places = first_and_last(calls)
         names = {call.function.partition(",")[0] for call in places}
@@ -67,7 +64,7 @@ def test_interrupted_at_every_call() -> None:
             with (
                 counting_updates(run.trainee.optimizer) as updates,
                 pytest.raises(KeyboardInterrupt),
-                Watched(*PARTS).interrupted_at(place),
+                watched(*PARTS, at=place),
             ):
                 run.trainee.train(2)
             run.trainee.done += len(updates)

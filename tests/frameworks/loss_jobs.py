@@ -17,23 +17,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-PACKAGES = {"openclaw": "slime"}
-SCORES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
-}
-LOSSES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss",
-}
-CP_UTILS = {
-    "slime": "slime.backends.megatron_utils.cp_utils",
-    "vime": "vime.backends.megatron_utils.cp_utils",
-    "miles": "miles.backends.training_utils.cp_utils",
-}
-VERL = "verl.utils.megatron.tensor_parallel"
+_SLIME = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
+_MILES = "miles.backends.training_utils"
+SCORES = {name: f"{home}.loss" for name, home in _SLIME.items()}
+SCORES["miles"] = f"{_MILES}.loss_hub.logit_processors"
+LOSSES = {**SCORES, "miles": f"{_MILES}.loss"}
+CP_UTILS = {name: f"{home}.cp_utils" for name, home in {**_SLIME, "miles": _MILES}.items()}
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
@@ -53,22 +42,25 @@ def initialize(tp: int = 1, cp: int = 1) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
 
 
-def _miles_parallel_state() -> None:
-    """With the groups that a loss asks for; every other one has one rank."""
+def set_parallel_state_of_miles() -> None:
+    """Hand Megatron's groups to miles; those that it has besides have one rank."""
     home = importlib.import_module("miles.backends.training_utils.parallel")
-
-    def info(group: Any) -> Any:
-        return home.GroupInfo(rank=group.rank(), size=group.size(), group=group)
-
-    cp = info(parallel_state.get_context_parallel_group())
-    groups = {"tp": info(parallel_state.get_tensor_model_parallel_group()), "cp": cp, "intra_dp_cp": cp}
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "intra_dp": parallel_state.get_data_parallel_group(),
+        "intra_dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
     one = home.GroupInfo(rank=0, size=1, group=None)
-    required = [
-        name
+    infos = {
+        name: home.GroupInfo(rank=groups[name].rank(), size=groups[name].size(), group=groups[name])
+        if name in groups
+        else one
         for name, parameter in inspect.signature(home.ParallelState).parameters.items()
         if parameter.default is inspect.Parameter.empty
-    ]
-    home.set_parallel_state(home.ParallelState(**{name: groups.get(name, one) for name in required}))
+    }
+    home.set_parallel_state(home.ParallelState(**infos))
 
 
 class LossJob:
@@ -86,9 +78,9 @@ class LossJob:
     ) -> None:
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
         self.deferred = deferred
-        self.framework = PACKAGES.get(framework, framework)
+        self.framework = framework
         if framework == "miles":
-            _miles_parallel_state()
+            set_parallel_state_of_miles()
         self.args = Arguments(
             framework=framework,
             qkv_format="thd",
@@ -117,9 +109,7 @@ class LossJob:
             torch.randint(self.vocabulary, (length,), generator=generator) for length in self.totals
         ]
         self.weights = torch.linspace(0.5, 1.5, sum(self.responses)).split(self.responses)
-        width = self.vocabulary // parallel_state.get_tensor_model_parallel_world_size()
-        first = parallel_state.get_tensor_model_parallel_rank() * width
-        self.columns = slice(first, first + width)
+        self.columns = _columns_of_rank(self.vocabulary)
         self.rows = _rows_of_rank(totals, self.args.allgather_cp)
 
     def logits(self, whole_vocabulary: bool = False) -> Tensor:
@@ -179,9 +169,7 @@ class LossJob:
             [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, self.responses, strict=True)]
         )
         tokens = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, self.responses, strict=True)])
-        log_softmax = (logits[rows] / temperature).log_softmax(-1)
-        log_probs = log_softmax.gather(1, tokens[:, None]).squeeze(1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        log_probs, entropy = _dense_scores(logits[rows] / temperature, tokens)
         weights = torch.cat(self.weights)
         ((weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()).backward()
         padded = torch.cat([logits.grad, torch.zeros(1, self.vocabulary)])
@@ -215,7 +203,7 @@ class LossJob:
             ],
         }
         logits = self.logits(whole_vocabulary=dense)
-        with _dense_scores(self.framework) if dense else nullcontext():
+        with _with_dense_scores(self.framework) if dense else nullcontext():
             returned = call(
                 module.loss_function,
                 args=self.args,
@@ -242,11 +230,16 @@ def deferred(logits: Tensor) -> Any:
     return deferred_logits(logits, torch.eye(logits.shape[-1]), tile_bytes=256)
 
 
-def _dense_scores(framework: str) -> Any:
+def _dense_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    log_softmax = logits.log_softmax(-1)
+    log_probs = log_softmax.gather(-1, tokens[..., None]).squeeze(-1)
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def _with_dense_scores(framework: str) -> Any:
     def calculate(logits: Tensor, tokens: Tensor, *unused: Any, with_entropy: bool, **unused_too: Any) -> Any:
-        log_softmax = logits.double().log_softmax(-1)
-        log_probs = log_softmax.gather(1, tokens[: len(logits), None])
-        return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
+        log_probs, entropy = _dense_scores(logits.double(), tokens[: len(logits)])
+        return log_probs[:, None], entropy if with_entropy else None
 
     return mock.patch.object(
         importlib.import_module(SCORES[framework]), "calculate_log_probs_and_entropy", calculate
@@ -255,8 +248,7 @@ def _dense_scores(framework: str) -> Any:
 
 def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """What stand-ins compute: a policy gradient, with the entropy's mean beside it."""
-    framework = PACKAGES.get(args.framework, args.framework)
-    returned = importlib.import_module(SCORES[framework]).get_log_probs_and_entropy(
+    returned = importlib.import_module(SCORES[args.framework]).get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -264,11 +256,17 @@ def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tenso
         response_lengths=batch["response_lengths"],
         with_entropy=True,
     )
-    scores = returned if framework == "miles" else returned[1]
+    scores = returned if args.framework == "miles" else returned[1]
     ratio = (torch.cat(scores["log_probs"]) - torch.cat(batch["log_probs"])).exp()
     entropy = torch.cat(scores["entropy"]).sum()
     loss = -(ratio * torch.cat(batch["advantages"])).sum() - args.entropy_coef * entropy
     return loss, {"loss": loss.detach(), "entropy": entropy.detach()}
+
+
+def _columns_of_rank(vocabulary: int) -> slice:
+    width = vocabulary // parallel_state.get_tensor_model_parallel_world_size()
+    first = parallel_state.get_tensor_model_parallel_rank() * width
+    return slice(first, first + width)
 
 
 def _rows_of_rank(totals: tuple[int, ...], allgather_cp: bool) -> Tensor:
@@ -293,9 +291,7 @@ class VerlJob:
 
     def __init__(self, rows: int = 10, vocabulary: int = VOCAB, deferred: bool = False) -> None:
         self.deferred = deferred
-        width = vocabulary // parallel_state.get_tensor_model_parallel_world_size()
-        first = parallel_state.get_tensor_model_parallel_rank() * width
-        self.columns = slice(first, first + width)
+        self.columns = _columns_of_rank(vocabulary)
         generator = torch.Generator().manual_seed(0)
         self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
         self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
@@ -346,12 +342,11 @@ class VerlJob:
 
     def dense(self, entropy: bool) -> dict[str, Tensor]:
         logits = self.whole.double().requires_grad_()
-        log_softmax = (logits / 0.7).log_softmax(-1)
-        log_probs = log_softmax.gather(2, self.labels[..., None]).squeeze(2)
-        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        (
-            (self.weights * log_probs).sum() - (0.1 if entropy else 0) * (self.weights * entropies).sum()
-        ).backward()
+        log_probs, entropies = _dense_scores(logits / 0.7, self.labels)
+        loss = (self.weights * log_probs).sum()
+        if entropy:
+            loss = loss - 0.1 * (self.weights * entropies).sum()
+        loss.backward()
         seen = {"log_probs": log_probs.detach(), "gradient": logits.grad[..., self.columns]}
         return seen | ({"entropy": entropies.detach()} if entropy else {})
 

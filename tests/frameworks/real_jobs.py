@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,13 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
-from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
+from tests.frameworks.loss_jobs import (
+    SCORES,
+    Arguments,
+    call,
+    set_parallel_state_of_miles,
+    takes_packed_tokens,
+)
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -36,22 +41,15 @@ def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -
 class _RolloutJob(Job):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
-    package: str
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for chunk in self.model:
             takes_packed_tokens(chunk.module)
-        self.module = importlib.import_module(f"{self.package}.model")
+        [self.module] = map(importlib.import_module, self.homes)
         self.module.save_checkpoint = partial(_write, self)
 
     def save(self) -> None:
         self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
-
-    @classmethod
-    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
-        module = importlib.import_module(f"{cls.package}.model")
-        return {"train": (module,), "save": (module,)}
 
     def _set_global_variables(self) -> None:
         self.args = Arguments(
@@ -78,7 +76,7 @@ class _RolloutJob(Job):
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
         returned = call(
             self.module.forward_only,
-            f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
+            f=importlib.import_module(SCORES[self.homes[0].partition(".")[0]]).get_log_probs_and_entropy,
             args=self.args,
             model=self.model,
             data_iterator=[self._rollout(steps=1)],
@@ -120,33 +118,19 @@ class _RolloutJob(Job):
         return self._data_iterator(rollout, [[number] for number in range(microbatches)])
 
     def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        raise NotImplementedError
-
-
-class RealSlimeJob(_RolloutJob):
-    package = "slime.backends.megatron_utils"
-
-    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
         return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
 
-class RealVimeJob(RealSlimeJob):
-    package = "vime.backends.megatron_utils"
+class RealSlimeJob(_RolloutJob):
+    homes = ("slime.backends.megatron_utils.model",)
 
 
-def set_parallel_state_of_miles() -> None:
-    parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
-    current = importlib.import_module("miles.backends.training_utils.parallel")
-    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
-    # The tiny model is built without: on a CPU the usual groups are gloo groups.
-    mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
-    mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
-    alone = groups.GroupInfo(rank=0, size=1, group=None)
-    current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
+class RealVimeJob(_RolloutJob):
+    homes = ("vime.backends.megatron_utils.model",)
 
 
 class RealMilesJob(_RolloutJob):
-    package = "miles.backends.megatron_utils"
+    homes = ("miles.backends.megatron_utils.model",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -154,9 +138,6 @@ class RealMilesJob(_RolloutJob):
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
         set_parallel_state_of_miles()
-
-    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        return self.module.DataIterator(rollout, micro_batch_indices=indices)
 
 
 class RealMegatronJob(MegatronJob):
@@ -168,23 +149,13 @@ class RealMegatronJob(MegatronJob):
 
     def _set_global_variables(self) -> None:
         replicas = mpu.get_data_parallel_world_size()
-        given = SimpleNamespace(
+        self.args = set_megatron_arguments(
             **vars(self.args),
-            num_layers=tiny_gpt.LAYERS,
-            hidden_size=tiny_gpt.HIDDEN,
             ffn_hidden_size=4 * tiny_gpt.HIDDEN,
-            num_attention_heads=tiny_gpt.HEADS,
             num_query_groups=tiny_gpt.HEADS,
             kv_channels=tiny_gpt.HIDDEN // tiny_gpt.HEADS,
-            padded_vocab_size=tiny_gpt.VOCABULARY,
-            max_position_embeddings=tiny_gpt.SEQUENCE,
             global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
-            data_parallel_size=replicas,
-            gtp_weight_remat_size=1,
             expert_tensor_parallel_size=1,
-            consumed_train_samples=0,
-            consumed_valid_samples=0,
-            skipped_train_samples=0,
             num_floating_point_operations_so_far=0,
             iteration=0,
             log_interval=1000,
@@ -193,17 +164,37 @@ class RealMegatronJob(MegatronJob):
             use_megatron_fsdp=False,
             params_dtype=torch.float32,
         )
-        with mock.patch.object(sys, "argv", ["train"]):
-            self.args = Arguments(**(vars(arguments.parse_args(ignore_unknown_args=True)) | vars(given)))
-        global_vars.unset_global_variables()
-        destroy_num_microbatches_calculator()
-        init_num_microbatches_calculator(
-            torch.distributed.get_rank(), None, self.args.global_batch_size, tiny_gpt.BATCH, replicas
-        )
-        global_vars.set_args(self.args)
         global_vars._set_timers(self.args)
         if hasattr(global_vars, "_set_energy_monitor"):
             global_vars._set_energy_monitor(self.args)
+
+
+def set_megatron_arguments(**values: Any) -> Arguments:
+    """Set Megatron-LM's global arguments: those of its command line, of the tiny model, and these."""
+    with mock.patch.object(sys, "argv", ["train"]):
+        args = Arguments(**vars(arguments.parse_args(ignore_unknown_args=True)))
+    replicas = mpu.get_data_parallel_world_size()
+    vars(args).update(
+        num_layers=tiny_gpt.LAYERS,
+        hidden_size=tiny_gpt.HIDDEN,
+        num_attention_heads=tiny_gpt.HEADS,
+        max_position_embeddings=tiny_gpt.SEQUENCE,
+        padded_vocab_size=tiny_gpt.VOCABULARY,
+        micro_batch_size=tiny_gpt.BATCH,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        data_parallel_size=replicas,
+        gtp_weight_remat_size=1,
+    )
+    vars(args).update(values)
+    global_vars.unset_global_variables()
+    destroy_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        torch.distributed.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
+    )
+    global_vars.set_args(args)
+    return args
 
 
 JOBS: dict[str, type[Job]] = {

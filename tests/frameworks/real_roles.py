@@ -10,30 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
 from megatron.core.optimizer import OptimizerConfig
-from megatron.training import arguments, checkpointing, global_vars
+from megatron.training import checkpointing
 
-from tests.frameworks.loss_jobs import Arguments
-from tests.frameworks.real_jobs import set_parallel_state_of_miles
+from tests.frameworks.loss_jobs import Arguments, set_parallel_state_of_miles
+from tests.frameworks.real_jobs import set_megatron_arguments
+from tests.frameworks.role_jobs import ITERATION, provider
 from tests.real import tiny_gpt
 
-ITERATION, GLOBAL_BATCH = 7, 4
-
-
-def provider(pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, **unused: Any) -> Any:
-    options = tiny_gpt.Options(bf16=True)
-    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+GLOBAL_BATCH = 4
 
 
 def framework_model(framework: str) -> ModuleType:
@@ -44,64 +34,51 @@ def framework_model(framework: str) -> ModuleType:
     return model
 
 
-def global_arguments(**values: Any) -> Any:
+def global_arguments(**values: Any) -> Arguments:
     """Megatron-LM's defaults, and those that a framework's command line adds."""
-    with mock.patch.object(sys, "argv", ["train"]):
-        args = Arguments(**vars(arguments.parse_args(ignore_unknown_args=True)))
     # Frameworks and Megatron-LM fill these from the arguments that there are; here, all seem to be.
-    for config in (OptimizerConfig, DistributedDataParallelConfig):
-        for field in dataclasses.fields(config):
-            if field.default is not dataclasses.MISSING:
-                vars(args)[field.name] = field.default
-    vars(args).update(
-        num_layers=tiny_gpt.LAYERS,
-        hidden_size=tiny_gpt.HIDDEN,
-        num_attention_heads=tiny_gpt.HEADS,
-        max_position_embeddings=tiny_gpt.SEQUENCE,
-        padded_vocab_size=tiny_gpt.VOCABULARY,
-        position_embedding_type="learned_absolute",
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        accumulate_allreduce_grads_in_fp32=True,
-        # The distributed one stores no state of the Adam of torch, only of fused ones.
-        use_distributed_optimizer=False,
-        overlap_grad_reduce=True,
-        check_for_nan_in_loss_and_grad=True,
-        use_dist_ckpt=True,
-        ckpt_format="torch_dist",
-        global_batch_size=GLOBAL_BATCH,
-        rollout_batch_size=GLOBAL_BATCH,
-        n_samples_per_prompt=1,
-        micro_batch_size=tiny_gpt.BATCH,
-        num_rollout=1000,
-        lr=5e-3,
-        min_lr=0.0,
-        lr_decay_style="linear",
-        lr_warmup_iters=0,
-        lr_warmup_init=0.0,
-        start_weight_decay=0.0,
-        end_weight_decay=0.0,
-        weight_decay_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=True,
-        enable_gloo_process_groups=False,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        world_size=torch.distributed.get_world_size(),
-        rank=torch.distributed.get_rank(),
-        data_parallel_size=torch.distributed.get_world_size(),
-        gtp_weight_remat_size=1,
-        rollout_top_p=1.0,
-        megatron_to_hf_mode="raw",
-        debug_disable_optimizer=False,
-        lora_rank=0,
+    defaults = {
+        field.name: field.default
+        for config in (OptimizerConfig, DistributedDataParallelConfig)
+        for field in dataclasses.fields(config)
+        if field.default is not dataclasses.MISSING
+    }
+    return set_megatron_arguments(
+        **{
+            **defaults,
+            "position_embedding_type": "learned_absolute",
+            "bf16": True,
+            "params_dtype": torch.bfloat16,
+            "accumulate_allreduce_grads_in_fp32": True,
+            # The distributed one stores no state of the Adam of torch, only of fused ones.
+            "use_distributed_optimizer": False,
+            "overlap_grad_reduce": True,
+            "check_for_nan_in_loss_and_grad": True,
+            "use_dist_ckpt": True,
+            "ckpt_format": "torch_dist",
+            "global_batch_size": GLOBAL_BATCH,
+            "rollout_batch_size": GLOBAL_BATCH,
+            "n_samples_per_prompt": 1,
+            "num_rollout": 1000,
+            "lr": 5e-3,
+            "min_lr": 0.0,
+            "lr_decay_style": "linear",
+            "lr_warmup_iters": 0,
+            "lr_warmup_init": 0.0,
+            "start_weight_decay": 0.0,
+            "end_weight_decay": 0.0,
+            "weight_decay_incr_style": "constant",
+            "use_checkpoint_opt_param_scheduler": True,
+            "enable_gloo_process_groups": False,
+            "world_size": torch.distributed.get_world_size(),
+            "rank": torch.distributed.get_rank(),
+            "rollout_top_p": 1.0,
+            "megatron_to_hf_mode": "raw",
+            "debug_disable_optimizer": False,
+            "lora_rank": 0,
+            **values,
+        }
     )
-    vars(args).update(values)
-    global_vars.unset_global_variables()
-    global_vars.set_args(args)
-    destroy_num_microbatches_calculator()
-    init_num_microbatches_calculator(0, None, GLOBAL_BATCH, tiny_gpt.BATCH, args.data_parallel_size)
-    return args
 
 
 def process(seed: int = 1234) -> None:

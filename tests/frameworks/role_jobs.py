@@ -1,6 +1,7 @@
-"""What frameworks need to build models by role: arguments, a provider, a checkpoint; and what they cost.
+"""What frameworks need to build models by role: arguments, a provider, a checkpoint.
 
-Import it on ranks only, inside ``cpu_backend()``, with the stand-ins on the path.
+And what a teacher costs, in a stand-in or in a framework itself. Import it on ranks only, inside
+``cpu_backend()``, with one of them on the path.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import copy
 import importlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
@@ -24,25 +26,23 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.training import checkpointing, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Batches
+from tests.frameworks.loss_jobs import Arguments
 from tests.real import tiny_gpt
+from tests.unit.losses.live_bytes import reachable_bytes
 
 ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1000
-#: Role and package; OpenClaw-RL's slime is another than slime's.
-PACKAGES = {"slime": "slime", "openclaw": "slime", "miles": "miles"}
 
 
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
     options = tiny_gpt.Options(bf16=global_vars.get_args().bf16)
-    return tiny_gpt._chunk(tiny_gpt._transformer_config(options), options.parallelism, None)
+    return tiny_gpt.provider(options)()
 
 
-def arguments(**values: Any) -> SimpleNamespace:
+def arguments(**values: Any) -> Arguments:
     """A fresh process' global arguments, installed."""
-    args = SimpleNamespace(
+    args = Arguments(
         load=None,
-        ckpt_step=None,
-        pretrained_checkpoint=None,
         finetune=False,
         no_load_optim=False,
         no_load_rng=False,
@@ -51,7 +51,6 @@ def arguments(**values: Any) -> SimpleNamespace:
         skipped_train_samples=0,
         use_checkpoint_opt_param_scheduler=True,
         debug_disable_optimizer=False,
-        use_stateless_adam=False,
         model_provider=provider,
         hidden_size=tiny_gpt.HIDDEN,
         num_rollout=ROLLOUTS,
@@ -62,14 +61,10 @@ def arguments(**values: Any) -> SimpleNamespace:
         lr=5e-3,
         min_lr=0.0,
         bf16=False,
-        fp16=False,
         overlap_grad_reduce=True,
         overlap_param_gather=True,
-        align_grad_reduce=True,
-        align_param_gather=False,
         use_distributed_optimizer=True,
         ddp_bucket_size=tiny_gpt.BUCKET,
-        manual_gc=False,
         timing_log_level=0,
     )
     vars(args).update(values)
@@ -87,14 +82,13 @@ def process(seed: int = 1234) -> None:
 
 
 def framework_model(framework: str) -> ModuleType:
-    return importlib.import_module(f"{PACKAGES[framework]}.backends.megatron_utils.model")
+    return importlib.import_module(f"{framework}.backends.megatron_utils.model")
 
 
 def train(framework: str, state: Sequence[Any], steps: int, batches: Batches) -> None:
     """One call of the framework's ``train`` with ``(model, optimizer, scheduler)``."""
     further: dict[str, tuple[Any, ...]] = {
         "slime": ([SAMPLES_PER_ITERATION] * steps,),
-        "openclaw": (),
         "miles": ([SAMPLES_PER_ITERATION] * steps, None, 0),
     }
     framework_model(framework).train(0, *state, [batches], [MICROBATCHES] * steps, *further[framework])
@@ -136,6 +130,26 @@ def checkpoints(framework: str, folder: Path) -> tuple[str, str]:
         paths.append(str(save(folder / name, *state, ITERATION)))
     process()
     return paths[0], paths[1]
+
+
+def build_teacher(initialize: Callable[..., Any], args: Any, role: str) -> Any:
+    """Build a patched framework's teacher: it costs its weights, is frozen, and leaves no trace."""
+    before, bytes_before = globals_of(args), reachable_bytes()
+    [chunk], *rest = initialize(args, role)
+    assert rest == [None, None, ITERATION]
+    weights = sum(parameter.nbytes for parameter in chunk.parameters())
+    assert reachable_bytes() - bytes_before == pytest.approx(weights, rel=0.01)
+    assert globals_of(args) == before
+    assert not chunk.training and not any(p.requires_grad for p in chunk.parameters())
+    return chunk
+
+
+def has_weights(chunk: Any, state_dict: Mapping[str, Any]) -> bool:
+    return all(
+        torch.equal(value, state_dict[name])
+        for name, value in chunk.state_dict().items()
+        if torch.is_tensor(value)
+    )
 
 
 def globals_of(args: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def _applied(framework: str, **variables: str) -> tuple[set[str], list[str]]:
     return patches, [outcome(job.train), outcome(job.train), outcome(job.save)]
 
 
-@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
+@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1)
 def test_without_a_variable(framework: str) -> None:
     patches, outcomes = _applied(framework)

@@ -2,7 +2,8 @@
 
 Every test runs in processes of its own. Unpatched, the stand-ins keep copies of the logits, lose gradients
 under reentrant checkpointing, or hang; patched, they return the same things in the same shapes, with the
-values and gradients of a dense float64 reference.
+values and gradients of a dense float64 reference. ``test_real_lean_loss.py`` and ``test_real_verl.py`` check
+the same of the frameworks themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import pytest
 import torch
 
 from megatron_rl_patches import apply, revert
-from megatron_rl_patches.testing import RanksFailed
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 from tests.unit.losses.live_bytes import live_bytes
@@ -26,7 +26,8 @@ from tests.unit.losses.live_bytes import live_bytes
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "lean-loss"
-FRAMEWORKS = ("slime", "openclaw", "miles")
+slow = pytest.mark.slow
+of_each = pytest.mark.parametrize("framework", [pytest.param("slime", marks=slow), "miles"])
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
 
 
@@ -41,10 +42,10 @@ def _names(package: str) -> dict[str, Any]:
     }
 
 
-# --- slime, OpenClaw-RL, miles: values and gradients --------------------------------------------------------
+# --- slime and miles: values and gradients ------------------------------------------------------------------
 
 
-def check_scores(framework: str, package: str, **options: Any) -> float:
+def check_scores(framework: str, **options: Any) -> float:
     """Compare a framework's scores and gradients with the dense ones; return the error of unpatched ones."""
     from tests.frameworks.loss_jobs import LossJob, distance
 
@@ -56,7 +57,7 @@ def check_scores(framework: str, package: str, **options: Any) -> float:
             apply(PATCH)
             patched = job.result()
             deferred = LossJob(framework, deferred=True, **both).result()
-            assert set(states_of(package, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
+            assert set(states_of(framework, patch=PATCH).values()) <= {"applied", "not needed", "waiting"}
             revert(PATCH)
             unpatched = job.result()
             dense = job.dense(temperature)
@@ -72,26 +73,66 @@ def check_scores(framework: str, package: str, **options: Any) -> float:
     return worst
 
 
-@pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
-@pytest.mark.parametrize("framework", [*FRAMEWORKS, "vime"])
+def check_policy_loss(framework: str, tolerance: float = 1e-5, **options: Any) -> None:
+    """Compare a framework's policy loss and its gradient with the dense ones, recomputed or not."""
+    from tests.frameworks.loss_jobs import LossJob, distance
+
+    for entropy_coef in (0.0, 0.1):
+        options["entropy_coef"] = entropy_coef
+        recomputing = {**options, "recompute_loss_function": True}
+        dense = LossJob(framework, **options).loss(dense=True)
+        unpatched = LossJob(framework, **options).loss()
+        assert distance(unpatched["loss"], dense["loss"]) < 1e-5
+        assert distance(unpatched["gradient"], dense["gradient"]) < BFLOAT16
+        with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
+            assert LossJob(framework, **recomputing).loss()["returned"] == unpatched["returned"]
+        apply(PATCH)
+        for deferred in (False, True):
+            for given in (options, recomputing):
+                job = LossJob(framework, deferred=deferred, **given)
+                run = job.loss()
+                assert not run["made"]
+                assert run["returned"] == unpatched["returned"]
+                assert max(distance(run[key], dense[key]) for key in ("loss", "gradient")) < tolerance
+                for key, value in dense["metrics"].items():
+                    assert abs(run["metrics"][key] - value) < 1e-5
+                assert job.args.recompute_loss_function == given.get("recompute_loss_function", False)
+        revert(PATCH)
+
+
+@pytest.mark.parametrize(("framework", "order", "tp"), [("slime", "before", 2), ("miles", "after", 1)])
 @on_ranks(lambda tp: tp)
 def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
-    from tests.frameworks.loss_jobs import LOSSES, PACKAGES, SCORES, initialize
+    from tests.frameworks.loss_jobs import LOSSES, SCORES, initialize
 
     initialize(tp=tp)
-    package = PACKAGES.get(framework, framework)
     if order == "before":
         apply(PATCH)
     else:
         for home in (SCORES, LOSSES):
-            importlib.import_module(home[package])
-    names = _names(package)
-    assert 1e-4 < check_scores(framework, package) < BFLOAT16
+            importlib.import_module(home[framework])
+    names = _names(framework)
+    assert 1e-4 < check_scores(framework) < BFLOAT16
     if order == "after":
-        now = _names(package)
+        now = _names(framework)
         assert all(now[name] is value for name, value in names.items())
 
 
+@of_each
+@on_ranks(1)
+def test_policy_loss(framework: str) -> None:
+    from tests.frameworks import loss_jobs
+
+    loss_jobs.initialize()
+    check_policy_loss(framework, tolerance=1e-6)
+    apply(PATCH)
+    job = loss_jobs.LossJob(framework, recompute_loss_function=True)
+    with mock.patch.object(loss_jobs, "policy_loss", wraps=loss_jobs.policy_loss) as policy_loss:
+        job.loss()
+    assert policy_loss.call_count == 2
+
+
+@slow
 @on_ranks(1)
 def test_miles_keeps_the_bits_of_its_engine() -> None:
     from tests.frameworks.loss_jobs import LossJob, initialize
@@ -104,37 +145,9 @@ def test_miles_keeps_the_bits_of_its_engine() -> None:
     assert all((patched[key] == unpatched[key]).all() for key in ("log_probs", "entropy", "gradient"))
 
 
-# --- recomputation ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@slow
 @on_ranks(1)
-def test_recomputed_loss(framework: str) -> None:
-    from tests.frameworks import loss_jobs
-    from tests.frameworks.loss_jobs import LossJob, distance, initialize
-
-    initialize()
-    options = {"entropy_coef": 0.1}
-    dense = LossJob(framework, **options).loss(dense=True)
-    with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
-        unpatched = LossJob(framework, recompute_loss_function=True, **options).loss()
-    error = distance(unpatched["gradient"], dense["gradient"])
-    if framework == "openclaw":  # reentrant: its first pass, without grad mode, overwrites the logits
-        assert error > 0.1
-    else:
-        assert error < BFLOAT16
-    apply(PATCH)
-    job = LossJob(framework, recompute_loss_function=True, **options)
-    with mock.patch.object(loss_jobs, "policy_loss", wraps=loss_jobs.policy_loss) as policy_loss:
-        patched = job.loss()
-    assert policy_loss.call_count == 2
-    assert max(distance(patched[key], dense[key]) for key in ("loss", "gradient")) < 1e-6
-    assert patched["returned"] == unpatched["returned"]
-    assert job.args.recompute_loss_function is True
-
-
-@on_ranks(1)
-def test_openclaw_candidates_of_a_top_k_loss() -> None:
+def test_candidates_of_a_top_k_loss() -> None:
     from megatron.core import parallel_state
 
     from tests.frameworks.loss_jobs import LossJob, initialize
@@ -143,7 +156,7 @@ def test_openclaw_candidates_of_a_top_k_loss() -> None:
     apply(PATCH)
     from slime.utils.ppo_utils import compute_log_probs
 
-    logits = LossJob("openclaw").logits()[0].detach()
+    logits = LossJob("slime").logits()[0].detach()
     expected = logits.log_softmax(-1)
     group = parallel_state.get_tensor_model_parallel_group()
     for candidate in (3, 5, 7):
@@ -154,19 +167,17 @@ def test_openclaw_candidates_of_a_top_k_loss() -> None:
 # --- all-gather context parallelism: a gradient on some ranks only ------------------------------------------
 
 
-def _redistributed(framework: str, backward: bool) -> dict[tuple[int, float], list[bool]]:
+def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     """Return by number of samples and entropy coefficient which values require grad on this rank."""
-    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+    from tests.frameworks.loss_jobs import LossJob, distance
 
-    initialize(cp=2)
     requires_grad = {}
     # In the first layout one rank has the whole response, in the second each lacks one of the samples.
     for layout in ({"totals": (24,), "responses": (6,)}, {}):
         for entropy_coef in (0.0, 0.1):
-            # miles says of the entropy that it is a metric; slime's era knows it itself.
-            options = {"entropy_requires_grad": entropy_coef != 0} if framework == "miles" else {}
-            job = LossJob(framework, allgather_cp=True, entropy_coef=entropy_coef, **layout)
-            result = job.result(backward, **options)
+            job = LossJob("miles", allgather_cp=True, entropy_coef=entropy_coef, **layout)
+            # The caller says whether the entropy is a metric.
+            result = job.result(backward, entropy_requires_grad=entropy_coef != 0)
             requires_grad[len(job.totals), entropy_coef] = result["requires_grad"]
             if backward:
                 dense = job.dense()
@@ -174,40 +185,31 @@ def _redistributed(framework: str, backward: bool) -> dict[tuple[int, float], li
     return requires_grad
 
 
-@on_ranks(2, timeout=30)
-def _unpatched(framework: str, backward: bool) -> None:
-    requires_grad = _redistributed(framework, backward)
-    without_response = torch.distributed.get_rank() == 0
-    assert requires_grad[1, 0.0] == [True, without_response]
-
-
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only(framework: str) -> None:
-    _unpatched(framework=framework, backward=False)
-    # The other one waits for it, or, as here, finds it gone.
-    with pytest.raises(RanksFailed, match="rank 0"):
-        _unpatched(framework=framework, backward=True)
-
-
-@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(2)
-def test_all_gather_cp(framework: str) -> None:
+def test_all_gather_cp() -> None:
+    from tests.frameworks.loss_jobs import initialize
+
+    initialize(cp=2)
+    # Unpatched, the rank that has the response has no backward, and the other one waits for it.
+    without_response = torch.distributed.get_rank() == 0
+    assert _redistributed(backward=False)[1, 0.0] == [True, without_response]
     apply(PATCH)
-    for (_, entropy_coef), requires_grad in _redistributed(framework, backward=True).items():
+    for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]
 
 
 # --- memory -------------------------------------------------------------------------------------------------
 
 
-def _extra_memory(job: Any, call: Callable[[], object]) -> float:
-    """Peak of a policy loss's forward and backward beyond the logits, in units of the logits."""
+def extra_memory(job: Any, run: Callable[[], object]) -> float:
+    """Peak of forward and backward beyond the logits, in units of the logits."""
     logits = job.logits()
     with mock.patch.object(job, "logits", lambda: logits):
-        return live_bytes(call).peak / logits.nbytes
+        return live_bytes(run).peak / logits.nbytes
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@slow
+@pytest.mark.parametrize("framework", ["slime", "miles"])
 @on_ranks(1)
 def test_memory_beyond_the_logits(framework: str) -> None:
     from tests.frameworks.loss_jobs import LossJob, initialize
@@ -215,57 +217,7 @@ def test_memory_beyond_the_logits(framework: str) -> None:
     initialize()
     options: dict[str, Any] = {"entropy_coef": 0.1, "rollout_temperature": 0.7, "vocabulary": 8192}
     job = LossJob(framework, totals=(64,) * 8, responses=(56,) * 8, **options)
-    assert _extra_memory(job, job.result) > 4
+    assert extra_memory(job, job.result) > 4
     apply(PATCH)
     # The gradient of the logits, and the one that the test reads at its leaf.
-    assert _extra_memory(job, job.result) < 2.05
-
-
-# --- verl ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("order", "tp"), [("before", 2), ("after", 1)])
-@on_ranks(lambda tp: tp)
-def test_verl(order: str, tp: int) -> None:
-    from tests.frameworks.loss_jobs import VERL, VERL_ENGINE, VerlJob, distance, initialize
-
-    initialize(tp=tp)
-    if order == "before":
-        apply(PATCH)
-    engine = importlib.import_module(VERL_ENGINE)
-    job = VerlJob()
-    for entropy, chunks in ((False, False), (True, False), (True, True)):
-        dense = job.dense(entropy)
-        apply(PATCH)
-        patched = job.processed(entropy, chunks)
-        deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
-        with_distillation = job.processed(entropy, chunks, distillation=True)
-        assert set(states_of("verl", patch=PATCH).values()) == {"applied"}
-        revert(PATCH)
-        unpatched = job.processed(entropy, chunks)
-        for key, value in dense.items():
-            assert distance(unpatched[key], value) < 1e-5
-            assert max(distance(run[key], value) for run in (patched, deferred)) < 1e-6
-            assert key == "gradient" or distance(with_distillation[key], value) < 1e-6
-        assert not deferred["made"]
-        assert patched["returned"] == unpatched["returned"]
-    apply(PATCH)
-    foreign = importlib.import_module(VERL).vocab_parallel_log_probs_from_logits.__wrapped__
-    with mock.patch.object(engine, "vocab_parallel_log_probs_from_logits", foreign):
-        assert job.processed(True)["returned"] == unpatched["returned"]
-
-
-@on_ranks(1)
-def test_memory_beyond_the_logits_verl() -> None:
-    from tests.frameworks.loss_jobs import VERL, VerlJob, initialize
-
-    initialize()
-    large, job = VerlJob(rows=512, vocabulary=8192), VerlJob()
-    assert _extra_memory(large, lambda: large.processed(True, squares=False)) > 3.9
-    apply(PATCH)
-    # The gradients that the division by the temperature and the test's own product hand on.
-    assert _extra_memory(large, lambda: large.processed(True, squares=False)) < 2.05
-    logits = job.logits()
-    log_probs = importlib.import_module(VERL).vocab_parallel_log_probs_from_logits(logits, job.labels)
-    [gradient] = torch.autograd.grad(log_probs.sum(), logits)
-    assert gradient.data_ptr() == logits.data_ptr()
+    assert extra_memory(job, job.result) < 2.05

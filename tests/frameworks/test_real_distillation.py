@@ -26,19 +26,20 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 NAME = "distillation"
 
 
+Weights = dict[str, torch.Tensor]
+
+
 class Actor:
     """``load_other_checkpoint``, ``_switch_model`` and ``weights_backuper`` of slime's and of miles'."""
 
-    def __init__(self, args: Any, model: list[Any], teachers: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, args: Any, model: list[Any], teachers: dict[str, Weights]) -> None:
         self.args, self.model, self.teachers = args, model, teachers
         self.weights_backuper = SimpleNamespace(backup_tags={})
         self.backup("actor")
 
     def backup(self, tag: str) -> None:
-        state = self.model[0].module.state_dict()
-        self.weights_backuper.backup_tags[tag] = {
-            name: value.clone() for name, value in state.items() if isinstance(value, torch.Tensor)
-        }
+        weights = self.model[0].module.named_parameters()
+        self.weights_backuper.backup_tags[tag] = {name: w.detach().clone() for name, w in weights}
 
     def load_other_checkpoint(self, tag: str, path: str) -> None:
         self._load(self.teachers[path])
@@ -47,11 +48,10 @@ class Actor:
     def _switch_model(self, tag: str) -> None:
         self._load(self.weights_backuper.backup_tags[tag])
 
-    def _load(self, images: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, value in self.model[0].module.state_dict().items():
-                if isinstance(value, torch.Tensor):
-                    value.copy_(images[name])
+    @torch.no_grad()
+    def _load(self, weights: Weights) -> None:
+        for name, parameter in self.model[0].module.named_parameters():
+            parameter.copy_(weights[name])
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles"])
@@ -78,9 +78,8 @@ def test_the_student_approaches_its_teachers(
     for folder in folders.values():
         Path(folder).mkdir()
         teachers[folder] = {
-            name: value + 0.3 * torch.randn(value.shape, generator=generator).to(value.dtype)
-            for name, value in job.model[0].module.state_dict().items()
-            if isinstance(value, torch.Tensor)
+            name: parameter.detach() + 0.3 * torch.randn(parameter.shape, generator=generator)
+            for name, parameter in job.model[0].module.named_parameters()
         }
     vars(job.args).update(
         loss_type="custom_loss",

@@ -7,14 +7,12 @@ rounded to bfloat16, by Megatron's fused cross entropy; the patched one is not.
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches import apply, revert
-from tests.frameworks.test_lean_loss import BFLOAT16, PATCH, check_scores
+from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
 
@@ -54,30 +52,9 @@ def _initialize(framework: str, paths: list[str], layout: dict[str, Any]) -> dic
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_log_probs_and_entropy(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
     options = _initialize(framework, paths, layout)
-    assert check_scores(framework, framework, **options) < BFLOAT16
+    assert check_scores(framework, **options) < BFLOAT16
 
 
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_policy_loss(framework: str, ranks: int, layout: dict[str, Any], paths: list[str]) -> None:
-    options = _initialize(framework, paths, layout)
-    from tests.frameworks.loss_jobs import LossJob, distance
-
-    for entropy_coef in (0.0, 0.1):
-        options["entropy_coef"] = entropy_coef
-        recomputing = {**options, "recompute_loss_function": True}
-        dense = LossJob(framework, **options).loss(dense=True)
-        unpatched = LossJob(framework, **options).loss()
-        assert distance(unpatched["loss"], dense["loss"]) < 1e-5
-        assert distance(unpatched["gradient"], dense["gradient"]) < BFLOAT16
-        with warnings.catch_warnings(action="ignore"):  # that use_reentrant is not given
-            assert LossJob(framework, **recomputing).loss()["returned"] == unpatched["returned"]
-        apply(PATCH)
-        for deferred in (False, True):
-            for given in (options, recomputing):
-                run = LossJob(framework, deferred=deferred, **given).loss()
-                assert not run["made"]
-                assert run["returned"] == unpatched["returned"]
-                assert max(distance(run[key], dense[key]) for key in ("loss", "gradient")) < 1e-5
-                for key, value in dense["metrics"].items():
-                    assert abs(run["metrics"][key] - value) < 1e-5
-        revert(PATCH)
+    check_policy_loss(framework, **_initialize(framework, paths, layout))

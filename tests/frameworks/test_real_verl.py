@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
+from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
+from tests.frameworks.test_lean_loss import PATCH, extra_memory
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_reentry import prepare
@@ -38,50 +42,100 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
 @pytest.mark.runs("training hooks", ranks=2)
 @on_ranks(2, timeout=300)
 def test_chunks_that_share_a_config(verl: list[str]) -> None:
+    """Two pipeline stages of two chunks each."""
     prepare(verl)
     from tests.real import tiny_gpt
 
     utils = importlib.import_module("verl.utils.megatron_utils")
     assert utils.__file__.startswith(verl[0])
     options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2), overlap_param_gather=False)
+    model, optimizer = tiny_gpt.build(options)
+    tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
+    uninterrupted = tiny_gpt.checksum(model, optimizer)
+
     unpatched = outcome(utils.register_megatron_training_hooks, *tiny_gpt.build(options))
     assert unpatched.startswith(NO_SYNC)
+    original = utils.register_megatron_training_hooks
     apply("reentrant-train")
     model, optimizer = tiny_gpt.build(options)
-    for _ in range(2):
-        utils.register_megatron_training_hooks(model, optimizer)
     config = tiny_gpt.get_model_config(model[0])
-    assert config.no_sync_func == [chunk.no_sync for chunk in model]
+    for _ in range(3):  # the functions are replaced, not doubled
+        utils.register_megatron_training_hooks(model, optimizer)
+        assert config.no_sync_func == [chunk.no_sync for chunk in model]
+        assert config.grad_sync_func == [chunk.start_grad_sync for chunk in model]
+    data = tiny_gpt.data_iterators(options)
+    for _ in range(2):
+        tiny_gpt.train_step(model, optimizer, data, 2)
+    assert tiny_gpt.checksum(model, optimizer) == uninterrupted
+    config.no_sync_func = nullcontext
+    assert outcome(utils.register_megatron_training_hooks, model, optimizer).startswith(NO_SYNC)
+    revert()
+    assert utils.register_megatron_training_hooks is original
+
+
+def _import_for_losses(verl: list[str]) -> ModuleType:
+    prepare(verl)
+    import_stubs.install(["accelerate", "datasets", "pandas", "peft"])
+    module = importlib.import_module("verl.utils.megatron.tensor_parallel")
+    assert module.__file__ is not None and module.__file__.startswith(verl[0])
+    return module
 
 
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
-    prepare(verl)
-    import_stubs.install(["accelerate", "datasets", "pandas", "peft"])
-    from tests.frameworks.loss_jobs import VERL, VerlJob, distance, initialize
+    functions = _import_for_losses(verl)
+    from tests.frameworks.loss_jobs import VERL_ENGINE, VerlJob, distance, initialize
 
     initialize(tp=ranks)
     job = VerlJob()
     # Its chunks overwrite what each other's backward needs.
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         job.processed(entropy=True, chunks=True)
-    assert importlib.import_module(VERL).__file__.startswith(verl[0])
     for entropy, chunks in ((False, False), (True, False), (True, True)):
         dense = job.dense(entropy)
         unpatched = None if chunks else job.processed(entropy)
-        apply("lean-loss")
-        patched = job.processed(entropy, chunks)
-        deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
-        assert "applied" in states_of("verl", patch="lean-loss").values()
-        assert set(states_of("verl", patch="lean-loss").values()) <= {"applied", "not needed"}
-        revert("lean-loss")
+        with applied(PATCH):
+            patched = job.processed(entropy, chunks)
+            deferred = VerlJob(deferred=True).processed(entropy, chunks, squares=False)
+            with_distillation = job.processed(entropy, chunks, distillation=True)
+            states = set(states_of("verl", patch=PATCH).values())
+        assert "applied" in states <= {"applied", "not needed"}
         assert not deferred["made"]
         for key, value in dense.items():
             assert max(distance(run[key], value) for run in (patched, deferred)) < 1e-6
             assert unpatched is None or distance(unpatched[key], value) < 1e-5
+            assert key == "gradient" or distance(with_distillation[key], value) < 1e-6
         assert unpatched is None or unpatched["returned"] == patched["returned"]
+
+    unpatched = job.processed(entropy=True)
+    engine = importlib.import_module(VERL_ENGINE)
+    with applied(PATCH):
+        foreign = functions.vocab_parallel_log_probs_from_logits.__wrapped__
+        with mock.patch.object(engine, "vocab_parallel_log_probs_from_logits", foreign):
+            assert job.processed(entropy=True)["returned"] == unpatched["returned"]
+
+
+@on_ranks(1, timeout=300, env=EAGER)
+def test_memory_beyond_the_logits(verl: list[str]) -> None:
+    functions = _import_for_losses(verl)
+    from tests.frameworks.loss_jobs import VerlJob, initialize
+
+    initialize()
+    job = VerlJob(rows=512, vocabulary=8192)
+
+    def run() -> None:
+        job.processed(True, squares=False)
+
+    assert extra_memory(job, run) > 2.9
+    apply(PATCH)
+    # The gradients that the division by the temperature and the test's own product hand on.
+    assert extra_memory(job, run) < 2.05
+    logits = job.logits()
+    log_probs = functions.vocab_parallel_log_probs_from_logits(logits, job.labels)
+    [gradient] = torch.autograd.grad(log_probs.sum(), logits)
+    assert gradient.data_ptr() == logits.data_ptr()
 
 
 @pytest.fixture

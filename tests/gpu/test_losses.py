@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits.head import add_product
+from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy, relative_error
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at
@@ -70,9 +71,15 @@ def test_log_probs_entropies_and_their_gradient(name: str) -> None:
     expected = dense_log_probs_and_entropy(exact, targets.cpu(), temperature=TEMPERATURE, **on_cpu)
     [expected_gradient] = torch.autograd.grad(expected, exact, list(weights.cpu().double()))
 
-    assert gradient.dtype == torch.bfloat16
+    check(values, expected, gradient, expected_gradient)
+
+
+def check(
+    values: Iterable[Tensor], expected: Iterable[Tensor], gradient: Tensor, expected_gradient: Tensor
+) -> None:
     for found, value in zip(values, expected, strict=True):
         assert relative_error(found.cpu(), value, value.abs()) < 5e-6
+    assert gradient.dtype == torch.bfloat16
     of_row = expected_gradient.abs().amax(1, keepdim=True)
     assert relative_error(gradient.cpu(), expected_gradient, of_row) < ROUNDING
 
@@ -86,11 +93,7 @@ def test_log_probs_at_ids_and_the_tail() -> None:
     exact = logits.cpu().double().requires_grad_()
     expected = dense_log_probs_at(exact, ids.cpu())
     [expected_gradient] = torch.autograd.grad([value.sum() for value in expected], exact)
-
-    for found, value in zip(values, expected, strict=True):
-        assert relative_error(found.cpu(), value, value.abs()) < 5e-6
-    of_row = expected_gradient.abs().amax(1, keepdim=True)
-    assert relative_error(gradient.cpu(), expected_gradient, of_row) < ROUNDING
+    check(values, expected, gradient, expected_gradient)
 
 
 def test_topk() -> None:

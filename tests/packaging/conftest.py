@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,17 +52,6 @@ def check_call(command: list[str | Path], **options: Any) -> str:
     done = run(command, **options)
     assert done.returncode == 0, f"{command} failed\n{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def check_all(facts: Mapping[str, Callable[[], None]]) -> None:
-    """Check all facts about one environment, and report all that do not hold."""
-    failures = {}
-    for name, fact in facts.items():
-        try:
-            fact()
-        except Exception:
-            failures[name] = traceback.format_exc()
-    assert not failures, "\n\n".join(f"{name}\n{failure}" for name, failure in failures.items())
 
 
 @dataclass(frozen=True)
@@ -198,12 +186,3 @@ def with_torch(artifacts: Artifacts, make_environment: MakeEnvironment) -> Envir
     packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (environment.site_packages / "zz_packages_of_the_tests.pth").write_text("\n".join(packages) + "\n")
     return environment
-
-
-@pytest.fixture
-def with_megatron(with_torch: Environment) -> Iterator[Environment]:
-    """The same with real Megatron in the place of the stand-in."""
-    stand_in = with_torch.site_packages / "stand_in.pth"
-    aside = stand_in.rename(stand_in.with_suffix(".aside"))
-    yield with_torch
-    aside.rename(stand_in)

@@ -1,4 +1,7 @@
-"""Which processes the variable reaches, and which it cannot."""
+"""What the variable loads and when, in a fresh environment; which processes it reaches, and which it cannot.
+
+``tests/unit/test_startup_trigger.py`` tests how it is read, ``tests/faults`` what a broken install costs.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import json
 
 import pytest
 
-from .conftest import check_all
-
-PROBE = "import probe; probe.report(patched=probe.patched())"
-
+PROBE = "import probe; probe.report(patched=probe.patched(), **probe.state())"
+UNRELATED = "import json, logging, probe; probe.report(**probe.state())"
+COUNTS_TRIGGERS = (
+    "import probe, sys; import _megatron_rl_patches_startup as startup; startup.main();"
+    "probe.report(triggers=sum(finder is startup.finder for finder in sys.meta_path))"
+)
 
 SUBPROCESS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {PROBE!r}], check=True"
 MULTIPROCESSING = """
@@ -32,38 +37,41 @@ if __name__ == "__main__":
 """
 
 
-def test_which_processes_it_reaches(installed):
-    def reports(expected, code, *options):
-        def fact():
-            assert installed.program(code, *options) == expected
+def test_what_the_variable_does_in_which_processes(installed):
+    failures = []
 
-        return fact
+    def expect(name, expected, code=PROBE, *options, value="1"):
+        try:
+            state = installed.program(code, *options, value=value)
+            assert {fact: state[fact] for fact in expected} == expected
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
 
-    paths = [str(installed.site_packages), (installed.site_packages / "stand_in.pth").read_text().strip()]
-    child = {"elsewhere": True, "patched": True, "exitcode": 0}
     yes, no = {"patched": True}, {"patched": False}
-    check_all(
-        {
-            **{option: reports(yes, PROBE, option) for option in ("-I", "-E", "-s", "-B")},
-            "-S": reports(no, f"import sys; sys.path += {paths}; {PROBE}", "-S"),
-            "a subprocess": reports(yes, f"{SUBPROCESS})"),
-            "a subprocess with a cleaned environment": reports(no, f"{SUBPROCESS}, env={{}})"),
-            **{
-                f"{method}, the parent has imported the framework: {bool(before)}": reports(
-                    child, MULTIPROCESSING.format(method=method, before=before)
-                )
-                for method in ("spawn", "fork", "forkserver")
-                for before in ("", "probe.patched()")
-            },
-            "a pool of processes": reports(yes, POOL),
-        }
-    )
+    nothing = {"trigger": False, "wrapt": False, "package": False}
+    expect("everything", dict.fromkeys(nothing, True) | yes)
+    expect("no trace without it", nothing | no, value=None)
+    expect("no trace where it says no", nothing | no, value="0")
+    expect("nothing before a framework is imported", nothing | {"trigger": True}, UNRELATED)
+    expect("one trigger, though startup files run twice", {"triggers": 1}, COUNTS_TRIGGERS)
+    for option in ("-I", "-E", "-s", "-B"):
+        expect(option, yes, PROBE, option)
+    paths = [str(installed.site_packages), (installed.site_packages / "stand_in.pth").read_text().strip()]
+    expect("-S", no, f"import sys; sys.path += {paths}; {PROBE}", "-S")
+    expect("a subprocess", yes, f"{SUBPROCESS})")
+    expect("a subprocess with a cleaned environment", no, f"{SUBPROCESS}, env={{}})")
+    child = {"elsewhere": True, "patched": True, "exitcode": 0}
+    for method in ("spawn", "fork", "forkserver"):
+        for before in ("", "probe.patched()"):  # whether the parent has imported the framework
+            expect(f"{method} {before}", child, MULTIPROCESSING.format(method=method, before=before))
+    expect("a pool of processes", yes, POOL)
+    assert not failures, "\n".join(failures)
 
 
 def test_package_only_on_the_path_is_not_activated(artifacts, make_environment, tmp_path):
     environment = make_environment("bare")
     environment.pip("install", "--quiet", "--no-deps", "--target", tmp_path, artifacts.wheel)
-    assert environment.program(PROBE, PYTHONPATH=str(tmp_path)) == {"patched": False}
+    assert not environment.program(PROBE, PYTHONPATH=str(tmp_path))["patched"]
 
 
 def test_torchrun(with_torch, tmp_path):

@@ -27,11 +27,9 @@ SCHEMAS = {
 #: Targets that CI does not run as such -> the tests that it runs in their place.
 IN_PARTS = {
     "release-check": ("tests/packaging/test_publishable.py", "tests/packaging/test_artifacts.py"),
-    "checkouts": ("tests/frameworks/test_mains.py",),
-    "verdicts": ("tests/frameworks/test_mains.py",),
-    "runs": ("tests/frameworks/test_mains.py",),
-    "report": ("tests/frameworks/test_mains.py",),
-    "report-newest": ("tests/frameworks/test_mains.py",),
+    **dict.fromkeys(
+        ("checkouts", "verdicts", "runs", "report", "report-newest"), ("tests/frameworks/test_mains.py",)
+    ),
     "demo": ("tests/real/test_demo.py",),
 }
 
@@ -45,12 +43,9 @@ def _jobs():
     ]
 
 
-def _steps():
-    return [(name, step) for name, job in _jobs() for step in job["steps"]]
-
-
 def _commands():
-    return [line for _, step in _steps() if "run" in step for line in step["run"].strip().splitlines()]
+    steps = [step for _, job in _jobs() for step in job["steps"]]
+    return [line for step in steps if "run" in step for line in step["run"].strip().splitlines()]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

@@ -21,11 +21,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import Float16Module
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
+from megatron_rl_patches.common.chunks import unwrap
+from tests.ranks import everywhere
 from tests.real import tiny_gpt
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -52,15 +52,6 @@ def scoring(options: tiny_gpt.Options) -> list[Any]:
             for parameter in chunk.parameters():
                 parameter.normal_()
     return chunks
-
-
-def bare(chunks: Sequence[Any]) -> list[Any]:
-    unwrapped = list(chunks)
-    for index, chunk in enumerate(unwrapped):
-        while isinstance(chunk, (DistributedDataParallel, Float16Module)):
-            chunk = chunk.module
-        unwrapped[index] = chunk
-    return unwrapped
 
 
 def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
@@ -149,7 +140,7 @@ def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int
 def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Copies of all parameters of the model, from all ranks, by names that do not depend on the layout."""
     own = {}
-    for chunk in bare(chunks):
+    for chunk in map(unwrap, chunks):
         first = chunk.decoder.layers[0].layer_number - 1
         for name, parameter in chunk.named_parameters():
             parts = name.split(".")
@@ -160,9 +151,7 @@ def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
                 parts[place] = str(_first_expert(chunk.config) + int(parts[place]))
             gated = "linear_fc1" in name and chunk.config.gated_linear_unit
             own[".".join(parts)] = _whole(parameter, gated)
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
-    return {name: tensor for weights in everywhere for name, tensor in weights.items()}
+    return {name: tensor for weights in everywhere(own) for name, tensor in weights.items()}
 
 
 def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -232,9 +221,8 @@ def _common(iteration: int) -> dict[str, Any]:
 
 
 def _keyed(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
-    if len(chunks) == 1:
-        return [("model", bare(chunks)[0])]
-    return [(f"model{index}", chunk) for index, chunk in enumerate(bare(chunks))]
+    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    return list(zip(names, map(unwrap, chunks), strict=True))
 
 
 def _new_folder(root: Path, iteration: int) -> Path:

@@ -1,4 +1,4 @@
-"""Exceptions at every stage of a training step of :mod:`tests.real.tiny_gpt`, and runs that meet one."""
+"""Exceptions at every stage of a training step of :mod:`tests.real.tiny_gpt`, and a model that meets them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from megatron.core.transformer import TransformerLayer
 
 from tests.real import tiny_gpt
 
-STEPS, MICROBATCHES = 4, 2
+MICROBATCHES = 2
 
-#: Stages before the optimizer's update: a retry of the step gives what an undisturbed run gives.
-BEFORE_UPDATE = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step")
-#: The update is half done: only equality across ranks is defined.
-IN_STEP = ("in step",)
-#: The step is done: training goes on with the next one.
-AFTER_UPDATE = ("after step",)
-STAGES = BEFORE_UPDATE + IN_STEP + AFTER_UPDATE
+# Before the update, a retry of the step gives what an undisturbed run gives. In the step the update is half
+# done, so that only equality across ranks is defined. After it, training goes on with the next one.
+STAGES = (
+    *("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step"),
+    *("in step", "after step"),
+)
 #: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
 PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
 
 
 def steps_done(stage: str, failing_step: int) -> int:
     """Return how many steps a call had done when a fault ended it."""
-    return failing_step + (stage in AFTER_UPDATE + IN_STEP)
+    return failing_step + (stage in ("in step", "after step"))
 
 
 class Checksums(NamedTuple):
@@ -42,14 +41,6 @@ class Checksums(NamedTuple):
     params: str  # which all data-parallel ranks share
     replicated: str  # those of them that all tensor-parallel ranks share
     whole: str  # with the optimizer's shard
-
-
-class Outcome(NamedTuple):
-    """What one rank reports of a run."""
-
-    losses: list[float]
-    at_reentry: Checksums
-    end: Checksums
 
 
 class Injected(Exception):
@@ -66,25 +57,13 @@ def interrupt(stage: str) -> None:
     raise AssertionError(f"{stage}: no KeyboardInterrupt after SIGINT")
 
 
-class _StrikeInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, strike: Callable[[str], None]) -> torch.Tensor:
-        ctx.strike = strike
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.strike("half way back")
-        return grads[0], None
-
-
 @contextmanager
 def _striking_half_way_back(chunk: torch.nn.Module, strike: Callable[[str], None]) -> Iterator[None]:
     """Strike when later layers have their gradients and some bucket groups have dispatched, but not all."""
     layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
 
-    def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_StrikeInBackward.apply(output[0], strike), *output[1:])
+    def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+        output[0].register_hook(lambda gradient: strike("half way back"))
 
     handle = layers[len(layers) // 2 - 1].register_forward_hook(hook)
     try:
@@ -231,28 +210,3 @@ class Trainee:
             tiny_gpt.get_model_config(chunk).grad_scale_func = None
         self.model, self.optimizer = [], None
         gc.collect()
-
-
-def run(
-    options: Any,
-    stage: str | None,
-    place: tuple[int, int],
-    strike: Callable[[str], None] = raise_injected,
-) -> Outcome:
-    """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is ``None``."""
-    trainee = Trainee(options)
-    done, failing_step = place
-    if done:
-        trainee.train(done)
-    if stage is not None:
-        trainee.fail(stage, failing_step, strike)
-    at_first_step: list[Checksums] = []
-    call_step = tiny_gpt.train_step
-
-    def train_step(*args: Any) -> float:
-        at_first_step.append(trainee.checksums())
-        return call_step(*args)
-
-    with mock.patch.object(tiny_gpt, "train_step", train_step):
-        trainee.train(STEPS - trainee.done)
-    return Outcome(trainee.losses, at_first_step[0], trainee.checksums())

@@ -11,7 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.parallel_state import get_pipeline_model_parallel_rank
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
+from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.inference.memory.estimate import (
     GPTDescription,
     Memory,
@@ -21,6 +28,7 @@ from megatron_rl_patches.inference.memory.estimate import (
     estimate_memory,
 )
 from megatron_rl_patches.testing import spawn_ranks
+from tests.real import tiny_gpt
 from tests.real.one_device import gpu_or_cpu
 from tests.unit.losses.live_bytes import reachable_bytes
 
@@ -46,7 +54,7 @@ EXPERTS = GPTDescription(
     num_experts=8,
     moe_ffn_hidden_size=256,
 )
-SEQUENCE = 16
+SEQUENCE = tiny_gpt.SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -104,8 +112,6 @@ def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
 
 def inference_model(case: Case, device: str) -> list[Any]:
     """Build the model that only scores, after :func:`initialize`; its parameters are not a number."""
-    from megatron_rl_patches.inference import build_inference_model
-
     return build_inference_model(partial(_provide, case), _config(case), dtype=case.dtype, device=device)
 
 
@@ -131,21 +137,17 @@ def _measure(case: Case, device: str) -> Measured:
 
 
 def initialize(sizes: ParallelSizes) -> None:
-    from megatron.core import parallel_state, tensor_parallel
-
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        sizes.tensor_model_parallel_size,
-        sizes.pipeline_model_parallel_size,
-        expert_model_parallel_size=sizes.expert_model_parallel_size,
-        create_gloo_process_groups=False,
+    tiny_gpt.initialize(
+        tiny_gpt.Parallelism(
+            tp=sizes.tensor_model_parallel_size,
+            pp=sizes.pipeline_model_parallel_size,
+            ep=sizes.expert_model_parallel_size,
+        ),
+        seed=1,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def _config(case: Case) -> Any:
-    from megatron.core.transformer import TransformerConfig
-
+def _config(case: Case) -> TransformerConfig:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
     return TransformerConfig(
         **case.description.config_fields(TransformerConfig),
@@ -160,10 +162,7 @@ def _config(case: Case) -> Any:
     )
 
 
-def _provide(case: Case, config: Any, pre_process: bool, post_process: bool) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
+def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_process: bool) -> GPTModel:
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=case.description.normalization
     )
@@ -179,41 +178,21 @@ def _provide(case: Case, config: Any, pre_process: bool, post_process: bool) -> 
     )
 
 
-def _train(case: Case, config: Any, device: str) -> tuple[list[Any], Any]:
+def _train(case: Case, config: TransformerConfig, device: str) -> tuple[list[Any], Any]:
     """A policy after its first step, in an ordinary set-up of megatron-core."""
-    from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
-
-    from tests.real import tiny_gpt
-
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    last = case.parallel.pipeline_model_parallel_size - 1
-    chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last)
-    chunk.to(device)
-    if case.dtype == "bf16":
-        chunk = Float16Module(config, chunk)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=case.optimizer.gradient_dtype(case.dtype) == "fp32",
+    stage, last = get_pipeline_model_parallel_rank(), case.parallel.pipeline_model_parallel_size - 1
+    chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
+    options = tiny_gpt.Options(
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
         use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
+        grad_reduce_in_fp32=case.optimizer.gradient_dtype(case.dtype) == "fp32",
+        bf16=case.dtype == "bf16",
     )
-    model = [DistributedDataParallel(config, ddp_config, chunk)]
+    if options.bf16:
+        chunk = Float16Module(config, chunk)
     config.finalize_model_grads_func = finalize_model_grads
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=1e-3,
-            bf16=case.dtype == "bf16",
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
-        ),
-        model,
-        use_gloo_process_groups=False,
-    )
+    model, optimizer = tiny_gpt.in_training(options, config, [chunk])
     tiny_gpt.train_step(model, optimizer, [tiny_gpt.SyntheticData()], num_microbatches=1)
     return model, optimizer
 

@@ -15,44 +15,30 @@ from megatron_rl_patches.frameworks.distillation_loss import layout_of, opd_loss
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
 from megatron_rl_patches.losses import FullDistribution, OutputHead, deferred_logits, mix_teachers
 from tests.ranks import on_ranks
+from tests.unit.losses.sequences.cp_reference import Case
 
 VOCABULARY, K, TEMPERATURE = 16, 3, 0.7
-TOTALS, RESPONSES = [7, 5, 9, 4], [4, 2, 8, 1]
+CASE = Case(prompts=(3, 3, 1, 3), responses=(4, 2, 8, 1), cp_size=2, tail=3)
 WEIGHTS = (3.0, 1.0)
-TAIL_PADDING = 3
 
 
 def _full(seed: int) -> list[Tensor]:
     """Logits of each whole sample."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, VOCABULARY, generator=generator, dtype=torch.float64) for n in TOTALS]
+    return [torch.randn(n, VOCABULARY, generator=generator, dtype=torch.float64) for n in CASE.totals]
 
 
-def _zigzag(sample: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """As slime's ``slice_with_cp``."""
-    chunk = -(-len(sample) // (2 * cp_size))
-    padded = torch.nn.functional.pad(sample, (0, 0, 0, 2 * cp_size * chunk - len(sample)))
-    chunks = padded.split(chunk)
-    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
-
-
-def _on_this_rank(samples: list[Tensor], cp: tuple[int, int], tp: tuple[int, int]) -> Tensor:
-    packed = torch.cat([_zigzag(sample, *cp) for sample in samples])
-    padded = torch.nn.functional.pad(packed, (0, 0, 0, TAIL_PADDING))[None]
-    return padded.chunk(tp[1], dim=2)[tp[0]].contiguous()
-
-
-def _responses(samples: list[Tensor]) -> list[Tensor]:
-    return [sample[-response - 1 : -1] for sample, response in zip(samples, RESPONSES, strict=True)]
+def _on_this_rank(samples: list[Tensor], cp_rank: int, tp_rank: int, tp_size: int = 2) -> Tensor:
+    return CASE.shard(samples, cp_rank).chunk(tp_size, dim=2)[tp_rank].contiguous()
 
 
 def _dense(
     student: list[Tensor], teachers: list[list[Tensor]], masks: list[Tensor], top_k: int | str
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
-    for sample, (rows, mask) in enumerate(zip(_responses(student), masks, strict=True)):
+    for sample, (rows, mask) in enumerate(zip(CASE.of_predictors(student), masks, strict=True)):
         p = (rows / TEMPERATURE).softmax(1)
-        q = [(_responses(teacher)[sample] / TEMPERATURE).softmax(1) for teacher in teachers]
+        q = [(CASE.of_predictors(teacher)[sample] / TEMPERATURE).softmax(1) for teacher in teachers]
         mixed = sum(w / sum(WEIGHTS) * one for w, one in zip(WEIGHTS, q, strict=True))
         if top_k != "full":
             ids = rows.topk(int(top_k)).indices
@@ -66,22 +52,19 @@ def _dense(
 
 def _masks() -> list[Tensor]:
     generator = torch.Generator().manual_seed(9)
-    return [torch.rand(n, generator=generator) < 0.7 for n in RESPONSES]
+    return [torch.rand(n, generator=generator) < 0.7 for n in CASE.responses]
 
 
 @pytest.mark.parametrize("top_k", [K, "full"])
 @on_ranks(4, tp=2, cp=2)
 def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
-    cp = parallel_state.get_context_parallel_rank(), 2
-    tp = parallel_state.get_tensor_model_parallel_rank(), 2
+    cp_rank = parallel_state.get_context_parallel_rank()
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     masks = _masks()
     args = SimpleNamespace(rollout_temperature=TEMPERATURE, allgather_cp=False, opd_top_k=top_k)
-    batch: dict[str, Any] = {
-        "total_lengths": TOTALS,
-        "response_lengths": RESPONSES,
-        "loss_masks": masks,
-    }
-    logits = _on_this_rank(_full(0), cp, tp).requires_grad_()
+    lengths = {"total_lengths": CASE.totals, "response_lengths": list(CASE.responses)}
+    batch: dict[str, Any] = {**lengths, "loss_masks": masks}
+    logits = _on_this_rank(_full(0), cp_rank, tp_rank).requires_grad_()
     layout, _ = layout_of(args, batch, logits)
 
     def sum_of_sample_mean(x: Tensor) -> Tensor:
@@ -93,17 +76,17 @@ def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
     scorer = TeacherScorer(SimpleNamespace(args=args))
     scorer.batch = batch
     # Of this output layer the logits are the hidden states.
-    layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp[0]]
+    layer = torch.eye(VOCABULARY, dtype=torch.float64).chunk(2)[tp_rank]
     scored: list[Any] = []
     if top_k != "full":
         batch["opd_old"] = scorer._topk(logits.detach(), args=args)[1]["distributions"]
     for seed in (1, 2):
         if top_k == "full":
-            hidden = deferred_logits(_on_this_rank(_full(seed), cp, (0, 1)), layer)
+            hidden = deferred_logits(_on_this_rank(_full(seed), cp_rank, 0, 1), layer)
             found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
             scored.append([FullDistribution.of(hidden_lh, head) for hidden_lh in found])
         else:
-            teacher = _on_this_rank(_full(seed), cp, tp)
+            teacher = _on_this_rank(_full(seed), cp_rank, tp_rank)
             scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])
     pairs = zip(*scored, strict=True)
     batch["opd_teachers"] = [(mix_teachers(of_sample, WEIGHTS),) for of_sample in pairs]
@@ -115,7 +98,7 @@ def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
     gradients = list(torch.autograd.grad(dense, leaves))
     total = loss.detach().clone()
     dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
-    expected = _on_this_rank(gradients, cp, tp)
+    expected = _on_this_rank(gradients, cp_rank, tp_rank)
     # What the framework keeps of the teachers is float32 where its logits are; here the loss makes it so.
     torch.testing.assert_close(total, dense, rtol=1e-6, atol=0)
     assert (logits.grad - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -43,11 +43,11 @@ def policy_on(config: Any) -> list[Any]:
     return in_ddp(tiny_gpt.bare_chunks(OPTIONS, config), config)
 
 
-def _read_it(model: Any, weight: Any) -> None:
+def _keep_a_number(model: Any, weight: Any) -> None:
     model.scale = float(weight.abs().max())
 
 
-def _make_a_buffer_of_it(model: Any, weight: Any) -> None:
+def _make_a_buffer(model: Any, weight: Any) -> None:
     model.decoder.register_buffer("norms", weight.detach().norm(dim=1))
 
 
@@ -55,33 +55,27 @@ def _keep_an_alias(model: Any, weight: Any) -> None:
     model.flat = weight.detach().view(-1)
 
 
-def _refer_to_it_weakly(model: Any, weight: Any) -> None:
+def _keep_a_reference(model: Any, weight: Any) -> None:
     model.reference = weakref.ref(weight)
 
 
 #: What providers do with a weight that needs more of it than shape and dtype, and what the error says of it.
 NEEDING_WEIGHTS = {
-    _read_it: r"reads a weight while it builds the model \(RuntimeError: Tensor.item\(\) cannot",
-    _make_a_buffer_of_it: "makes decoder.norms from a weight while it builds the model",
+    _keep_a_number: r"reads a weight while it builds the model \(RuntimeError: Tensor.item\(\) cannot",
+    _make_a_buffer: "makes decoder.norms from a weight while it builds the model",
     _keep_an_alias: "makes flat from a weight while it builds the model",
-    _refer_to_it_weakly: r"holds another reference to output_layer.weight than modules do \(RuntimeError: ",
+    _keep_a_reference: r"holds another reference to output_layer.weight than modules do \(RuntimeError: ",
 }
 
 
-def _misused(provider: Any, misuse: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
-    model = provider(pre_process, post_process, config=config)
+def _misused(provider: Any, misuse: Any, **arguments: Any) -> Any:
+    model = provider(**arguments)
     misuse(model, model.output_layer.weight)
     return model
 
 
-def _with_weight_of(provider: Any, policy: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
-    model = provider(pre_process, post_process, config=config)
+def _share_weight_of(policy: Any, model: Any, weight: Any) -> None:
     model.output_layer.weight = policy.output_layer.weight
-    return model
-
-
-def _on_config(provider: Any, config: Any, pre_process: bool, post_process: bool) -> Any:
-    return provider(pre_process, post_process, config=config)
 
 
 @on_ranks(1)
@@ -103,7 +97,7 @@ def test_models_that_train() -> None:
     not_new = "the model provider .*weight, which it has not just created: build and return a new model$"
     for on_device in (False, True):
         refused(not_new, lambda **_: bare, config, perform_initialization=on_device)
-        shared = partial(_with_weight_of, provider, bare)
+        shared = partial(_misused, provider, partial(_share_weight_of, bare))
         refused(not_new, shared, config, perform_initialization=on_device)
     # The policies that were refused still train.
     assert all(p.requires_grad for p in (*policy[0].parameters(), *bare.parameters()))
@@ -114,20 +108,20 @@ def test_models_that_train() -> None:
 @on_ranks(1)
 def test_configs_of_other_models() -> None:
     provider, config = prepared()
-    closure = f"{OTHER_CONFIG} is the one passed in"
-    refused(closure, lambda pre_process, post_process: provider(config=config), config)
+
+    def on(other: Any) -> Callable[..., Any]:
+        return lambda pre_process, post_process: provider(pre_process, post_process, other)
+
+    refused(f"{OTHER_CONFIG} is the one passed in", on(config), config)
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-        others = tiny_gpt._transformer_config(OPTIONS)
-        setattr(others, name, print)
-        refused(
-            f"{OTHER_CONFIG} has {name} of a model that trains", partial(_on_config, provider, others), config
-        )
-    others = partial(_on_config, provider, tiny_gpt._transformer_config(OPTIONS))
+        other = tiny_gpt._transformer_config(OPTIONS)
+        setattr(other, name, print)
+        refused(f"{OTHER_CONFIG} has {name} of a model that trains", on(other), config)
     own = (
         "dtype is 'bf16', but the model provider builds on a config of its own, with bf16: False, "
         "params_dtype: torch.float32"
     )
-    refused(own, others, config, dtype="bf16")
+    refused(own, on(tiny_gpt._transformer_config(OPTIONS)), config, dtype="bf16")
 
 
 @on_ranks(1)
@@ -158,8 +152,8 @@ def test_providers_that_need_weights_are_named_with_the_remedy() -> None:
         assert float(model.output_layer.weight.std()) > 0
         assert not any(p.requires_grad or p.isnan().any() for p in model.parameters())
         assert not model.training
-        assert misuse is not _read_it or model.scale > 0
-        assert misuse is not _refer_to_it_weakly or model.reference() is model.output_layer.weight
+        assert misuse is not _keep_a_number or model.scale > 0
+        assert misuse is not _keep_a_reference or model.reference() is model.output_layer.weight
 
 
 class _Bridge:

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, estimate_memory
-from tests.ranks import on_ranks
+from tests.ranks import everywhere, on_ranks
 from tests.real import memory_cases, tiny_gpt
-from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
+from tests.real.memory_cases import EXPERTS, TIED, Case
 
 PLAIN = OptimizerSettings()
 BF16_GRADIENTS = OptimizerSettings(use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=False)
@@ -29,30 +30,25 @@ CASES = [
     Case("PP 2", TIED, parallel=ParallelSizes(pipeline_model_parallel_size=2)),
     Case("EP 2", EXPERTS, parallel=ParallelSizes(expert_model_parallel_size=2, data_parallel_size=2)),
 ]
-BY_NAME = {case.name: case for case in CASES}
-
-
-@pytest.fixture(scope="module")
-def measured() -> dict[str, list[Measured]]:
-    one_rank = [case for case in CASES if case.parallel.world_size == 1]
-    two_ranks = [case for case in CASES if case.parallel.world_size == 2]
-    return {**memory_cases.measure(one_rank), **memory_cases.measure(two_ranks)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_NAME)
-def test_estimate_is_what_is_live(name: str, measured: dict[str, list[Measured]]) -> None:
-    estimate = BY_NAME[name].estimate()
-    for account in measured[name]:
-        stage = estimate.stages[account.rank if len(estimate.stages) > 1 else 0]
-        expected = stage.training.device
-        for part, real, estimated in memory_cases.parts_of(account.training, expected):
-            assert real == one_percent(estimated), part
-        assert account.live_training == one_percent(expected.total)
-        assert account.live_inference == one_percent(stage.inference_only.device.total)
-        [of_chunks] = account.from_chunks.stages
-        assert of_chunks.training == stage.training
-        assert of_chunks.inference_only == stage.inference_only
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_estimate_is_what_is_live(ranks: int) -> None:
+    cases = [case for case in CASES if case.parallel.world_size == ranks]
+    measured = memory_cases.measure(cases)
+    for case in cases:
+        estimate = case.estimate()
+        for account in measured[case.name]:
+            stage = estimate.stages[account.rank if len(estimate.stages) > 1 else 0]
+            expected = stage.training.device
+            for part, real, estimated in memory_cases.parts_of(account.training, expected):
+                assert real == one_percent(estimated), (case.name, part)
+            assert account.live_training == one_percent(expected.total), case.name
+            assert account.live_inference == one_percent(stage.inference_only.device.total), case.name
+            [of_chunks] = account.from_chunks.stages
+            assert of_chunks.training == stage.training, case.name
+            assert of_chunks.inference_only == stage.inference_only, case.name
 
 
 def one_percent(number: int) -> Any:
@@ -83,38 +79,41 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPLITS)
 @on_ranks(2)
-def test_uneven_pipelines(name: str) -> None:
+def test_uneven_pipelines() -> None:
     """This pipeline rank has as many parameters as estimated, as Megatron-LM builds a model."""
-    config = TransformerConfig(
-        hidden_size=64,
-        num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        pipeline_dtype=torch.float32,
-        # An uneven pipeline mixes dense layers and experts, which are not of one size.
-        num_moe_experts=2,
-        moe_ffn_hidden_size=128,
-        moe_layer_freq=2,
-        add_bias_linear=False,
-        **SPLITS[name],
-    )
-    stages = config.virtual_pipeline_model_parallel_size
-    tiny_gpt.initialize(tiny_gpt.Parallelism(pp=2, vpp=stages), seed=1)
-    count = 0
-    for stage in range(stages) if stages else [None]:
-        where = {"ignore_virtual": False, "vp_stage": stage}
-        model = GPTModel(
-            config,
-            get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
-            vocab_size=1024,
-            max_sequence_length=1,
-            position_embedding_type="rope",
-            pre_process=parallel_state.is_pipeline_first_stage(**where),
-            post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=True,
-            vp_stage=stage,
+    for name, split in SPLITS.items():
+        config = TransformerConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            pipeline_model_parallel_size=2,
+            pipeline_dtype=torch.float32,
+            # An uneven pipeline mixes dense layers and experts, which are not of one size.
+            num_moe_experts=2,
+            moe_ffn_hidden_size=128,
+            moe_layer_freq=2,
+            add_bias_linear=False,
+            **split,
         )
-        count += sum(parameter.numel() for parameter in model.parameters())
-    stage = estimate_memory(config, vocab_size=1024).stages[parallel_state.get_pipeline_model_parallel_rank()]
-    assert stage.dense_parameters + stage.expert_parameters == count
+        stages = config.virtual_pipeline_model_parallel_size
+        tiny_gpt.initialize(tiny_gpt.Parallelism(pp=2, vpp=stages), seed=1)
+        count = sum(_parameters_of(config, stage) for stage in (range(stages) if stages else [None]))
+        estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
+        stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]
+        assert stage.dense_parameters + stage.expert_parameters == count, name
+
+
+def _parameters_of(config: TransformerConfig, stage: int | None) -> int:
+    where = {"ignore_virtual": False, "vp_stage": stage}
+    model = GPTModel(
+        config,
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage),
+        vocab_size=1024,
+        max_sequence_length=1,
+        position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
+        share_embeddings_and_output_weights=True,
+        vp_stage=stage,
+    )
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -5,6 +5,7 @@ What else can go wrong in a run is in ``tests/faults``; what is restored, in ``t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -15,18 +16,20 @@ import torch.distributed as dist
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.reentry import reentrant_train
 from tests.ranks import everywhere, on_ranks
+from tests.real import tiny_gpt
 from tests.real.faults import (
     PLACES,
     STAGES,
+    Checksums,
     Injected,
     Trainee,
     interrupt,
     raise_injected,
-    run,
     same_process_groups,
 )
 from tests.real.tiny_gpt import Options, Parallelism
 
+STEPS = 4
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
 OVERLAPS = {
     "no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
@@ -57,11 +60,39 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[tuple[str, str]], str | None]] = {
 }
 
 
+def run(
+    options: Options, stage: str, place: tuple[int, int], strike: Callable[[str], None] = raise_injected
+) -> tuple[list[float], Checksums, Checksums]:
+    """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is empty.
+
+    Return the losses, and checksums at the call after the fault and at the end.
+    """
+    trainee, before_steps = Trainee(options), []
+    done, failing_step = place
+    if done:
+        trainee.train(done)
+    if stage:
+        trainee.fail(stage, failing_step, strike)
+    call_step = tiny_gpt.train_step
+
+    def train_step(*args: Any) -> float:
+        before_steps.append(trainee.checksums())
+        return call_step(*args)
+
+    with mock.patch.object(tiny_gpt, "train_step", train_step):
+        trainee.train(STEPS - trainee.done)
+    return trainee.losses, before_steps[0], trainee.checksums()
+
+
+# Without data parallelism there is nothing to overlap with.
+CASES = [("DP 2", overlap) for overlap in OVERLAPS] + [("TP 2", "both"), ("PP 2", "both")]
+
+
 @pytest.mark.parametrize(
     ("layout", "overlap", "only"),
     [
         ("DP 2", "both", [("backward 1", "backward 1")]),
-        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in product(LAYOUTS, OVERLAPS)),
+        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in CASES),
     ],
 )
 @on_ranks(2, timeout=240)
@@ -69,19 +100,19 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
     sizes, stages, shared = LAYOUTS[layout]
     options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
-        undisturbed = run(options, None, (0, 0))
+        expected_losses, _, expected = run(options, "", (0, 0))
         with same_process_groups():
             for of_ranks, place in product(only or stages, PLACES):
                 # Ctrl-C passes `except Exception`, which the other does not.
                 strike = interrupt if place == "later step" else raise_injected
-                outcome = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
+                losses, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
                 if shared is not None:
-                    for name in ("at_reentry", "end"):
-                        one, other = everywhere(getattr(getattr(outcome, name), shared))
-                        assert one == other, f"{of_ranks}, {place}: parameters differ across ranks: {name}"
+                    for checksums in (at_reentry, end):
+                        first, second = everywhere(getattr(checksums, shared))
+                        assert first == second, f"{of_ranks}, {place}: parameters differ across ranks"
                 if "in step" not in of_ranks:
-                    assert outcome.losses[-1] == undisturbed.losses[-1], (of_ranks, place)
-                    assert outcome.end == undisturbed.end, (of_ranks, place)
+                    assert losses[-1] == expected_losses[-1], (of_ranks, place)
+                    assert end == expected, (of_ranks, place)
 
 
 def _one_rank_fails(options: Options, stage: str, failing_step: int, failing_rank: int | None) -> Any:

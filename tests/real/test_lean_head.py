@@ -38,6 +38,8 @@ class Layout:
     allgather_cp: bool = False
 
 
+DEALLOCATED = {"deallocate_pipeline_outputs": True}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAYOUTS = {
     "1 rank": Layout(1),
     "1 rank, tied": Layout(1, flags={"tied": True}),
@@ -53,7 +55,9 @@ LAYOUTS = {
         sizes={"tp": 2, "sequence_parallel": True}, flags={"tied": True, "bf16": True}
     ),
     "PP 2": Layout(sizes={"pp": 2}),
-    "PP 2, deallocated outputs": Layout(sizes={"pp": 2}, flags={"deallocate_pipeline_outputs": True}),
+    "PP 2, deallocated outputs": Layout(
+        sizes={"pp": 2}, flags={"config": {"deallocate_pipeline_outputs": True}}
+    ),
     # The distributed optimizer of 0.12 does not know weights that two stages share.
     "PP 2, tied": Layout(
         sizes={"pp": 2},
@@ -62,7 +66,7 @@ LAYOUTS = {
     "PP 2, VPP 2": Layout(sizes={"pp": 2, "vpp": 2}),
     "CP 2": Layout(sizes={"cp": 2}),
     "CP 2, all-gather": Layout(sizes={"cp": 2}, allgather_cp=True),
-    "1 rank, recomputed": Layout(1, flags={"recompute": True}),
+    "1 rank, recomputed": Layout(1, flags={"config": RECOMPUTED}),
     "1 rank, MoE": Layout(1, flags={"experts": 2}),
     "1 rank, MTP": Layout(1, flags={"mtp": True}),
 }

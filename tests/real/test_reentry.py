@@ -25,23 +25,27 @@ LAYOUTS = [
 ]
 
 
+def trained(options: tiny_gpt.Options, rollouts: int, steps: int) -> tuple[list[float], str]:
+    """Return the losses and the checksum of a new model, trained by as many calls of ``train()``."""
+    model, optimizer = tiny_gpt.build(options)
+    data, losses = tiny_gpt.data_iterators(options), []
+    for _ in range(rollouts):
+        losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
+    return losses, tiny_gpt.checksum(model, optimizer)
+
+
+def check_rollouts(options: tiny_gpt.Options) -> None:
+    with pytest.raises(AssertionError, match=NO_SYNC):
+        trained(options, 2, STEPS)
+    uninterrupted = trained(options, 1, ROLLOUTS * STEPS)
+    with applied("reentrant-train", settings=SETTINGS), tiny_gpt.counting_overlap() as overlap:
+        assert trained(options, ROLLOUTS, STEPS) == uninterrupted
+    assert overlap.param_gathers > 0
+    assert overlap.grad_reduces + overlap.scheduled_grad_reduces > 0
+
+
 @pytest.mark.runs("re-entry", ranks=[1, 2])
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout))
-
-    def trained(rollouts: int, steps: int) -> tuple[list[float], str]:
-        model, optimizer = tiny_gpt.build(options)
-        data, losses = tiny_gpt.data_iterators(options), []
-        for _ in range(rollouts):
-            losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
-        return losses, tiny_gpt.checksum(model, optimizer)
-
-    with pytest.raises(AssertionError, match=NO_SYNC):
-        trained(2, STEPS)
-    uninterrupted = trained(1, ROLLOUTS * STEPS)
-    with applied("reentrant-train", settings=SETTINGS), tiny_gpt.counting_overlap() as overlap:
-        assert trained(ROLLOUTS, STEPS) == uninterrupted
-    assert overlap.param_gathers > 0
-    assert overlap.grad_reduces + overlap.scheduled_grad_reduces > 0
+    check_rollouts(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout)))

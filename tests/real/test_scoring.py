@@ -8,7 +8,6 @@ import re
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_rl_patches import Settings, applied
+from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
@@ -80,27 +80,19 @@ def filled(options: tiny_gpt.Options) -> tuple[list[Any], list[Any]]:
 
 def _fill(chunk: Any) -> None:
     """Give each weight values that follow from its name, cut as Megatron cuts it."""
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    numbers = [layer.layer_number for layer in chunk.decoder.layers]
+    group = parallel_state.get_tensor_model_parallel_group()
+    chunk = unwrap(chunk)
+    numbers = [str(layer.layer_number) for layer in chunk.decoder.layers]
     for local_name, parameter in chunk.named_parameters():
-        name = re.sub(r"(?<=layers\.)\d+", partial(_global_number, numbers), local_name)
-        shape = list(parameter.shape)
-        cut = getattr(parameter, "tensor_model_parallel", False)
-        if cut:
-            shape[parameter.partition_dim] *= size
+        name = re.sub(r"(?<=layers\.)\d+", lambda local: numbers[int(local[0])], local_name)
+        shape, is_cut = list(parameter.shape), getattr(parameter, "tensor_model_parallel", False)
+        if is_cut:
+            shape[parameter.partition_dim] *= group.size()
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         whole = torch.randn(shape, generator=generator) * 0.2 + ("norm" in name and "weight" in name)
-        with torch.no_grad():
-            parameter.copy_(whole.chunk(size, parameter.partition_dim)[rank] if cut else whole)
-
-
-def _global_number(numbers: list[int], local: re.Match[str]) -> str:
-    return str(numbers[int(local[0])])
+        if is_cut:
+            whole = whole.chunk(group.size(), parameter.partition_dim)[group.rank()]
+        parameter.data.copy_(whole)
 
 
 def dense_log_probs(model: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -160,7 +152,7 @@ def test_layouts(layout: str) -> None:
             torch.testing.assert_close(torch.cat(values).double(), reference, **tolerance)
     del scores, of_ddp
     _check_what_is_left(ddp, score)
-    _check_refusals(model, sizes.get("vpp", 1))
+    _check_refusal(model, sizes.get("vpp", 1))
     assert _trained(options, scoring=False) == _trained(options, scoring=True)
 
 
@@ -185,22 +177,16 @@ def _check_what_is_left(ddp: Sequence[Any], score: dict[str, Any]) -> None:
     config.no_sync_func = config.grad_sync_func = None
 
 
-def _check_refusals(model: Sequence[Any], chunks: int) -> None:
-    too_long = [*microbatches()[:-1], microbatches()[-1] | {"lengths": [13, 7]}]
+def _check_refusal(model: Sequence[Any], chunks: int) -> None:
+    """The others are in ``tests/unit/inference/scoring``."""
+    before = _state(model)
+    another = f"^the model has {chunks + 1} chunks, parallel_state a virtual pipeline size of {chunks}"
+    with pytest.raises(InvalidInputError, match=another):
+        forward_log_probs([*model, model[0]], microbatches())
     out_of_vocabulary = microbatches()[0] | {"tokens": torch.full((3, 16), 32)}
-    another = f"the model has {chunks + 1} chunks, parallel_state a virtual pipeline size of {chunks}"
-    in_range = "temperature is inf, expected a positive number in the range of float32"
-    for arguments, options, message in (
-        (([*model, model[0]], microbatches()), {}, another),
-        ((model, []), {}, "there are no microbatches to score"),
-        ((model, too_long), {}, "microbatch 2:"),
-        ((model, [out_of_vocabulary]), {}, "microbatch 0:"),
-        ((model, microbatches()), {"temperature": float("inf")}, in_range),
-    ):
-        before = _state(model)
-        with pytest.raises(InvalidInputError, match=f"^{message}"):
-            forward_log_probs(*arguments, **options)
-        assert _state(model) == before
+    with pytest.raises(InvalidInputError, match="microbatch 0:"):
+        forward_log_probs(model, [out_of_vocabulary])
+    assert _state(model) == before
 
 
 def _trained(options: tiny_gpt.Options, scoring: bool) -> str:

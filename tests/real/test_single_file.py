@@ -44,36 +44,16 @@ if __name__ == "__main__":
 """
 
 
-def run_loop(
-    folder: Path, command: list[str], text: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    (folder / "a_loop.py").write_text(text)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
-    path = os.pathsep.join((str(ROOT), inherited.get("PYTHONPATH", "")))
-    environ = {**inherited, "PYTHONPATH": path, **variables}
-    command = [sys.executable, *command]
-    return subprocess.run(
-        command, env=environ, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-BY_VARIABLE = {"MEGATRON_RL_PATCHES": "reentrant-train"}
-
-
-@pytest.mark.parametrize(
-    ("command", "function", "variables"),
-    [
-        (["a_loop.py"], "a_loop:train", BY_VARIABLE),
-        (["-m", "a_loop"], "__main__:train", BY_VARIABLE),
-        (["a_loop.py"], "__main__:train", {}),
-    ],
-    ids=["file", "module", "apply"],
-)
-def test_the_second_train_of_a_single_file(
-    tmp_path: Path, command: list[str], function: str, variables: dict[str, str]
-) -> None:
-    environ = {**variables, "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": function} if variables else {}
-    text = LOOP.format(apply=not variables, function=function)
-    done = run_loop(tmp_path, command, text, **environ)
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_the_second_train_of_a_single_file(tmp_path: Path, by_variable: bool) -> None:
+    function = "a_loop:train" if by_variable else "__main__:train"
+    command = [sys.executable, *(["a_loop.py"] if by_variable else ["-m", "a_loop"])]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
+    environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), environ.get("PYTHONPATH", "")))
+    if by_variable:
+        environ["MEGATRON_RL_PATCHES"] = "reentrant-train"
+        environ["MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS"] = function
+    (tmp_path / "a_loop.py").write_text(LOOP.format(apply=not by_variable, function=function))
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["run", "trained", "trained"]

@@ -22,11 +22,7 @@ from tests.real import checkpoints, tiny_gpt
 from tests.real.test_scoring import by_speed
 from tests.unit.losses.live_bytes import reachable_bytes
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "1 rank": (1, {}),
-    "TP 2": (2, {"tp": 2}),
-    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"TP 2": {"tp": 2}, "PP 2, VPP 2": {"pp": 2, "vpp": 2}}
 TEACHERS = ("a", "b", "c", "d")
 
 
@@ -49,9 +45,9 @@ def _equal(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("layout", by_speed(list(LAYOUTS), fast=("TP 2",)))
-@on_ranks(lambda layout: LAYOUTS[layout][0], timeout=180)
+@on_ranks(2, timeout=180)
 def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> None:
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**LAYOUTS[layout][1]), bf16=True)
+    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**LAYOUTS[layout]), bf16=True)
     tiny_gpt.initialize(options.parallelism, seed=7)
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
@@ -77,7 +73,7 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
     weights = [parameter for chunk in pool.model for parameter in chunk.parameters()]
     assert model_bytes == sum(weight.nbytes for weight in weights)
     addresses = [weight.data_ptr() for weight in weights]
-    for number, name in enumerate(TEACHERS, 1):
+    for name in TEACHERS:
         if name == "b":  # as loaders of Hugging Face weights do it
             for chunk, state in zip(pool.model, states[name], strict=True):
                 for key, weight in chunk.module.named_parameters():
@@ -85,7 +81,7 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
         pool.add(name, {"b": None, "d": tmp_path}.get(name, states[name]))
         with pool.use(name):
             scores(pool.model)
-        assert reachable_bytes() - bytes_without == (1 + number) * model_bytes
+    assert reachable_bytes() - bytes_without == (1 + len(TEACHERS)) * model_bytes
     assert [weight.data_ptr() for weight in weights] == addresses
     assert len({found.sum().item() for _, bits in expected.values() for found in bits[:1]}) == 4
 

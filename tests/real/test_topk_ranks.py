@@ -34,7 +34,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(lambda tp_size: tp_size, megatron=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
@@ -44,11 +44,14 @@ def test_ranks(tp_size: int) -> None:
     check_refusals(group)
     check_extremes(group)
     check_poisons(group)
-    if tp_size == 2:
-        check_context_parallel(group)
     values = check_log_probs(group) + check_bytes(group)
     # All ranks have the same bits.
     assert len(set(everywhere(b"".join(value.numpy().tobytes() for value in values)))) == 1
+    with sent_bytes() as calls:
+        alone, _ = dist.new_subgroups(1)
+        errors(random_logits(T, V), random_indices(T, V, K), tp_group=alone)
+        vocab_parallel_topk(random_logits(T, V), K, tp_group=alone)
+    assert calls == [], "of a group of one rank"
 
 
 def check_selection(group: dist.ProcessGroup) -> None:
@@ -151,12 +154,11 @@ def check_no_rows(group: dist.ProcessGroup) -> None:
         assert found.shape == (0, K)
         assert (leaf.grad == 0).all()
         assert len(vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
-    assert len(calls) == (2 if group.size() > 1 else 0)
+    assert len(calls) == 2
 
 
 def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
     """One collective in forward and none in backward, of what belongs to the ids alone."""
-    tp = group.size()
     logits = torch.randn(64, V, generator=torch.Generator().manual_seed(0))[:, mine(group)]
     indices = random_indices(64, V, 16)
     leaf = logits.clone().requires_grad_()
@@ -165,9 +167,10 @@ def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
         log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
     per_token = [(name, nbytes / 64) for name, nbytes in sent]
-    selection = "all_gather_into_tensor", 8.0 * 16 + 8
-    at_ids = "all_reduce", 4.0 * 16 + 8 * tp
-    assert per_token == ([selection, at_ids] if tp > 1 else [])
+    assert per_token == [
+        ("all_gather_into_tensor", 8.0 * 16 + 8),
+        ("all_reduce", 4.0 * 16 + 8 * group.size()),
+    ]
     return [found.indices, found.log_probs, found.tail_log_prob, log_probs.detach(), tail.detach()]
 
 
@@ -181,16 +184,16 @@ def check_refusals(group: dist.ProcessGroup) -> None:
     )
     with sent_bytes() as calls:
         for changes, message in wrong:
+            arguments = {"logits": logits, "indices": indices, "tp_group": group, **changes}
             with pytest.raises(InvalidInputError, match=message):
-                vocab_parallel_log_probs_at(
-                    **{"logits": logits, "indices": indices, "tp_group": group, **changes}
-                )
+                vocab_parallel_log_probs_at(**arguments)
         with pytest.raises(InvalidInputError, match=f"k is {V + 1}"):
             vocab_parallel_topk(logits, V + 1, tp_group=group)
     assert calls == []
 
 
-def check_context_parallel(group: dist.ProcessGroup) -> None:
+@on_ranks(2, megatron=False)
+def test_distillation_over_context_parallel_ranks() -> None:
     """Every rank has the whole loss, and of its own rows the gradient of all ranks' losses together."""
     totals, responses = [9, 4, 21, 2], [5, 0, 20, 1]
     generator = torch.Generator().manual_seed(0)
@@ -200,24 +203,22 @@ def check_context_parallel(group: dist.ProcessGroup) -> None:
     # By response token; on the ranks they lie elsewhere.
     rows = torch.randn(sum(responses), 30, generator=generator).double()
     alone = SequenceLayout.build(totals, responses)
+    group = dist.group.WORLD
+    split = SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
     for options in (
         DistillationOptions(),
         DistillationOptions(divergence="forward_kl", normalization="sequence"),
     ):
         results = []
-        for layout, cp_group in (
-            (alone, None),
-            (SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=group.size()), group),
-        ):
+        for layout, cp_group in ((SequenceLayout.build(totals, responses), None), (split, group)):
             logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
             logits[0, layout.response_rows] = rows[layout.response_index]
             logits.requires_grad_()
-            loss_func = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
-            loss, count, metrics = loss_func(logits)
+            loss, count, metrics = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)(
+                logits
+            )
             loss.backward()
             results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))
-        (loss, count, metrics, gradient), (loss_cp, count_cp, metrics_cp, gradient_cp) = results
-        assert torch.allclose(loss, loss_cp)
-        assert count == count_cp
-        assert all(torch.allclose(metrics[name], metrics_cp[name]) for name in metrics)
-        assert torch.allclose(gradient[layout.response_index] * group.size(), gradient_cp)
+        (*alone, gradient), (*over_ranks, gradient_cp) = results
+        torch.testing.assert_close(over_ranks, alone)
+        torch.testing.assert_close(gradient_cp, gradient[split.response_index] * 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import partial
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,19 +68,10 @@ def _loss(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
     return losses_bs[0, :tokens].sum(), torch.tensor(tokens), {}
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[Any, list[str]]:
     """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
     training_warnings.forget()
-    handler = _Lines()
+    handler = BufferingHandler(capacity=1000)
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
     with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
@@ -87,8 +79,9 @@ def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[
         train(model, *args, **options)
         assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
+    messages = [record.getMessage() for record in handler.buffer]
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
-    lines = [line.removeprefix(prefix) for line in handler.lines if line.startswith(prefix)]
+    lines = [message.removeprefix(prefix) for message in messages if message.startswith(prefix)]
     assert set(lines) <= set(training_warnings.reported())
     return result, lines
 
@@ -115,18 +108,18 @@ def test_dropout(rate: float) -> None:
 
 @on_ranks(1)
 def test_the_weight_of_a_token() -> None:
-    def model(per_token: bool) -> Any:
-        return tiny_gpt.build(tiny_gpt.Options(calculate_per_token_loss=per_token))[0]
-
-    right, quiet = _warned(model(True))
-    wrong, [line] = _warned(model(False))
+    right_model, wrong_model = (
+        tiny_gpt.build(tiny_gpt.Options(calculate_per_token_loss=per_token))[0] for per_token in (True, False)
+    )
+    right, quiet = _warned(right_model)
+    wrong, [line] = _warned(wrong_model)
     assert quiet == []
     assert (wrong - right).norm() / right.norm() > 0.2
     assert "calculate_per_token_loss=False" in line
     assert "Microbatches had 3 to 11 tokens" in line
     assert "counts 3.7 times as much" in line
-    assert _warned(model(False), tokens=(5, 5))[1] == []
-    silenced, lines = _warned(model(False), warn=False)
+    assert _warned(wrong_model, tokens=(5, 5))[1] == []
+    silenced, lines = _warned(wrong_model, warn=False)
     assert torch.equal(silenced, wrong) and lines == []
 
 

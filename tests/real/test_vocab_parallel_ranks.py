@@ -37,7 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @on_ranks(lambda tp_size: tp_size, megatron=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
@@ -47,11 +47,13 @@ def test_ranks(tp_size: int) -> None:
     check_poisons(group)
     check_no_rows(group)
     check_refusals(group)
-    if tp_size > 1:
-        check_refused_on_one_rank(group)
+    check_refused_on_one_rank(group)
     values = check_collectives(group)
     # All ranks have the same bits.
     assert len(set(everywhere(b"".join(value.numpy().tobytes() for value in values)))) == 1
+    with sent_bytes() as calls:
+        check(random_logits(T, V), random_targets(T, V), dist.new_subgroups(1)[0])
+    assert calls == [], "of a group of one rank"
 
 
 def mine(group: dist.ProcessGroup, columns: int = V) -> slice:
@@ -88,15 +90,8 @@ def check_dense(group: dist.ProcessGroup) -> None:
 def check_extremes(group: dist.ProcessGroup) -> None:
     """On some ranks no column may count at all, or only ones with probability zero."""
     for logits in EXTREMES.values():
-        targets = torch.tensor([7, 7, IGNORE, 7])
-        nothing_kept = torch.zeros(4, V, dtype=torch.bool)
-        for keep_mask in (None, nothing_kept):
-            check(
-                logits[:, :1000],
-                targets,
-                group,
-                keep_mask=keep_mask if keep_mask is None else keep_mask[:, :1000],
-            )
+        for keep_mask in (None, torch.zeros(4, 1000, dtype=torch.bool)):
+            check(logits[:, :1000], torch.tensor([7, 7, IGNORE, 7]), group, keep_mask=keep_mask)
     elsewhere = random_logits(4, V)
     elsewhere[:, : V // 2] = -float("inf")
     check(elsewhere, torch.full((4,), V - 1), group)
@@ -105,9 +100,8 @@ def check_extremes(group: dist.ProcessGroup) -> None:
 def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
     """The largest logit is on every rank, which may have a single column."""
     for columns in (group.size(), 2 * group.size()):
-        check(
-            torch.zeros(4, columns), torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1), group
-        )
+        targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
+        check(torch.zeros(4, columns), targets, group)
 
 
 def check_poisons(group: dist.ProcessGroup) -> None:
@@ -130,7 +124,7 @@ def check_no_rows(group: dist.ProcessGroup) -> None:
     with sent_bytes() as calls:
         check(torch.zeros(0, V), nothing, group)
         check(random_logits(T, V), nothing, group, rows=nothing)
-    assert len(calls) == (2 if group.size() > 1 else 0)
+    assert len(calls) == 2
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:
@@ -139,21 +133,18 @@ def check_refusals(group: dist.ProcessGroup) -> None:
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"targets": targets + V}, f"ids below {V}"),
         ({"targets": targets[:-1]}, r"expected torch.int64 \[11\]"),
-        ({"targets": targets.float()}, "expected torch.int64"),
         ({"rows": torch.full((T,), 1)}, "each at most once"),
         ({"keep_mask": KEEP[:, :-4]}, "expected torch.bool"),
         ({"temperature": 0.0}, "temperature"),
         ({"logits": logits[None]}, "vocab / tp"),
     )
+    others = dist.new_group([group.size() - 1])
     with sent_bytes() as calls:
         for changes, message in wrong:
+            arguments = {"logits": logits, "targets": targets, "tp_group": group, **changes}
             with pytest.raises(InvalidInputError, match=message):
-                vocab_parallel_log_probs(
-                    **{"logits": logits, "targets": targets, "tp_group": group, **changes}
-                )
-        others = dist.new_group([group.size() - 1]) if group.size() > 1 else None
-        calls.clear()
-        if others is not None and group.rank() == 0:
+                vocab_parallel_log_probs(**arguments)
+        if group.rank() == 0:
             with pytest.raises(InvalidInputError, match="not in tp_group"):
                 vocab_parallel_log_probs(logits, targets, tp_group=others)
     assert calls == []
@@ -183,24 +174,19 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
 def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
     """One all-gather forward, none backward; in every mode."""
     values: list[Tensor] = []
-    for options in OPTIONS:
-        options = dict(options)
-        columns = mine(group)
+    columns = mine(group)
+    for options in map(dict, OPTIONS):
         if "keep_mask" in options:
             options["keep_mask"] = options["keep_mask"][:, columns]
         n = len(torch.arange(T)[options.get("rows", slice(None))])
         logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
+        targets = at_borders(n, group)
         with sent_bytes() as calls:
-            found = vocab_parallel_log_probs_and_entropy(
-                logits, at_borders(n, group), tp_group=group, **options
-            )
-            assert [name for name, _ in calls] == ["all_gather_into_tensor"] * (group.size() > 1)
+            found = vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
             sum(one.sum() for one in found if one.requires_grad).backward()
-            assert len(calls) == (group.size() > 1)
-        options.pop("entropy_grad", None)
-        with sent_bytes() as calls:
+            options.pop("entropy_grad", None)
             logits = random_logits(T, V)[:, columns].clone()
-            alone = vocab_parallel_log_probs(logits, at_borders(n, group), tp_group=group, **options)
-            assert len(calls) == (group.size() > 1)
+            alone = vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
+        assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
         values += [one.detach() for one in (*found, alone)]
     return values

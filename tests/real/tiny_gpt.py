@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -59,19 +60,15 @@ class Options:
     parallelism: Parallelism = field(default_factory=Parallelism)
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
-    align_grad_reduce: bool = True
-    align_param_gather: bool = False
     use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool = True
     bf16: bool = False
     calculate_per_token_loss: bool = False
     tied: bool = False  # input embedding and output layer
     experts: int | None = None
-    dispatcher: str = "allgather"  # of tokens to experts
     frozen_head: bool = False
     dropout: float = 0.0
     mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
-    deallocate_pipeline_outputs: bool = False
-    recompute: bool = False  # all transformer layers, in the backward pass
     config: dict[str, Any] = field(default_factory=dict)  # further fields of TransformerConfig
     lr: float = 5e-3
     seed: int = 1234
@@ -137,19 +134,23 @@ def initialize(sizes: Parallelism, seed: int) -> None:
 
 def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
     """Initialize Megatron's process groups over the whole world; return model chunks and optimizer."""
-    sizes = options.parallelism
-    initialize(sizes, options.seed)
+    initialize(options.parallelism, options.seed)
     config = _transformer_config(options)
+    return in_training(options, config, bare_chunks(options, config))
+
+
+def in_training(
+    options: Options, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> tuple[list[DistributedDataParallel], Any]:
+    """Return the chunks in DDP, and their optimizer."""
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
-        align_param_gather=options.align_param_gather,
         use_distributed_optimizer=options.use_distributed_optimizer,
         check_for_nan_in_grad=True,
         bucket_size=BUCKET,
     )
-    chunks = bare_chunks(options, config)
     # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
     model = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
@@ -169,9 +170,12 @@ def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
 
 def bare_chunks(options: Options, config: TransformerConfig) -> list[Any]:
     """Return what ``get_model(..., wrap_with_ddp=False)`` of every release comes to."""
-    chunks = []
-    for stage in [None] if options.parallelism.vpp is None else range(options.parallelism.vpp):
-        chunk = _chunk(config, options.parallelism, stage, options.tied).cuda()
+    sizes, chunks = options.parallelism, []
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    for stage in [None] if sizes.vpp is None else range(sizes.vpp):
+        pre_process = pp_rank == 0 and stage in (None, 0)
+        post_process = pp_rank == sizes.pp - 1 and stage in (None, (sizes.vpp or 1) - 1)
+        chunk = provider(options)(pre_process, post_process, config, stage).cuda()
         if stage is not None:
             chunk.vp_stage = stage
         for parameter in chunk.parameters():
@@ -192,8 +196,29 @@ def provider(options: Options) -> Callable[..., GPTModel]:
         vp_stage: int | None = None,
         **unused: Any,
     ) -> GPTModel:
-        ends = {"pre_process": pre_process, "post_process": post_process}
-        return _chunk(config, options.parallelism, vp_stage, options.tied, **ends)
+        config = config or _transformer_config(options)
+        sizes = options.parallelism
+        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+        if sizes.cp > 1:
+            layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        layers = [layer] * (LAYERS // (sizes.pp * (sizes.vpp or 1)))
+        optional: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
+        if "vp_stage" not in inspect.signature(GPTModel).parameters:
+            # Up to 0.12 stages are numbered by a global.
+            parallel_state.set_virtual_pipeline_model_parallel_rank(optional.pop("vp_stage", None))
+        if config.mtp_num_layers:
+            optional["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+        return GPTModel(
+            config,
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm),
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            share_embeddings_and_output_weights=options.tied,
+            pre_process=pre_process,
+            post_process=post_process,
+            **optional,
+        )
 
     return provide
 
@@ -239,48 +264,10 @@ def _transformer_config(options: Options) -> TransformerConfig:
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "num_moe_experts": options.experts,
-        "moe_token_dispatcher_type": options.dispatcher,
         "add_bias_linear": options.experts is None,
         "mtp_num_layers": 1 if options.mtp else None,
-        "deallocate_pipeline_outputs": options.deallocate_pipeline_outputs,
-        "recompute_granularity": "full" if options.recompute else None,
-        "recompute_method": "uniform" if options.recompute else None,
-        "recompute_num_layers": 1 if options.recompute else None,
     }
     return TransformerConfig(**(fields | options.config))
-
-
-def _chunk(
-    config: TransformerConfig, sizes: Parallelism, stage: int | None, tied: bool = False, **ends: bool
-) -> GPTModel:
-    """``ends`` are pre_process and post_process, if a caller knows them."""
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    if sizes.cp > 1:
-        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-    stages = sizes.vpp or 1
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    ends = ends or {
-        "pre_process": pp_rank == 0 and stage in (None, 0),
-        "post_process": pp_rank == sizes.pp - 1 and stage in (None, stages - 1),
-    }
-    numbered: dict[str, Any] = {} if stage is None else {"vp_stage": stage}
-    if "vp_stage" not in inspect.signature(GPTModel).parameters:
-        # Up to 0.12 stages are numbered by a global.
-        parallel_state.set_virtual_pipeline_model_parallel_rank(numbered.pop("vp_stage", None))
-    if config.mtp_num_layers:
-        numbered["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
-    return GPTModel(
-        config,
-        TransformerBlockSubmodules(
-            layer_specs=[layer] * (LAYERS // (sizes.pp * stages)), layer_norm=SequenceParallelNorm
-        ),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=tied,
-        **numbered,
-        **ends,
-    )
 
 
 def _positions(rank: int, size: int, length: int | None = None) -> torch.Tensor:
@@ -368,26 +355,19 @@ def train(
             "a custom no_sync_func is not supported when overlapping grad-reduce"
         )
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
-        if options.align_grad_reduce:
-            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
-    if options.overlap_param_gather and options.align_param_gather:
-        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in model])
+        config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
     config.finalize_model_grads_func = finalize_model_grads
 
     pre_hook_enabled = False
-    param_sync_func = None
     if options.overlaps_param_gather:
         # The first step shows errors of loading or initialization before a gather can spread them.
         disable_forward_pre_hook(model, param_sync=False)
-        param_sync_func = config.param_sync_func
-        config.param_sync_func = None
 
     losses = []
     for step, microbatches in enumerate(num_microbatches):
         losses.append(train_step(model, optimizer, data_iterator, microbatches))
         if step == 0 and options.overlaps_param_gather:
             enable_forward_pre_hook(model)
-            config.param_sync_func = param_sync_func
             pre_hook_enabled = True
     if pre_hook_enabled:
         disable_forward_pre_hook(model)
@@ -464,36 +444,21 @@ def counting_overlap() -> Iterator[Overlap]:
     ``register_grad_ready`` by nothing but the backward hook (which dispatches in the last microbatch only),
     and the model chunk's ``start_grad_sync`` by nothing but a schedule.
     """
-    overlap = Overlap()
-    group, chunk = _ParamAndGradBucketGroup, DistributedDataParallel
-    with (
-        _counting((group, "start_param_sync"), (group, "finish_param_sync"), overlap, "param_gathers"),
-        _counting((group, "start_grad_sync"), (group, "register_grad_ready"), overlap, "grad_reduces"),
-        _counting((group, "start_grad_sync"), (chunk, "start_grad_sync"), overlap, "scheduled_grad_reduces"),
-    ):
+    overlap, group = Overlap(), _ParamAndGradBucketGroup
+    callers = {
+        group.finish_param_sync.__code__: "param_gathers",
+        group.register_grad_ready.__code__: "grad_reduces",
+        DistributedDataParallel.start_grad_sync.__code__: "scheduled_grad_reduces",
+    }
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kind := callers.get(sys._getframe(1).f_code):
+                setattr(overlap, kind, getattr(overlap, kind) + 1)
+            return method(*args, **kwargs)
+
+        return call
+
+    starts: Any = {name: counted(getattr(group, name)) for name in ("start_param_sync", "start_grad_sync")}
+    with mock.patch.multiple(group, **starts):
         yield overlap
-
-
-@contextmanager
-def _counting(
-    method: tuple[type, str], caller: tuple[type, str], overlap: Overlap, field_name: str
-) -> Iterator[None]:
-    """Add the calls of ``method`` that are made by ``caller`` to a field of ``overlap``."""
-    call_method, call_caller = getattr(*method), getattr(*caller)
-    inside = False
-
-    def within(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        inside = True
-        try:
-            return call_caller(self, *args, **kwargs)
-        finally:
-            inside = False
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if inside:
-            setattr(overlap, field_name, getattr(overlap, field_name) + 1)
-        return call_method(self, *args, **kwargs)
-
-    with mock.patch.object(*caller, within), mock.patch.object(*method, counted):
-        yield

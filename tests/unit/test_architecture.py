@@ -26,8 +26,7 @@ ARROWS: dict[str, set[str]] = {
     "demo": {*HELPERS, "__init__", "doctor", "engine", "inference", "losses", "testing"},
     "engine": {"common", "errors"},
     "patches": {*HELPERS, "engine", "frameworks", "inference", "losses", "reentry"},
-    "activation": {"engine", "errors"},
-    "hooks": {"activation", "engine"},
+    "hooks": {"engine"},
     "__init__": {"common", "engine", "errors"},
     "doctor": {"engine", "errors", "__init__"},
     "cli": {"common", "engine", "errors", "doctor", "demo", "inference", "testing", "__init__"},
@@ -38,19 +37,16 @@ ENGINE: dict[str, set[str]] = {
     "__init__": set(),
     "call": set(),
     "patch": {"call", "target_source"},
-    "options": set(),
     "sources": set(),
     "target_source": set(),
-    "registry": {"options", "patch"},
-    "settings": {"options", "patch", "registry"},
+    "registry": {"patch"},
+    "settings": {"patch", "registry"},
     "judge": {"patch", "settings", "sources", "target_source"},
     "announce": {"judge"},
-    "copies": set(),
-    "wrapper": {"call", "target_source", "patch"},
-    "records": {"judge", "patch", "sources", "target_source", "wrapper"},
+    "wrapper": {"call", "patch"},
+    "records": {"call", "judge", "patch", "sources", "target_source", "wrapper"},
     "installer": {
-        *("announce", "call", "copies", "judge", "patch", "records", "settings", "sources"),
-        "wrapper",
+        *("announce", "call", "judge", "patch", "records", "settings", "sources"),
     },
     "api": {"installer", "judge", "records", "registry", "settings", "sources"},
 }
@@ -61,27 +57,34 @@ def _modules() -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Dotted names, relative to the package, of what a module imports from it."""
-    here = path.relative_to(PACKAGE).with_suffix("").parts
+    """Dotted names, relative to the package, of the modules that a module imports, or imports names from."""
+    folder = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[: len(here) - node.level]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (".".join((*base, *name.split("."))) for name in names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
-            yield (node.module or "").removeprefix(PACKAGE.name).lstrip(".") or "__init__"
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module.split(".") if node.module else []
+        if node.level:
+            module = [*folder[: len(folder) - node.level + 1], *module]
+        elif module.pop(0) != PACKAGE.name:
+            continue
+        for name in (alias.name for alias in node.names):
+            file = PACKAGE.joinpath(*module, name)
+            is_module = file.is_dir() or file.with_suffix(".py").exists()
+            yield ".".join([*module, name] if is_module else module) or "__init__"
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _part(dotted: str) -> str:
-    part = dotted.split(".")[0]
-    known = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
-    return part if known else "__init__"
+    return dotted.partition(".")[0]
 
 
 def test_arrows_point_one_way() -> None:
     wrong = {}
     for path in _modules():
-        part = _part(path.relative_to(PACKAGE).with_suffix("").parts[0])
+        part = _part(_dotted(path))
         if extra := {_part(name) for name in _imports(path)} - {part} - ARROWS[part]:
             wrong[str(path.relative_to(PACKAGE))] = extra
     assert wrong == {}, "these imports point the wrong way; see ARROWS"
@@ -97,33 +100,28 @@ def test_arrows_within_the_engine() -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """What only type checkers import counts, too. Two circles in ``losses.logits`` are still there."""
-    graph = {_dotted(path): set(_imported_modules(path)) for path in _modules()}
-    of_logits = {name for name in graph if name.startswith("losses.logits")}
-    for name in of_logits:
-        graph[name] -= of_logits
+    """Neither of modules nor of folders; what only type checkers import counts, too."""
+    graph = {_dotted(path): set(_imports(path)) for path in _modules()}
     graphlib.TopologicalSorter(graph).prepare()
+    folders: dict[str, set[str]] = {}
+    for name, imported in graph.items():
+        folders.setdefault(_folder(name), set()).update(map(_folder, imported))
+    for name, others in folders.items():
+        others.discard(name)
+    graphlib.TopologicalSorter(folders).prepare()
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _imported_modules(path: Path) -> Iterator[str]:
-    """The modules of the package that a module imports, or imports names from."""
-    folder = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join((*folder[: len(folder) - node.level + 1], *filter(None, [node.module])))
-            for name in (f"{base}.{alias.name}".lstrip(".") for alias in node.names):
-                file = PACKAGE.joinpath(*name.split("."))
-                yield name if file.is_dir() or file.with_suffix(".py").exists() else base or "__init__"
+def _folder(dotted: str) -> str:
+    """The innermost folder of a module. Modules beside folders, and what a folder exports, count alone."""
+    folder = PACKAGE.joinpath(*dotted.split(".")).parent
+    has_folders = any(folder.glob("*/__init__.py"))
+    return dotted if has_folders else f"{dotted.rpartition('.')[0]}/"
 
 
 def test_frameworks_know_of_the_engine_only_the_calls_that_they_get() -> None:
     known = {name for path in (PACKAGE / "frameworks").glob("*.py") for name in _imports(path)}
     of_engine = {name for name in known if name.startswith("engine")}
-    assert of_engine == {"engine.call", "engine.options", "engine.wrapper"}
+    assert of_engine == {"engine.call", "engine.settings", "engine.wrapper"}
 
 
 def test_the_engine_has_never_heard_of_megatron() -> None:
@@ -190,9 +188,9 @@ def test_cores_name_no_function_and_no_option_of_a_framework() -> None:
     assert named == {}, "what frameworks call things belongs into frameworks/"
 
 
-def test_only_the_wrapper_and_its_copies_change_foreign_objects() -> None:
+def test_one_module_of_the_engine_changes_foreign_objects() -> None:
     setters = [p.stem for p in (PACKAGE / "engine").glob("*.py") if "setattr(" in p.read_text()]
-    assert sorted(setters) == ["copies", "wrapper"]
+    assert setters == ["records"]
 
 
 def _loaded_after(statement: str) -> set[str]:

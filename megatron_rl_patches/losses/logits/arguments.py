@@ -1,30 +1,92 @@
-"""Checks of arguments, made on every rank alike and before anything is computed or sent."""
+"""Arguments of the losses over logits: their options, handed on as one object, and the checks of all others.
+
+The checks run on every rank alike and before anything is computed or sent.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import numbers
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .deferred import DeferredLogits, dense
-from .options import VocabParallelOptions
-from .overwriting import check_not_overwritten
-from .rows import LogitSource, SelectedRows, as_slice
+from .rows import LogitSource, RowIndex, as_slice
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
 
 
-def checked_source(
-    logits: Tensor, rows: Tensor | slice | None, keep_mask: Tensor | None, options: VocabParallelOptions
-) -> tuple[LogitSource, VocabParallelOptions]:
-    """Return the rows of the logits that a loss reads, and the options with which it reads them.
+@dataclass(frozen=True)
+class VocabParallelOptions:
+    """How to read logits ``[T, V / tp]`` and where to put their gradient.
 
-    Logits, rows and a mask that do not fit are rejected. What deferred logits are divided by becomes part of
-    the temperature.
+    Attributes:
+        tp_group: see :func:`.vocab_parallel_log_probs`, as for all that is not explained here.
+        ignore_index: target, or entry of ``indices``, that stands for no token.
+        with_entropy: compute entropies beside log-probabilities.
+        entropy_grad: entropies require grad.
+        others_overwrite: other ranks may have ``inplace_backward`` though this one has not: each chooses by
+            its own logits.
     """
+
+    tp_group: dist.ProcessGroup | None = None
+    temperature: float = 1.0
+    inplace_backward: bool = False
+    block_bytes: int | None = None
+    fused: bool | str = "auto"
+    ignore_index: int = -100
+    with_entropy: bool = False
+    entropy_grad: bool = False
+    others_overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        temperature: Any = self.temperature  # numpy's numbers count
+        if not (isinstance(temperature, numbers.Real) and in_float32(float(temperature))):
+            raise InvalidInputError(
+                f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
+            )
+        if self.block_bytes is not None:
+            check_integer("block_bytes", self.block_bytes, 1, "a positive number or None")
+        if self.fused not in (True, False, "auto"):
+            raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
+        check_group(self.tp_group)
+
+    @property
+    def tp_rank(self) -> int:
+        return 0 if self.tp_group is None else dist.get_rank(self.tp_group)
+
+    @property
+    def tp_size(self) -> int:
+        return 1 if self.tp_group is None else dist.get_world_size(self.tp_group)
+
+
+def in_float32(number: float) -> bool:
+    """Return whether a positive number is in the range of float32."""
+    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
+    """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
+    is_integer = isinstance(value, numbers.Integral)
+    if not is_integer or int(value) < lowest or (highest is not None and int(value) > highest):
+        raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
+    return int(value)
+
+
+def check_group(tp_group: dist.ProcessGroup | None) -> None:
+    """Refuse a tensor-parallel group that this rank is not in."""
+    if tp_group is not None and dist.get_rank(tp_group) < 0:
+        raise InvalidInputError(
+            "this rank is not in tp_group: pass the group that holds its part of the vocabulary"
+        )
+
+
+def check_logits(logits: Tensor) -> None:
+    """Reject logits that are not ``[T, V / tp]`` in one of the dtypes."""
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
             f"logits are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
@@ -36,29 +98,16 @@ def checked_source(
             "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
             "torch.autograd.grad"
         )
-    index = _valid_rows(rows, logits)
-    source: LogitSource
-    divisor = logits.divisor if isinstance(logits, DeferredLogits) else 1.0
-    options = replace(options, temperature=options.temperature * divisor)
-    if isinstance(logits, DeferredLogits) and logits.is_deferred:
-        source = logits.source(index, options.block_bytes, options.inplace_backward)
-    else:
-        if isinstance(logits, DeferredLogits):
-            # Other code has written to them, and may do so again before backward reads them.
-            logits = logits.clone()
-        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
-        logits = dense(logits, to_write=options.inplace_backward)
-        logits = logits if divisor == 1 else logits * divisor
-        check_not_overwritten(logits)
-        source = SelectedRows(logits, index, options.block_bytes, options.inplace_backward)
-    if keep_mask is not None:
-        _check_device("keep_mask", keep_mask, logits.device)
-        if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
-            raise InvalidInputError(
-                f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
-                f"{[source.n, source.width]}: a line per selected row, a column per column of logits"
-            )
-    return source, options
+
+
+def check_mask(keep_mask: Tensor, source: LogitSource) -> None:
+    """Reject a mask that is not bool ``[n, V / tp]``."""
+    _check_device("keep_mask", keep_mask, source.device)
+    if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
+        raise InvalidInputError(
+            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}, expected torch.bool "
+            f"{[source.n, source.width]}: a line per selected row, a column per column of logits"
+        )
 
 
 def valid_targets(targets: Tensor, source: LogitSource, options: VocabParallelOptions) -> Tensor:
@@ -92,7 +141,8 @@ def _valid_ids(
     return ids.long()
 
 
-def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> slice | Tensor:
+def valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:
+    """Return the rows; reject numbers that are not of rows, or of one row twice."""
     size = logits.shape[0]
     if rows is None:
         return slice(0, size)

@@ -1,24 +1,135 @@
-"""What the autograd functions of the losses over logits have in common."""
+"""What the losses share: one autograd function, and the collectives of ranks that share a vocabulary."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Tensors = dict[str, Any]  # by the names that errors use; some may be None
 
 
-class DifferentiableOnce(torch.autograd.Function):
+class LogitFunction(ABC):
+    """A function of rows of logits, with a gradient of its own; one object for each call.
+
+    An object has options as attributes, and no tensors: autograd saves those that backward needs, and alone
+    decides how long they live.
+    """
+
+    @abstractmethod
+    def forward(self, source: Any, tensors: Tensors) -> tuple[Sequence[Tensor | None], Tensors]:
+        """Return the results, and the tensors that :meth:`gradients` needs."""
+
+    @abstractmethod
+    def gradients(
+        self, source: Any, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        """Return the gradients of the source's inputs; ``None`` for one that needs none.
+
+        Args:
+            gradients: of the results; ``None`` for a result that nobody differentiates.
+        """
+
+    def apply(self, source: LogitSource, **tensors: Tensor | None) -> tuple[Any, ...]:
+        """Return the results, with a graph to the source's inputs."""
+        return _Function.apply(self, source, tensors, *source.inputs)  # type: ignore[no-untyped-call]
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, function: LogitFunction, source: LogitSource, tensors: Tensors, *inputs: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        results, others = without_autocast(function.forward)(source, tensors)
+        ctx.function = function
+        save_source(ctx, source, others)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *gradients_of_inputs(ctx, ctx.function.gradients, 3, *gradients)
+
+
+def save_source(ctx: Any, source: LogitSource, others: Tensors) -> None:
+    """Save for backward what :func:`gradients_of_inputs` hands on, under names that an error can use."""
+    of_source, ctx.restore = source.saved()
+    ctx.other_names = list(others)
+    if torch.is_inference_mode_enabled():
+        return  # there is no backward
+    tensors = {
+        name: _alias(tensor) if tensor is not None and tensor.is_inference() else tensor
+        for name, tensor in {**of_source, **others}.items()
+    }
+    ctx.save_for_backward(*tensors.values())
+    ctx.versions = [(name, weakref.ref(t), t._version) for name, t in tensors.items() if t is not None]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor in the memory of one that was made under inference mode, which autograd cannot save."""
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def gradients_of_inputs(
+    ctx: Any, compute: Callable[..., Inputs], before: int, *gradients: Tensor | None
+) -> Inputs:
+    """Return the gradients of a source's inputs, which cannot be differentiated.
+
+    Args:
+        ctx: of :func:`save_source`.
+        compute: as :meth:`LogitFunction.gradients`; it is called without grad mode.
+        before: how many arguments of forward come before the inputs.
+    """
+    tensors = _saved(ctx)
+    size = len(tensors) - len(ctx.other_names)
+    source, others = ctx.restore(*tensors[:size]), dict(zip(ctx.other_names, tensors[size:], strict=True))
+    if all(gradient is None for gradient in gradients):
+        return (None,) * len(source.inputs)
+    with torch.no_grad():
+        needed = ctx.needs_input_grad[before:]
+        results: Inputs = without_autocast(compute)(source, others, needed, *gradients)
+    if not torch.is_grad_enabled():  # as it is with create_graph=True
+        return results
+    sources = *source.inputs, *gradients
+    return tuple(
+        None if result is None else _DifferentiableOnce.apply(result, *sources)  # type: ignore[no-untyped-call]
+        for result in results
+    )
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the saved tensors, or raise an error that names those that were overwritten."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        current = [(name, reference(), version) for name, reference, version in ctx.versions]
+        names = [
+            name for name, tensor, version in current if tensor is not None and tensor._version != version
+        ]
+        if not names:
+            raise
+        raise InvalidInputError(
+            f"no gradient can be computed, since {' and '.join(names)} had been overwritten after forward: "
+            "by an inplace_backward (this is a second backward, or another loss of these logits), by an "
+            f"optimizer, or by another operation in place. Autograd says: {error}"
+        ) from error
+
+
+class _DifferentiableOnce(torch.autograd.Function):
     """Return a gradient as it is, and refuse to differentiate it.
 
     torch's ``once_differentiable`` is not enough: if the incoming gradients are constants, it returns a
@@ -38,79 +149,6 @@ class DifferentiableOnce(torch.autograd.Function):
         )
 
 
-def save(ctx: Any, tensors: Mapping[str, Tensor | None]) -> None:
-    """Save tensors for backward, under names that an error can use; :func:`saved` returns them."""
-    if torch.is_inference_mode_enabled():
-        return  # there is no backward
-    savable = {name: _alias(t) if t is not None and t.is_inference() else t for name, t in tensors.items()}
-    ctx.save_for_backward(*savable.values())
-    ctx.versions = [(name, weakref.ref(t), t._version) for name, t in savable.items() if t is not None]
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor in the memory of one that was made under inference mode, which autograd cannot save."""
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def saved(ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors of :func:`save`, or raise an error that names those that were overwritten."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        current = [(name, reference(), version) for name, reference, version in ctx.versions]
-        names = [
-            name for name, tensor, version in current if tensor is not None and tensor._version != version
-        ]
-        if not names:
-            raise
-        raise InvalidInputError(
-            f"no gradient can be computed, since {' and '.join(names)} had been overwritten after forward: "
-            "by an inplace_backward (this is a second backward, or another loss of these logits), by an "
-            f"optimizer, or by another operation in place. Autograd says: {error}"
-        ) from error
-
-
-def save_source(ctx: Any, source: LogitSource, others: Mapping[str, Tensor | None] | None = None) -> None:
-    """Save for backward what :func:`gradients_of_inputs` hands on."""
-    tensors, ctx.restore = source.saved()
-    ctx.other_names = list(others or ())
-    save(ctx, {**tensors, **(others or {})})
-
-
-def gradients_of_inputs(ctx: Any, compute: Callable[..., Inputs], *gradients: Tensor | None) -> Inputs:
-    """Return the gradients of a source's inputs, which cannot be differentiated; each may be ``None``.
-
-    Args:
-        ctx: of :func:`save_source`.
-        compute: called as ``compute(ctx, source, others, *gradients)`` without grad mode; ``others`` are the
-            other saved tensors by name.
-        gradients: of the results; ``None`` for a result that nobody differentiates.
-    """
-    tensors = saved(ctx)
-    size = len(tensors) - len(ctx.other_names)
-    source, others = ctx.restore(*tensors[:size]), dict(zip(ctx.other_names, tensors[size:], strict=True))
-    if all(gradient is None for gradient in gradients):
-        return (None,) * len(source.inputs)
-    with torch.no_grad():
-        results: Inputs = without_autocast(compute)(ctx, source, others, *gradients)
-    return once_differentiable(results, (*source.inputs, *gradients))
-
-
-def once_differentiable(results: Inputs, sources: Inputs) -> Inputs:
-    """Return gradients that refuse to be differentiated, if autograd asks for such (``create_graph=True``).
-
-    Args:
-        sources: the tensors that the gradients were computed from.
-    """
-    if not torch.is_grad_enabled():
-        return results
-    return tuple(
-        None if result is None else DifferentiableOnce.apply(result, *sources)  # type: ignore[no-untyped-call]
-        for result in results
-    )
-
-
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function, run with autocast switched off.
 
@@ -127,3 +165,72 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+# --- collectives
+
+
+def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: StorageClaim | None = None) -> Tensor:
+    """Return ``[tp, k, n]``, the ``[k, n]`` of every rank of the group.
+
+    With a claim, check that all ranks can overwrite their logits.
+    """
+    if claim is not None and claim.asked_for:
+        gathered = all_gather(torch.cat([values, claim.marker(values, len(values))[:, None]], dim=1), group)
+        claim.check(gathered[:, 0, -1])
+        return gathered[..., :-1]
+    if group is None or (size := dist.get_world_size(group)) == 1:
+        return values[None]
+    gathered = values.new_empty((size * len(values), *values.shape[1:]))
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    return gathered.view(size, *values.shape)
+
+
+def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the hidden states; their gradient is summed over the group.
+
+    So does Megatron's ``copy_to_tensor_model_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _SumGradient.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+def gather_sequence(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``[s, ..., h]`` of all ranks' ``[s / tp, ..., h]``; the gradient is summed and scattered.
+
+    So does Megatron's ``gather_from_sequence_parallel_region``.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return hidden
+    return _GatherSequence.apply(hidden, group)  # type: ignore[no-untyped-call]
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        size = dist.get_world_size(group)
+        whole = hidden.new_empty((size * len(hidden), *hidden.shape[1:]))
+        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        size = dist.get_world_size(ctx.group)
+        part = gradient.new_empty((len(gradient) // size, *gradient.shape[1:]))
+        dist.reduce_scatter_tensor(part, gradient.contiguous(), group=ctx.group)
+        return part, None

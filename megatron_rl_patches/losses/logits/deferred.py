@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
-from .autograd import gradients_of_inputs, save_source
-from .collectives import gather_sequence, sum_gradient
-from .deferred_contents import Contents, Origin
-from .head import HeadLogits, TileOptions, largest_logits, sum_of_logits
-from .options import check_group, check_integer
-from .rows import Inputs, LogitSource, SelectedRows, as_slice, on_device
+from .arguments import VocabParallelOptions, check_group, check_logits, check_mask, valid_rows
+from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
+from .deferred_contents import Contents, LazyValues, Origin
+from .overwriting import check_not_overwritten
+from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
+from .tiles import OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -67,25 +67,6 @@ def deferred_logits(
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
     """
-    options = TileOptions(tile_bytes, keep_bytes)
-    _check(hidden, weight, bias, tp_group, sequence_parallel, options)
-    whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
-
-    def product() -> Tensor:
-        own_bias = None if bias is None else bias.to(whole.device)
-        return torch.nn.functional.linear(whole, weight.to(whole.device), own_bias)
-
-    return defer(whole, weight, bias, options, product)
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-    options: TileOptions,
-) -> None:
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
         raise InvalidInputError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
@@ -104,9 +85,14 @@ def _check(
     check_group(tp_group)
     if sequence_parallel and tp_group is None:
         raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
-    for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
-        if (value := getattr(options, name)) is not None:
-            check_integer(name, value, lowest, "a number of bytes")
+    options = TileOptions(tile_bytes, keep_bytes)
+    whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
+
+    def product() -> Tensor:
+        own_bias = None if bias is None else bias.to(whole.device)
+        return torch.nn.functional.linear(whole, weight.to(whole.device), own_bias)
+
+    return defer(whole, weight, bias, options, product)
 
 
 def defer(
@@ -119,9 +105,9 @@ def defer(
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
     hidden_th = hidden.flatten(0, -2)
-    head = HeadLogits(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
+    rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
-    return _deferred(Origin(head, shape, hidden.dtype, layer))
+    return _deferred(Origin(rows, shape, hidden.dtype, layer))
 
 
 def rows_of_existing(logits: Tensor) -> DeferredLogits:
@@ -155,6 +141,34 @@ def dense(logits: Tensor, *, to_write: bool = True) -> Tensor:
     return logits
 
 
+def checked_source(
+    logits: Tensor, rows: Tensor | slice | None, keep_mask: Tensor | None, options: VocabParallelOptions
+) -> tuple[LogitSource, VocabParallelOptions]:
+    """Return the rows of the logits that a loss reads, and the options with which it reads them.
+
+    Logits, rows and a mask that do not fit are rejected. What deferred logits are divided by becomes part of
+    the temperature.
+    """
+    check_logits(logits)
+    index = valid_rows(rows, logits)
+    source: LogitSource
+    divisor = logits.divisor if isinstance(logits, DeferredLogits) else 1.0
+    if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        source = logits.source(index, options.block_bytes, options.inplace_backward)
+    else:
+        if isinstance(logits, DeferredLogits):
+            # Other code has written to them, and may do so again before backward reads them.
+            logits = logits.clone()
+        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
+        logits = dense(logits, to_write=options.inplace_backward)
+        logits = logits if divisor == 1 else logits * divisor
+        check_not_overwritten(logits)
+        source = SelectedRows(logits, index, options.block_bytes, options.inplace_backward)
+    if keep_mask is not None:
+        check_mask(keep_mask, source)
+    return source, replace(options, temperature=options.temperature * divisor)
+
+
 def hide_columns(logits: Tensor, start: int) -> Tensor:
     """Set the columns from ``start`` on to -inf, so that their tokens have probability zero; without a graph.
 
@@ -163,16 +177,18 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
     if not isinstance(logits, DeferredLogits) or not logits._is_product:
         logits[..., start:] = float("-inf")
         return logits
-    old = logits._contents
-    head = cast("HeadLogits", old.origin.all_rows)
-    zeros = head.weight.new_zeros(logits.shape[-1])
-    bias = zeros if head.bias is None else head.bias.detach().clone()
+    old, lazy = logits._contents, logits._contents.lazy
+    layer = cast("OutputLayerRows", old.origin.all_rows)
+    bias = layer.weight.new_zeros(layer.width) if layer.bias is None else layer.bias.detach().clone()
     bias[start:] = float("-inf")
-    origin, lazy = replace(old.origin, all_rows=replace(head, bias=bias).detached()), old.lazy
-    columns = torch.arange(min(start, logits.shape[-1]), logits.shape[-1], device=logits.device)
-    contents = Contents(
-        origin, old.rows, old.dtype, old.divisor, lambda: lazy.get().index_fill(-1, columns, float("-inf"))
-    )
+
+    def hidden() -> Tensor:
+        values = lazy.get().clone()
+        values[..., start:] = float("-inf")
+        return values
+
+    origin = replace(old.origin, all_rows=replace(layer, bias=bias).detached())
+    contents = Contents(origin, old.rows, old.dtype, old.divisor, LazyValues(origin, hidden))
     lazy.copies.add(contents.lazy)
     return DeferredLogits(contents, logits._positions)
 
@@ -183,9 +199,9 @@ class DeferredLogits(Tensor):
     They stay deferred where rows are selected, reordered or concatenated, where they are converted to
     float32, and where they are divided by a number. Functions of :mod:`megatron_rl_patches.losses` compute
     what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
-    operation that reads values makes the logits: once, by the output layer's own code, with a warning that
-    names the operation and the line that called it. All views of them share these values, and what is written
-    there is what losses read. A division makes logits of 16 bits too, since its quotient is rounded.
+    operation that reads values materializes the logits: once, by the output layer's own code, with a warning
+    that names the operation and the line that called it. All views of them share these values, and what is
+    written there is what losses read. A division materializes 16-bit logits, too: its quotient is rounded.
 
     They may also be rows of logits that exist, see :func:`rows_of_existing`. Then nothing is ever computed.
 
@@ -232,11 +248,10 @@ class DeferredLogits(Tensor):
         and only operations whose gradient this class knows lie between the output layer and these logits. It
         does not depend on who has read the values: ranks that differ in that compute alike.
         """
-        origin = self._contents.origin
-        if not self.are_rows or origin.has_hooks:
+        if not self.are_rows or self.origin.has_hooks:
             return False
         needs_gradient = self.requires_grad and torch.is_grad_enabled()
-        return (self.has_gradient_of_rows or not needs_gradient) and origin.can_read(self.row_numbers)
+        return (self.has_gradient_of_rows or not needs_gradient) and self.origin.can_read(self.row_numbers)
 
     @property
     def are_rows(self) -> bool:
@@ -245,14 +260,13 @@ class DeferredLogits(Tensor):
         They are until somebody writes to them. Autograd counts every write as a version, also one by way of a
         view, and a division in place counts, too.
         """
-        contents = self._contents
-        if not contents.are_rows or not contents.origin.is_unchanged:
+        if not self._contents.are_rows or not self.origin.is_unchanged:
             return False
-        return self.is_inference() or self._version == contents.num_divisions
+        return self.is_inference() or self._version == self._contents.num_divisions
 
     @property
     def _is_product(self) -> bool:
-        return self.is_deferred and not self._contents.origin.exists
+        return self.is_deferred and not self.origin.exists
 
     @property
     def has_gradient_of_rows(self) -> bool:
@@ -264,8 +278,8 @@ class DeferredLogits(Tensor):
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
-        head = cast("HeadLogits", self._contents.origin.all_rows)
-        return head.hidden.detach()[on_device(self.row_numbers, head.device)]
+        layer = cast("OutputLayerRows", self.origin.all_rows)
+        return layer.hidden.detach()[on_device(self.row_numbers, layer.device)]
 
     @property
     def row_numbers(self) -> Tensor:
@@ -275,12 +289,12 @@ class DeferredLogits(Tensor):
 
     def source(
         self,
-        index: slice | Tensor = slice(None),
+        index: RowIndex = slice(None),
         block_bytes: int | None = None,
         inplace_backward: bool = False,
     ) -> LogitSource:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
-        origin, rows = self._contents.origin, self.row_numbers.flatten()
+        origin, rows = self.origin, self.row_numbers.flatten()
         origin.check_unchanged()
         if isinstance(index, Tensor):
             rows = on_device(rows, index.device)
@@ -292,8 +306,7 @@ class DeferredLogits(Tensor):
             return source.detached()
         if torch.is_grad_enabled():
             origin.has_losses = True
-            if isinstance(source, HeadLogits):
-                source = replace(source, keeps_tiles=True)
+            source = source.keeping_tiles(True)
         return source
 
     # --- operations
@@ -302,16 +315,15 @@ class DeferredLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in (Tensor.sum, torch.sum) and len(args) == 1 and not kwargs:
-            logits = args[0]
-            if isinstance(logits, DeferredLogits) and logits._is_product:
-                # Some losses multiply this by zero, to reach every parameter.
-                total = sum_of_logits(cast("HeadLogits", logits.source()))
-                return (total / logits.divisor).to(logits.dtype)
-        if func in (Tensor.argmax, torch.argmax, Tensor.max, torch.max):
-            largest = _largest(*args, **(kwargs or {}))
-            if largest is not None:
-                return largest if func in (Tensor.max, torch.max) else largest.indices
+        kwargs = kwargs or {}
+        if compute := _COMPUTED_IN_TILES.get(func):
+            result = compute(*args, **kwargs)
+            if result is not None:
+                return result
+        if func in _READ_STORAGE:
+            name, to_write = _READ_STORAGE[func]
+            args[0]._warn(name)
+            return func(dense(args[0], to_write=to_write), *args[1:], **kwargs)
         if func in (Tensor.register_hook, Tensor.retain_grad):
             args[0]._wait_for_gradient(func.__name__)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -321,7 +333,7 @@ class DeferredLogits(Tensor):
                 "the data of deferred logits was set: write to the logits, logits[:] = data"
             )
         # Results are of this class only if __torch_dispatch__ returns one, not because an argument is.
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -343,30 +355,25 @@ class DeferredLogits(Tensor):
                 return result
         writes = func._schema.is_mutable
         aliases = writes or any(result.alias_info for result in func._schema.returns)
-        made: dict[int, DeferredLogits] = {}
+        materialized: dict[int, DeferredLogits] = {}
 
-        def make(logits: DeferredLogits) -> Tensor:
+        def materialize(logits: DeferredLogits) -> Tensor:
             logits._warn(str(func))
             if aliases:
                 logits._contents.share(writes=writes)
-            values = logits._values()
-            made[id(values)] = logits
+            values = logits._as_of_now()()
+            materialized[id(values)] = logits
             return values
 
-        args, kwargs = tree_map_only(DeferredLogits, make, (args, kwargs))
+        args, kwargs = tree_map_only(DeferredLogits, materialize, (args, kwargs))
         result = func(*args, **kwargs)
         # An operation in place returns what it was given.
-        return tree_map_only(Tensor, lambda t: made.get(id(t), t), result) if writes else result
+        return tree_map_only(Tensor, lambda t: materialized.get(id(t), t), result) if writes else result
 
     def _warn(self, operation: str) -> None:
-        """Warn if an operation is the first one to read the values, and makes the logits."""
-        contents = self._contents
-        if contents.values is None and not contents.origin.exists:
+        """Warn if an operation is the first to read the values."""
+        if self._contents.values is None and not self.origin.exists:
             _warn(operation, self)
-
-    def _values(self) -> Tensor:
-        """Return the values, as a view of those that all views of these logits have in common."""
-        return self._as_of_now()()
 
     def _as_of_now(self) -> Callable[[], Tensor]:
         """Return a function that returns the values, as they are now, as a view of the contents."""
@@ -381,44 +388,16 @@ class DeferredLogits(Tensor):
         return values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        state = "deferred" if self._contents.values is None else "made"
+        state = "deferred" if self._contents.values is None else "materialized"
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain("pickling", to_write=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain("copy.deepcopy", to_write=False).__deepcopy__(memo)  # type: ignore[no-untyped-call]
-
     def _wait_for_gradient(self, name: str) -> None:
-        origin = self._contents.origin
-        if origin.has_losses:
+        if self.origin.has_losses:
             raise InvalidInputError(
                 f"{name} was called on deferred logits after a loss of them had been computed, and the "
                 f"gradient of that loss does not pass through them: call {name} before the loss"
             )
-        origin.has_hooks = True
-
-    # The following read the storage, which logits without values do not have.
-
-    def data_ptr(self) -> int:
-        return self._plain("data_ptr").data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self._plain("untyped_storage").untyped_storage()
-
-    def tolist(self) -> Any:
-        return self._plain("tolist", to_write=False).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._plain("numpy").numpy(force=force)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._plain("__dlpack__").__dlpack__(**options)
-
-    def _plain(self, operation: str, to_write: bool = True) -> Tensor:
-        self._warn(operation)
-        return dense(self, to_write=to_write)
+        self.origin.has_hooks = True
 
 
 class _Defer(torch.autograd.Function):
@@ -431,10 +410,10 @@ class _Defer(torch.autograd.Function):
     def forward(ctx: Any, origin: Origin, *inputs: Tensor | None) -> DeferredLogits:
         ctx.exists = origin.exists
         if not origin.exists:
-            save_source(ctx, origin.all_rows)
+            save_source(ctx, origin.all_rows, {})
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
-        contents = Contents(origin, None, origin.dtype, 1.0, origin.values)
-        contents.are_existing = origin.exists
+        lazy = LazyValues(origin, origin.values)
+        contents = Contents(origin, None, origin.dtype, 1.0, lazy, are_existing=origin.exists)
         return DeferredLogits(contents, positions, has_gradient=True)
 
     @staticmethod
@@ -443,10 +422,13 @@ class _Defer(torch.autograd.Function):
         if ctx.exists:
             return None, gradient_tv
 
-        def compute(ctx: Any, head: HeadLogits, saved: Any, gradient: Tensor) -> Inputs:
-            return head.gradients_of(gradient, ctx.needs_input_grad[1:])
+        return None, *gradients_of_inputs(ctx, _gradients_of_logits, 1, gradient_tv)
 
-        return None, *gradients_of_inputs(ctx, compute, gradient_tv)
+
+def _gradients_of_logits(
+    layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], gradient: Tensor
+) -> Inputs:
+    return layer.gradients_of(gradient, needed)
 
 
 class _ToDense(torch.autograd.Function):
@@ -454,35 +436,65 @@ class _ToDense(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
-        return logits._values()
+        return logits._as_of_now()()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 
+def _sum(input: Any, *others: Any, **options: Any) -> Tensor | None:
+    """Return the sum of all logits; ``None`` for any other call. Some losses multiply it by zero."""
+    if not isinstance(input, DeferredLogits) or others or options or not input._is_product:
+        return None
+    (total,) = SumOfLogits().apply(input.source())
+    return (total / input.divisor).to(input.dtype)
+
+
 def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:
     """Return the largest logit of each row without a gradient; ``None`` for any other call."""
-    logits = input
-    if not isinstance(logits, DeferredLogits) or (logits.requires_grad and torch.is_grad_enabled()):
+    if not isinstance(input, DeferredLogits) or (input.requires_grad and torch.is_grad_enabled()):
         return None
-    is_of_rows = type(dim) is int and dim in (-1, logits.dim() - 1) and not keepdim and not others
-    if not is_of_rows or not logits._is_product:
+    is_of_rows = type(dim) is int and dim in (-1, input.dim() - 1) and not keepdim and not others
+    if not is_of_rows or not input._is_product:
         return None
-    of_rows = largest_logits(cast("HeadLogits", logits.source()))
-    values, indices = (largest.view(logits.shape[:-1]) for largest in of_rows)
-    return torch.return_types.max((values.to(logits.dtype) / logits.divisor, indices))
+    of_rows = largest_logits(cast("OutputLayerRows", input.source()))
+    values, indices = (largest.view(input.shape[:-1]) for largest in of_rows)
+    return torch.return_types.max((values.to(input.dtype) / input.divisor, indices))
+
+
+def _argmax(*args: Any, **kwargs: Any) -> Tensor | None:
+    largest = _largest(*args, **kwargs)
+    return None if largest is None else largest.indices
+
+
+_COMPUTED_IN_TILES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((Tensor.sum, torch.sum), _sum),
+    **dict.fromkeys((Tensor.max, torch.max), _largest),
+    **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
+}
+#: What reads the storage, which logits without values do not have: its name, and whether it may write there.
+_READ_STORAGE: dict[Any, tuple[str, bool]] = {
+    Tensor.__deepcopy__: ("copy.deepcopy", False),
+    Tensor.__dlpack__: ("__dlpack__", True),
+    Tensor.__reduce_ex__: ("pickling", False),
+    Tensor.data_ptr: ("data_ptr", True),
+    Tensor.numpy: ("numpy", True),
+    Tensor.tolist: ("tolist", False),
+    Tensor.untyped_storage: ("untyped_storage", True),
+}
 
 
 def _warn(operation: str, logits: DeferredLogits) -> None:
-    """Warn that logits were made, once for each line of code that caused it."""
+    """Warn, once for each line of code, that an operation materializes the logits."""
     frame = sys._getframe()
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     place = operation, frame.f_code.co_filename, frame.f_lineno
     if place not in _warned:
         _warned.add(place)
-        _log.warning("%s at %s:%d looks at deferred logits %s, which were made", *place, list(logits.shape))
+        message = "%s at %s:%d looks at deferred logits %s, which were materialized"
+        _log.warning(message, *place, list(logits.shape))
 
 
 def _is_library(file: str) -> bool:

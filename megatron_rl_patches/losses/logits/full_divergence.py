@@ -15,29 +15,30 @@ out that another does not: what that costs cannot be said of a part alone.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .autograd import gradients_of_inputs, save_source, without_autocast
-from .collectives import all_gather
+from .autograd import LogitFunction, Tensors, all_gather
 from .divergences import RULED_OUT, Compared, Divergence
-from .head import HeadLogits
 from .overwriting import StorageClaim
-from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
+from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
 from .softmax import exp, stretches
+from .tiles import OutputLayerRows
 
 _MINUS_INF = float("-inf")
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BUFFERS = 2
 
-Gather = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
+#: Restores the rows of a teacher or of the old policy from so many saved tensors; and its temperature.
+_Restore = tuple[Callable[..., LogitSource], int, float]
 
 
 class Logits(NamedTuple):
@@ -72,81 +73,79 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
 
     The old policy is the last of them, if the divergence needs one. All have the same ``n`` rows.
     """
-    source = student.source
-    return _Divergence.apply(  # type: ignore[no-untyped-call]
-        source, student.temperature, others, options, source.claim(), *source.inputs
-    )
+    tensors: Tensors = {}
+    restores: list[_Restore] = []
+    for number, other in enumerate(others):
+        of_other, restore = other.source.saved()
+        of_whom = f"teacher {number}" if number < len(options.log_weights) else "the old policy"
+        tensors |= {f"{name} of {of_whom}": tensor for name, tensor in of_other.items()}
+        restores.append((restore, len(of_other), other.temperature))
+    function = _FullDivergence(student.temperature, restores, options, student.source.claim())
+    (divergence,) = function.apply(student.source, **tensors)
+    return divergence
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    @without_autocast
-    def forward(
-        ctx: Any,
-        source: LogitSource,
-        temperature: float,
-        others: Sequence[Logits],
-        options: DivergenceOptions,
-        claim: StorageClaim,
-        *inputs: Tensor | None,
-    ) -> Tensor:
-        pairs = _Pairs(Logits(source, temperature), tuple(others), options)
+@dataclass(eq=False)
+class _FullDivergence(LogitFunction):
+    temperature: float
+    restores: Sequence[_Restore]
+    options: DivergenceOptions
+    claim: StorageClaim
+    masks_ruled_out: bool = False
+
+    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        pairs, options, divergence = self._pairs(source, tensors), self.options, self.options.divergence
         in_one_pass = False
         if options.needs_normalizers:
-            first_pass = pairs.without_kept_tiles()
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, claim.gather)
+            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self.temperature))
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, self.claim)
         else:
-            chain = _ChainRule(options)
-            parts = _reduced(pairs, chain.of_block, chain.merge, claim.gather)
-            normalizers, value, expected, in_one_pass = parts[:-3], parts[-3], parts[-2], not parts[-1].any()
+            of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
+            parts = _reduced(pairs, of_block, merge, self.claim)
+            normalizers, (value, expected, differ) = parts[:-3], parts[-3:]
+            in_one_pass = not differ.any()
         if not in_one_pass:
-            value, expected, *lost = _reduced(pairs, _Sums(normalizers, options).of_block, _add, all_gather)
-            value = options.divergence.without_rounding(value, expected)
+            value, expected, *lost = _reduced(pairs, partial(_sums, normalizers, options), _add)
+            value = divergence.without_rounding(value, expected)
             expected = expected + lost[0] if lost else expected
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
+        self.masks_ruled_out = divergence.covers_mass and not in_one_pass
+        return [value.to(source.dtype)], {"normalizers": normalizers, "expected": expected, **tensors}
 
-        ctx.options, ctx.temperature, ctx.claim, ctx.others = options, temperature, claim, []
-        ctx.masks_ruled_out = options.divergence.covers_mass and not in_one_pass
-        tensors: dict[str, Tensor | None] = {"normalizers": normalizers, "expected": expected}
-        for number, other in enumerate(others):
-            of_other, restore = other.source.saved()
-            ctx.others.append((restore, other.temperature, len(of_other)))
-            of_whom = f"teacher {number}" if number < len(options.log_weights) else "the old policy"
-            tensors |= {f"{name} of {of_whom}": tensor for name, tensor in of_other.items()}
-        save_source(ctx, source, tensors)
-        return value.to(source.dtype)
+    def gradients(
+        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        (gradient,), options = gradients, self.options
+        assert gradient is not None
+        normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
+        pairs = self._pairs(source, saved)
+        weights = (gradient / self.temperature)[:, None]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        return (None,) * 5 + gradients_of_inputs(ctx, _gradients, gradient)
+        def of_tile(tile: Tile, in_place: bool) -> Tensor:
+            result = tile.logits.new_gradient(in_place)
+            for block in pairs.blocks(tile):
+                weight = weights[block.rows]
+                compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
+                expected_n1 = expected[block.rows, None].to(source.dtype)
+                derivative = options.divergence.derivative(compared, expected_n1)
+                if self.masks_ruled_out:
+                    is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
+                    derivative = derivative.masked_fill(is_constant, 0.0)
+                # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+                values = torch.where(weight == 0, 0.0, weight * derivative)
+                block.read_from.write(result[:, block.columns], block.place, values)
+            return result
 
+        return source.gradients(of_tile, needed)
 
-def _gradients(ctx: Any, source: LogitSource, saved: dict[str, Any], gradient: Tensor) -> Inputs:
-    normalizers, expected, *tensors = saved.values()
-    remaining, others = iter(tensors), []
-    for restore, temperature, count in ctx.others:
-        others.append(Logits(restore(*itertools.islice(remaining, count)), temperature))
-    pairs = _Pairs(Logits(source, ctx.temperature), tuple(others), ctx.options)
-    weights = (gradient / ctx.temperature)[:, None]
-
-    def of_tile(tile: Tile, in_place: bool) -> Tensor:
-        result = tile.logits.new_gradient(in_place)
-        for block in pairs.blocks(tile):
-            weight = weights[block.rows]
-            compared = Compared.of(block.xs, normalizers[:, block.rows], ctx.options.log_weights)
-            expected_n1 = expected[block.rows, None].to(source.dtype)
-            derivative = ctx.options.divergence.derivative(compared, expected_n1)
-            if ctx.masks_ruled_out:
-                is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
-                derivative = derivative.masked_fill(is_constant, 0.0)
-            # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
-            values = torch.where(weight == 0, 0.0, weight * derivative)
-            block.read_from.write(result[:, block.columns], block.place, values)
-        return result
-
-    return source.gradients(of_tile, ctx.needs_input_grad[5:])
+    def _pairs(self, source: LogitSource, tensors: Tensors) -> _Pairs:
+        remaining = iter(tensors.values())
+        others = [
+            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self.restores
+        ]
+        return _Pairs(Logits(source, self.temperature), others, self.options)
 
 
 # --- blocks
@@ -174,45 +173,33 @@ class _Pairs(NamedTuple):
     """The student beside the others."""
 
     student: Logits
-    others: tuple[Logits, ...]
+    others: Sequence[Logits]
     options: DivergenceOptions
-
-    def without_kept_tiles(self) -> _Pairs:
-        """Return the same for a pass whose tiles backward cannot have, since another pass follows."""
-        source = self.student.source
-        if isinstance(source, HeadLogits):
-            source = replace(source, keeps_tiles=False)
-        return self._replace(student=self.student._replace(source=source))
 
     def blocks(self, tile: Tile) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
         dtype = self.student.source.dtype
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
-        for rows, columns in itertools.product(row_ranges, column_ranges):
-            index = tile.logits.index
-            part = replace(
-                tile.logits,
-                logits=tile.logits.logits[:, columns],
-                index=_shifted(rows, index.start) if isinstance(index, slice) else index[rows],
-            )
-            whole = _shifted(rows, tile.rows.start), _shifted(columns, tile.columns.start)
+        for rows, columns in product(row_ranges, column_ranges):
+            part = tile.logits.of(rows, columns)
+            whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
             others = [(other.source.part(*whole), other.temperature) for other in self.others]
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
             for place in part.blocks(_BUFFERS, widest) or [slice(0, 0)]:
                 read = [(part.read(place, None), self.student.temperature)]
                 read += [(x[place], temperature) for x, temperature in others]
                 xs = [self._prepared(x, whole[1], temperature, dtype) for x, temperature in read]
-                yield _Block(xs, _shifted(place, whole[0].start), columns, part, place)
+                yield _Block(xs, shifted(place, whole[0].start), columns, part, place)
 
     def _parts(self, tile: Tile) -> tuple[list[slice], list[slice]]:
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
         rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
-        heads = [other.source for other in self.others if isinstance(other.source, HeadLogits)]
-        is_cut = isinstance(self.student.source, HeadLogits)
-        if limiting := [head for head in heads if head.is_elsewhere or not is_cut]:
-            widest = max(limiting, key=lambda head: head.weight.shape[1])
-            rows, columns = widest.sharing(len(heads)).cut(tile.logits.n, columns[0].stop)
+        layers = [other.source for other in self.others if isinstance(other.source, OutputLayerRows)]
+        is_cut = isinstance(self.student.source, OutputLayerRows)
+        if limiting := [layer for layer in layers if layer.is_elsewhere or not is_cut]:
+            widest = max(limiting, key=lambda layer: layer.weight.shape[1])
+            rows, columns = widest.sharing(len(layers)).cut(tile.logits.n, columns[0].stop)
         return rows, columns
 
     def _prepared(self, x: Tensor, columns: slice, temperature: float, dtype: torch.dtype) -> Tensor:
@@ -233,7 +220,7 @@ def _reduced(
     pairs: _Pairs,
     of_block: Callable[[_Block], Tensor],
     merge: Callable[[Sequence[Tensor]], Tensor],
-    gather: Gather,
+    claim: StorageClaim | None = None,
 ) -> Tensor:
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
@@ -241,7 +228,7 @@ def _reduced(
         for tile in pairs.student.source.tiles():
             yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
 
-    return merge(gather(reduced(of_tiles(), merge), pairs.options.tp_group).unbind())
+    return merge(all_gather(reduced(of_tiles(), merge), pairs.options.tp_group, claim).unbind())
 
 
 # --- parts of the divergence
@@ -258,55 +245,45 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return reference.double() + _sum(exp(x - reference[:, None])).log()
 
 
-class _ChainRule:
-    """The parts of a divergence that one pass computes: ``[m + 3, n]``.
+def _conditional_parts(divergence: Divergence, block: _Block) -> Tensor:
+    """Return what one pass computes of a block: ``[m + 3, b]``, see :func:`_chain_rule`.
 
     These are the logarithms of the masses of student, teacher and perhaps old policy, the two sums of
     :meth:`.Divergence.terms` for the conditional distributions, and whether some of them rule a column out
     that others do not.
     """
-
-    def __init__(self, options: DivergenceOptions) -> None:
-        self._divergence = options.divergence
-
-    def of_block(self, block: _Block) -> Tensor:
-        masses = _normalizers(block)
-        compared = Compared.of(block.xs, masses)
-        gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
-        # Where one of them rules a column out, the gap is next to RULED_OUT.
-        differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
-        value, expected = map(_sum, self._divergence.terms(compared))
-        value = self._divergence.without_rounding(value, expected)
-        return torch.cat([masses, torch.stack([value, expected, differ.double()])])
-
-    def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the parts of all columns from those of tiles or ranks."""
-        *masses, values, expected, differ = torch.stack(list(parts)).unbind(1)
-        totals = torch.stack([mass.logsumexp(0) for mass in masses])
-        compared = Compared.of([mass.T for mass in masses], totals)
-        weights, between = self._divergence.weights(compared), self._divergence.terms(compared)
-        sums = [
-            (weights * part.T + term).sum(1) for part, term in zip((values, expected), between, strict=True)
-        ]
-        return torch.cat([totals, torch.stack(sums), differ.amax(0)[None]])
+    masses = _normalizers(block)
+    compared = Compared.of(block.xs, masses)
+    gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
+    # Where one of them rules a column out, the gap is next to RULED_OUT.
+    differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
+    value, expected = map(_sum, divergence.terms(compared))
+    value = divergence.without_rounding(value, expected)
+    return torch.cat([masses, torch.stack([value, expected, differ.double()])])
 
 
-class _Sums:
-    """The sums over all columns of :meth:`.Divergence.terms` when the normalizers ``[m, n]`` are known.
+def _chain_rule(divergence: Divergence, parts: Sequence[Tensor]) -> Tensor:
+    """Return the same of all columns from those of blocks, tiles or ranks."""
+    *masses, values, expected, differ = torch.stack(list(parts)).unbind(1)
+    totals = torch.stack([mass.logsumexp(0) for mass in masses])
+    compared = Compared.of([mass.T for mass in masses], totals)
+    weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
+    value = (weights * values.T + of_value).sum(1)
+    expected = (weights * expected.T + of_expected).sum(1)
+    return torch.cat([totals, torch.stack([value, expected, differ.amax(0)])])
+
+
+def _sums(normalizers: Tensor, options: DivergenceOptions, block: _Block) -> Tensor:
+    """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, n]`` are known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
     sum. The second one holds it, and the derivative of these columns, which are constant, does not.
     """
-
-    def __init__(self, normalizers: Tensor, options: DivergenceOptions) -> None:
-        self._normalizers, self._options = normalizers, options
-
-    def of_block(self, block: _Block) -> Tensor:
-        compared = Compared.of(block.xs, self._normalizers[:, block.rows], self._options.log_weights)
-        sums = [_sum(term) for term in self._options.divergence.terms(compared)]
-        if self._options.divergence.covers_mass:
-            sums.append(_sum(compared.q * compared.student.are_ruled_out))
-        return torch.stack(sums)
+    compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
+    sums = [_sum(term) for term in options.divergence.terms(compared)]
+    if options.divergence.covers_mass:
+        sums.append(_sum(compared.q * compared.student.are_ruled_out))
+    return torch.stack(sums)
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -319,7 +296,3 @@ def _add_exp(parts: Sequence[Tensor]) -> Tensor:
 
 def _add(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0)
-
-
-def _shifted(part: slice, start: int) -> slice:
-    return slice(part.start + start, part.stop + start)

@@ -16,13 +16,17 @@ Frameworks keep one to three softmaxes and use three to six collectives: slime's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source, valid_targets
-from .log_probs_autograd import JointBackward, LogProbsAndEntropy
-from .options import VocabParallelOptions
+from .arguments import VocabParallelOptions, valid_targets
+from .autograd import LogitFunction, Tensors, without_autocast
+from .deferred import DeferredLogits, checked_source
+from .log_probs_autograd import LogProbsAndEntropy, Targets
+from .rows import Inputs, LogitSource, as_slice, on_device
 
 
 def vocab_parallel_log_probs(
@@ -78,14 +82,7 @@ def vocab_parallel_log_probs(
             So do kernels on a GPU where *values* of ``targets`` or ``rows`` do not fit. In backward: the
             logits were overwritten since forward.
     """
-    options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        fused=fused,
-        ignore_index=ignore_index,
-    )
+    options = VocabParallelOptions(tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index)
     return log_probs_and_entropy(logits, targets, rows, keep_mask, options)[0]
 
 
@@ -116,14 +113,7 @@ def vocab_parallel_log_probs_and_entropy(
         Log-probabilities ``[n]`` and entropies ``[n]``.
     """
     options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        fused=fused,
-        ignore_index=ignore_index,
-        with_entropy=True,
-        entropy_grad=entropy_grad,
+        tp_group, temperature, inplace_backward, block_bytes, fused, ignore_index, True, entropy_grad
     )
     log_probs, entropies = log_probs_and_entropy(logits, targets, rows, keep_mask, options)
     assert entropies is not None
@@ -145,15 +135,104 @@ def log_probs_and_entropy(
             its own.
     """
     source, options = checked_source(logits, rows, keep_mask, options)
-    targets = valid_targets(targets, source, options)
-    valid = targets != options.ignore_index
-    start = options.tp_rank * source.width
-    is_local = valid & (targets >= start) & (targets < start + source.width)
-    local_target = torch.where(is_local, targets - start, -1)
-    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
-        return joint.add(logits, source, local_target, valid, options)
+    ids = valid_targets(targets, source, options)
+    scored = Targets.of(ids, keep_mask, source, options)
     claim = source.claim()
     claim.asked_for = claim.asked_for or options.others_overwrite
-    return LogProbsAndEntropy.apply(  # type: ignore[no-untyped-call]
-        source, local_target, valid, keep_mask, options, claim, *source.inputs
-    )
+    function = LogProbsAndEntropy(options, claim)
+    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
+        log_probs, entropies = joint.add(logits, source, scored, function)
+    else:
+        log_probs, entropies = function.apply(source, **scored._asdict())
+    return log_probs, entropies if entropies is None or options.entropy_grad else entropies.detach()
+
+
+class JointBackward:
+    """Scores rows of deferred logits call by call, and computes the gradient of all calls in one pass.
+
+    It is for code that scores sample after sample, where the gradient of each call alone would be as large as
+    that of all: a tensor of the size of all logits, or of the weight. Here a call stores its numbers with
+    those of the other rows, and autograd adds up the gradients of the results, two numbers per row.
+    """
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        self._origin = logits.origin
+        self._function = _Joint(self._origin.all_rows.n)
+        #: Zeros ``[T, 2]`` that are added to the log-probability and the entropy of each row.
+        (self._zeros,) = self._function.apply(self._origin.all_rows)
+
+    def accepts(self, logits: Tensor, source: LogitSource, options: VocabParallelOptions) -> bool:
+        """Return whether a call can be one of those with a common backward.
+
+        Its rows must be new, with numbers in host memory, and its options those of the calls before.
+        """
+        return (
+            isinstance(logits, DeferredLogits)
+            and logits.is_deferred
+            and logits.origin is self._origin
+            and logits.requires_grad
+            and torch.is_grad_enabled()
+            and not source.is_frozen
+            and self._function.options in (None, options)
+            and logits.row_numbers.device.type == "cpu"
+            and not self._function.is_scored[logits.row_numbers].any()
+        )
+
+    def add(
+        self, logits: Tensor, source: LogitSource, targets: Targets, function: LogProbsAndEntropy
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities and entropies of the rows."""
+        assert isinstance(logits, DeferredLogits)
+        source = source.keeping_tiles(False)  # the common backward reads other tiles
+        with torch.no_grad():
+            log_prob, entropy, of_rows = without_autocast(function.scores)(source, targets)
+        numbers = logits.row_numbers.flatten()
+        self._function.add(numbers, of_rows, function)
+        zeros = self._zeros[on_device(numbers, self._zeros.device)]
+        return log_prob + zeros[:, 0], None if entropy is None else entropy + zeros[:, 1]
+
+
+class _Joint(LogitFunction):
+    """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored."""
+
+    def __init__(self, size: int) -> None:
+        self.is_scored = torch.zeros(size, dtype=torch.bool)
+        self._function: LogProbsAndEntropy | None = None
+        self._numbers: list[Tensor] = []
+        self._of_rows: list[Tensors] = []
+
+    @property
+    def options(self) -> VocabParallelOptions | None:
+        return None if self._function is None else self._function.options
+
+    def add(self, numbers: Tensor, of_rows: Tensors, function: LogProbsAndEntropy) -> None:
+        """Store what a function needs in backward of the rows with these numbers."""
+        self._function = function
+        self.is_scored[numbers] = True
+        self._numbers.append(numbers)
+        self._of_rows.append(of_rows)
+
+    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        return [torch.zeros((source.n, 2), dtype=source.dtype, device=source.device)], {}
+
+    def gradients(
+        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        (gradient,), function = gradients, self._function
+        assert gradient is not None and function is not None
+        numbers, order = torch.cat(self._numbers).sort()
+        index, order = as_slice(numbers), on_device(order, source.device)
+        index = index if isinstance(index, slice) else on_device(index, source.device)
+        of_rows = {
+            name: torch.cat([part[name] for part in self._of_rows], -1)[..., order]
+            for name in self._of_rows[0]
+        }
+        grad_log_prob, grad_entropy = gradient[index].unbind(1)
+        differentiates_entropy = function.options.with_entropy and function.options.entropy_grad
+        return function.gradients(
+            source.select(index, function.options.block_bytes),
+            of_rows,
+            needed,
+            grad_log_prob,
+            grad_entropy if differentiates_entropy else None,
+        )

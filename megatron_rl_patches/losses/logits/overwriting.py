@@ -11,11 +11,9 @@ from __future__ import annotations
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError, first
-from .collectives import all_gather
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
@@ -48,14 +46,6 @@ class StorageClaim:
 
     def __init__(self, asked_for: bool, reason: int = 0) -> None:
         self.asked_for, self.reason = asked_for, reason
-
-    def gather(self, values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        """All-gather ``[k, n]`` to ``[tp, k, n]``, and :meth:`check` that all can overwrite their logits."""
-        if not self.asked_for:
-            return all_gather(values, group)
-        gathered = all_gather(torch.cat([values, self.marker(values, len(values))[:, None]], dim=1), group)
-        self.check(gathered[:, 0, -1])
-        return gathered[..., :-1]
 
     def marker(self, like: Tensor, size: int) -> Tensor:
         return like.new_full((size,), self.reason)

@@ -1,7 +1,7 @@
-"""The rows of logits that a loss reads: of a tensor, or of the output layer that would have made one.
+"""The rows of logits that a loss reads: of a tensor, or of an output layer whose logits are not materialized.
 
 The losses read logits as *tiles*, some rows and some columns at a time, and compute the gradient of each
-tile. A tensor is one tile. Of an output layer each tile is a matrix product of its own, see :mod:`.head`.
+tile. A tensor is one tile. Of an output layer each tile is a matrix product of its own, see :mod:`.tiles`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mar
 _MIB = 1 << 20
 
 Inputs = tuple[Tensor | None, ...]
+#: Distinct rows: a slice with step 1, which is read without a copy, or row numbers (int64).
+RowIndex = slice | Tensor
 S = TypeVar("S", bound="LogitSource")
 
 
@@ -39,13 +41,12 @@ class LogitSource(ABC):
     """``n`` selected rows of logits ``[T, V / tp]``; subclasses are dataclasses.
 
     Attributes:
-        index: a slice with step 1, or ``n`` row numbers (int64).
-        block_bytes: size of the scratch buffers for one block of rows together; ``None``: the default.
-        inplace_backward: whether backward may overwrite logits that exist.
+        index: which of the ``T`` rows.
+        block_bytes: see :func:`.vocab_parallel_log_probs`, as for ``inplace_backward``.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 
-    index: slice | Tensor
+    index: RowIndex
     block_bytes: int | None
     inplace_backward: bool
     names: ClassVar[dict[str, str]]
@@ -61,6 +62,11 @@ class LogitSource(ABC):
         return self.index.stop - self.index.start if isinstance(self.index, slice) else len(self.index)
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether a backward needs the gradient of hidden states, and no other gradient."""
+        return False
+
+    @property
     @abstractmethod
     def width(self) -> int:
         """Number of this rank's columns, ``V / tp``."""
@@ -72,9 +78,11 @@ class LogitSource(ABC):
         return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the logits are, or would be."""
+        first = self.inputs[0]
+        assert first is not None
+        return first.device
 
     @abstractmethod
     def tiles(self) -> Iterator[Tile]:
@@ -95,12 +103,17 @@ class LogitSource(ABC):
     def claim(self) -> StorageClaim:
         """Claim the storage that a backward in place overwrites, if there is one."""
 
-    def select(
-        self: S, index: slice | Tensor, block_bytes: int | None = None, inplace_backward: bool = False
-    ) -> S:
+    def select(self: S, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False) -> S:
         """Return these rows of the ``T``, in place of those that are selected now."""
-        changes: dict[str, Any] = {"block_bytes": block_bytes, "inplace_backward": inplace_backward}
-        return replace(self, index=index, **changes)  # type: ignore[type-var]
+        return replace(self, index=index, block_bytes=block_bytes, inplace_backward=inplace_backward)  # type: ignore[type-var]
+
+    def sharing(self: S, count: int) -> S:
+        """Return the same rows with smaller tiles, of which so many take the memory of one."""
+        return self
+
+    def keeping_tiles(self: S, keeps: bool) -> S:
+        """Return the same rows for a pass whose tiles a backward will read, or will not."""
+        return self
 
     def detached(self: S) -> S:
         """Return the same rows without gradients for anything."""
@@ -111,22 +124,18 @@ class LogitSource(ABC):
 
         The function holds none of these, so that autograd alone decides how long they live.
         """
-        row_numbers = self.index if isinstance(self.index, Tensor) else None
-        bare = self._with_inputs([None] * len(self.names))
-        bare = bare if row_numbers is None else bare._with_index(None)
+        numbers = self.index if isinstance(self.index, Tensor) else None
+        bare = self._with_inputs([None] * len(self.names), self.index if numbers is None else slice(0, 0))
 
-        def restore(*tensors: Tensor) -> S:
-            *inputs, row_numbers = tensors
-            source = bare._with_inputs(inputs)
-            return source if row_numbers is None else source._with_index(row_numbers)
+        def restore(*tensors: Any) -> S:
+            *inputs, numbers = tensors
+            return bare._with_inputs(inputs, bare.index if numbers is None else numbers)
 
-        return {**dict(zip(self.names.values(), self.inputs, strict=True)), "rows": row_numbers}, restore
+        return {**dict(zip(self.names.values(), self.inputs, strict=True)), "rows": numbers}, restore
 
-    def _with_inputs(self: S, inputs: Sequence[Tensor | None]) -> S:
-        return replace(self, **dict(zip(self.names, inputs, strict=True)))  # type: ignore[type-var]
-
-    def _with_index(self: S, index: Any) -> S:
-        return replace(self, index=index)  # type: ignore[type-var]
+    def _with_inputs(self: S, inputs: Sequence[Tensor | None], index: RowIndex | None = None) -> S:
+        changes = dict(zip(self.names, inputs, strict=True))
+        return replace(self, index=self.index if index is None else index, **changes)  # type: ignore[type-var]
 
 
 def reduced(parts: Iterable[tuple[slice, Tensor]], merge: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
@@ -154,7 +163,7 @@ class SelectedRows(LogitSource):
     """
 
     logits: Tensor
-    index: slice | Tensor
+    index: RowIndex
     block_bytes: int | None = None
     inplace_backward: bool = False
     num_logits: int | None = None
@@ -163,10 +172,6 @@ class SelectedRows(LogitSource):
     @property
     def width(self) -> int:
         return self.logits.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
     def tiles(self) -> Iterator[Tile]:
         yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))
@@ -205,26 +210,30 @@ class SelectedRows(LogitSource):
         size = self.block_bytes or scale * _default_block_bytes(self.logits)
         row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
-        return [slice(start, min(start + step, self.n)) for start in range(0, self.n, step)]
+        return ranges(self.n, step)
 
     def scratch(self, blocks: list[slice], buffers: int) -> Tensor:
         """Return ``[buffers, rows of the largest block, V / tp]``, uninitialized."""
         rows = blocks[0].stop - blocks[0].start if blocks else 0
         return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
+    def of(self, rows: slice, columns: slice) -> SelectedRows:
+        """Return some of the ``n`` rows, and some of the columns."""
+        return replace(self, logits=self.logits[:, columns], index=self._place(rows))
+
     def read(self, block: slice, buffer: Tensor | None) -> Tensor:
         """Return the logits of a block: a view of them, or ``buffer`` filled with them.
 
         With a buffer the result has the buffer's dtype, without one that of the logits.
         """
-        logits = self.logits
-        if isinstance(self.index, slice):
-            x = logits[self.index.start + block.start : self.index.start + block.stop]
+        logits, place = self.logits, self._place(block)
+        if isinstance(place, slice):
+            x = logits[place]
             return x if buffer is None or x.dtype == buffer.dtype else buffer.copy_(x)
         if buffer is None or logits.dtype != buffer.dtype:
-            x = logits.index_select(0, self.index[block])
+            x = logits.index_select(0, place)
             return x if buffer is None else buffer.copy_(x)
-        return torch.index_select(logits, 0, self.index[block], out=buffer)
+        return torch.index_select(logits, 0, place, out=buffer)
 
     def new_gradient(self, in_place: bool) -> Tensor:
         """Return a tensor like the logits, or the logits themselves, with zeros in all other rows."""
@@ -248,23 +257,24 @@ class SelectedRows(LogitSource):
         With buffers the gradient is computed in the logits' own dtype or in the first buffer. In place, both
         are the same object, so that a compiler sees that they are one.
         """
-        if self.can_be_viewed or (buffers is None and isinstance(self.index, slice)):
-            x = self.read(block, None)
-            assert isinstance(self.index, slice)
-            if gradient.data_ptr() == self.logits.data_ptr():
-                return x, x
-            return x, gradient[self.index.start + block.start : self.index.start + block.stop]
+        place = self._place(block)
+        if isinstance(place, slice) and (self.can_be_viewed or buffers is None):
+            x = self.logits[place]
+            return x, x if gradient.data_ptr() == self.logits.data_ptr() else gradient[place]
         x = self.read(block, None if buffers is None else buffers[0])
         return x, x
 
     def write(self, gradient: Tensor, block: slice, values: Tensor) -> None:
         """Put the gradient of a block where it belongs, unless it was computed there."""
-        if isinstance(self.index, Tensor):
-            gradient.index_copy_(0, self.index[block], values.to(gradient.dtype))
-            return
-        place = gradient[self.index.start + block.start : self.index.start + block.stop]
-        if place.data_ptr() != values.data_ptr():
-            place.copy_(values)
+        place = self._place(block)
+        if isinstance(place, Tensor):
+            gradient.index_copy_(0, place, values.to(gradient.dtype))
+        elif (of_block := gradient[place]).data_ptr() != values.data_ptr():
+            of_block.copy_(values)
+
+    def _place(self, block: slice) -> RowIndex:
+        """Return which of the ``T`` rows a block of the ``n`` is."""
+        return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
 
     def scalar(self, temperature: float) -> Tensor | None:
         """Return the temperature as a tensor without dimensions, or ``None`` where it is 1.
@@ -276,7 +286,17 @@ class SelectedRows(LogitSource):
         return torch.full((), temperature, dtype=self.dtype, device=self.logits.device)
 
 
-def as_slice(rows: Tensor) -> slice | Tensor:
+def shifted(part: slice, start: int) -> slice:
+    """Return a range that begins so much later."""
+    return slice(part.start + start, part.stop + start)
+
+
+def ranges(size: int, step: int) -> list[slice]:
+    """Cut a range into parts of so many numbers; the last one may be shorter."""
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def as_slice(rows: Tensor) -> RowIndex:
     """Return a slice for consecutive rows, which are then read without a copy.
 
     Rows on a GPU stay as they are: reading their values would make the CPU wait for the GPU.

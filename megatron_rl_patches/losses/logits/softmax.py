@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import VocabParallelOptions
 from .compiling import BlockFunction
-from .options import VocabParallelOptions
 from .rows import SelectedRows
 
 _MINUS_INF = float("-inf")
@@ -33,40 +33,37 @@ _COMPILED_BLOCKS = 8  # times the size of other blocks
 _LOG2_E = math.log2(math.e)
 
 
-class SoftmaxGradient(NamedTuple):
-    """``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``, ``[n, 1]`` each.
+#: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
+#: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
+#: differentiated. It always has three entries, since torch.compile guards on members that it has seen before,
+#: and fails if the argument becomes ``None``.
+SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_SOFTMAX: SoftmaxGradient = (None, None, None)
 
-    This is what one softmax contributes to the gradient of a row ``x``. ``b`` is ``None`` where no entropy is
-    differentiated.
+
+class RowGradients(NamedTuple):
+    """From what the gradient of rows is computed.
+
+    Attributes:
+        unmasked: contribution of the softmax over all columns.
+        masked: contribution of the softmax over the columns in a keep-mask.
+        at_target: the gradient at the targets, which is not the sum of the contributions; ``[n]``.
+        has_grad: bool ``[n]``; a row where it is false has no gradient, whatever its logits are.
     """
 
-    max_logit: Tensor
-    a: Tensor
-    b: Tensor | None = None
+    unmasked: SoftmaxGradient
+    masked: SoftmaxGradient
+    at_target: Tensor
+    has_grad: Tensor
 
-    def of_rows(self, rows: slice) -> SoftmaxGradient:
-        """Return the part of some rows."""
-        return SoftmaxGradient(*part_of_rows(self, rows))  # type: ignore[arg-type]
-
-
-#: A :class:`SoftmaxGradient` of some rows as a bare tuple, or three times ``None``: always three entries,
-#: since torch.compile guards on members that it has seen before, and fails if the argument becomes ``None``.
-Part = tuple[Tensor | None, Tensor | None, Tensor | None]
+    def of(self, rows: slice) -> RowGradients:
+        unmasked, masked = (_of_rows(softmax, rows) for softmax in (self.unmasked, self.masked))
+        return RowGradients(unmasked, masked, self.at_target[rows], self.has_grad[rows])
 
 
-def part_of_rows(softmax: SoftmaxGradient | None, block: slice) -> Part:
-    """Return the part of a block of rows, as :func:`block_gradient` takes it."""
-    if softmax is None:
-        return None, None, None
-    max_logit, a, b = softmax
-    return max_logit[block], a[block], None if b is None else b[block]
-
-
-class TargetGradient(NamedTuple):
-    """The gradient at the targets, which is not the sum of the softmaxes' contributions; ``[n, 1]`` each."""
-
-    column: Tensor  # int64, a column of this rank; -1 where another rank has the target
-    value: Tensor
+def _of_rows(softmax: SoftmaxGradient, rows: slice) -> SoftmaxGradient:
+    max_logit, a, b = (None if values is None else values[rows] for values in softmax)
+    return max_logit, a, b
 
 
 def statistics(
@@ -183,25 +180,22 @@ def merge(parts: Tensor, temperature: float) -> Tensor:
 
 def gradient(
     rows: SelectedRows,
-    unmasked: SoftmaxGradient | None,
-    masked: SoftmaxGradient | None,
-    target: TargetGradient,
+    of_rows: RowGradients,
+    local_target: Tensor,
     keep_mask: Tensor | None,
-    has_grad: Tensor,
     options: VocabParallelOptions,
+    in_place: bool,
 ) -> Tensor:
     """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected.
 
     Args:
-        unmasked: contribution of the softmax over all columns.
-        masked: contribution of the softmax over the columns in ``keep_mask``.
-        has_grad: bool ``[n, 1]``; a row where it is false has no gradient, whatever its logits are.
+        local_target: ``[n]``, a column of this rank; -1 where another rank has the target.
     """
-    gradient = rows.new_gradient(options.inplace_backward)
+    unmasked, masked, at_target, has_grad = of_rows
+    gradient = rows.new_gradient(in_place)
     call = BlockFunction(block_gradient, rows, options.fused)
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
-    buffers = for_block + (masked is not None and unmasked is not None)
-    buffers += unmasked is not None and unmasked.b is not None
+    buffers = for_block + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else rows.scratch(blocks, buffers)
     temperature = rows.scalar(options.temperature)
@@ -213,23 +207,24 @@ def gradient(
         call(
             x,
             out,
-            part_of_rows(unmasked, block),
-            part_of_rows(masked, block),
-            None if masked is None or keep_mask is None else keep_mask[block],
-            None if all_have_grad else has_grad[block],
+            _of_rows(unmasked, block),
+            _of_rows(masked, block),
+            None if masked[1] is None or keep_mask is None else keep_mask[block],
+            None if all_have_grad else has_grad[block, None],
             temperature,
             None if work is None else work[for_block:],
         )
         rows.write(gradient, block, out)
-    _put(gradient, rows.row_indices, target)
+    places = rows.row_indices, local_target.clamp(min=0)
+    gradient[places] = torch.where(local_target < 0, gradient[places], at_target.to(gradient.dtype))
     return gradient
 
 
 def block_gradient(
     x: Tensor,
     out: Tensor,
-    unmasked: Part,
-    masked: Part,
+    unmasked: SoftmaxGradient,
+    masked: SoftmaxGradient,
     keep_mask: Tensor | None,
     has_grad: Tensor | None,
     temperature: Tensor | None,
@@ -259,10 +254,14 @@ def block_gradient(
 
 
 def _contribution(
-    x: Tensor, part: Part, temperature: Tensor | None, z_out: Tensor | None, exp_out: Tensor | None
+    x: Tensor,
+    softmax: SoftmaxGradient,
+    temperature: Tensor | None,
+    z_out: Tensor | None,
+    exp_out: Tensor | None,
 ) -> Tensor:
     """Return ``exp(z) * (a + b * z)``. Both buffers may be the same tensor if ``b`` is ``None``."""
-    max_logit, a, b = part
+    max_logit, a, b = softmax
     assert max_logit is not None and a is not None
     z = scaled_(torch.sub(x.to(max_logit.dtype), max_logit, out=z_out), temperature)
     if b is None:
@@ -321,11 +320,3 @@ def _with_target(
     logit = rows.logits.detach()[rows.row_indices, column].double()
     logit = torch.where(is_counted, _MINUS_INF, logit)
     return merge(torch.stack([statistics, torch.stack([logit, torch.zeros_like(logit)])]), temperature)
-
-
-def _put(gradient: Tensor, row_indices: Tensor, target: TargetGradient) -> None:
-    """Set the gradient at the targets that this rank has."""
-    column = target.column.squeeze(1)
-    places = row_indices, column.clamp(min=0)
-    value = target.value.squeeze(1).to(gradient.dtype)
-    gradient[places] = torch.where(column < 0, gradient[places], value)

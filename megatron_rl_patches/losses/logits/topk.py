@@ -1,30 +1,31 @@
-"""The k most probable tokens of logits split over the vocabulary, and log-probabilities of given tokens.
+"""The k most probable tokens of logits split over the vocabulary, and the probability of all others together.
 
-For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax(x / T)``::
-
-    log_prob of id   = log p[id]                   d / dx = (onehot(id) - p) / T
-    tail_log_prob    = log(sum of p outside S)     d / dx = (p / tail outside S - p) / T
-
-The tail is summed over the vocabulary, in the same pass: ``log(1 - sum of p in S)`` has no digit left in
-float32 once the tail is 1e-7. Tensor parallel ranks exchange what belongs to k ids once, and never the
-vocabulary; backward needs no collective, since a rank's gradient is the whole derivative by its own logits.
-
-Elsewhere: slime#2033 gathers the vocabulary to select, and sums log-probs with a collective that has no
-backward (right at TP 1 only); NeMo-RL has no tail; OpenClaw-RL computes a cross entropy for each of k ids.
+The others, the *tail*, are summed over the vocabulary, in the same pass: ``log(1 - sum of p of the k)`` has
+no digit left in float32 once the tail is 1e-7. Their statistics are relative to the tail's largest logit, so
+that they keep all digits where the k have next to all of the probability. Tensor parallel ranks exchange what
+belongs to k ids once, and never the vocabulary. (slime#2033 gathers the vocabulary to select.)
 """
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import checked_source, valid_indices
-from .distributions import NO_ENTRY, TopKDistribution
-from .options import VocabParallelOptions, check_integer
-from .topk_autograd import LogProbsAt, topk
+from .arguments import VocabParallelOptions, check_integer
+from .autograd import all_gather, without_autocast
+from .deferred import checked_source
+from .distributions import TopKDistribution
+from .rows import LogitSource, SelectedRows, reduced
+from .softmax import finite, merge, scaled_, sum_exp
+
+_MINUS_INF = float("-inf")
+_SMALLEST_GROUP, _LARGEST_GROUP = 4, 16
 
 
 @torch.no_grad()
@@ -59,84 +60,168 @@ def vocab_parallel_topk(
     vocab_size = source.width * options.tp_size
     expected = f"from 1 to {vocab_size}, the size of the vocabulary"
     k = check_integer("k", k, 1, expected, highest=vocab_size)
-    return TopKDistribution(*topk(source, k, options))
+    return TopKDistribution(*_topk(source, k, options))
 
 
-@overload
-def vocab_parallel_log_probs_at(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
-    temperature: float = 1.0,
-    with_tail: Literal[False] = False,
-    inplace_backward: bool = False,
-    block_bytes: int | None = None,
-) -> Tensor: ...
+@without_autocast
+def _topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
+    local = reduced(_largest_of_tiles(source, k, options), partial(_merged_largest, k=k, options=options))
+    gathered = all_gather(local, options.tp_group).unbind()
+    indices = local.new_empty((source.n, k), dtype=torch.int64)
+    log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
+    for block in blocks_of_rows(log_probs, len(local) * len(gathered), options):
+        parts = [of_rank[:, block].double() for of_rank in gathered]
+        for rank, part in enumerate(parts):
+            part[_candidates(part) : -2] += rank * source.width
+        merged = _merged_largest(parts, k, options)
+        logits, ids, tail = merged[:k], merged[k : 2 * k], merged[-2:]
+        z = ((logits - logits[:1]) / options.temperature).T
+        log_tail_n1 = log_masses(tail[:, None].unbind(), logits[:1].T, options.temperature)
+        log_total, log_tail[block] = total_and_tail(z, log_tail_n1)
+        indices[block], log_probs[block] = ids.T, z - log_total
+    return indices, log_probs, log_tail
 
 
-@overload
-def vocab_parallel_log_probs_at(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
-    temperature: float = 1.0,
-    with_tail: Literal[True],
-    inplace_backward: bool = False,
-    block_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
+def _largest_of_tiles(
+    source: LogitSource, k: int, options: VocabParallelOptions
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows, and the logits, columns and tail of :func:`_largest`, of each tile.
+
+    They are one tensor ``[2 * candidates + 2, rows]``. Its dtype holds columns exactly up to 16 million.
+    """
+    for tile in source.tiles():
+        most = min(k, tile.columns.stop - tile.columns.start)
+        logits, columns, tail = _largest(tile.logits, most, options.temperature)
+        columns = (columns + tile.columns.start).to(logits.dtype)
+        yield tile.rows, torch.cat([logits.T, columns.T, tail])
 
 
-def vocab_parallel_log_probs_at(
-    logits: Tensor,
-    indices: Tensor,
-    *,
-    tp_group: dist.ProcessGroup | None = None,
-    rows: Tensor | slice | None = None,
-    temperature: float = 1.0,
-    with_tail: bool = False,
-    inplace_backward: bool = False,
-    block_bytes: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Return log-probabilities of given tokens of each selected row, and of all others together.
+def _candidates(part: Tensor) -> int:
+    return len(part) // 2 - 1
 
-    The result is differentiable.
-    For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
-    gradient and a block of rows, or with ``inplace_backward`` the block alone, whatever ``K`` is.
 
-    Args:
-        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``inplace_backward`` and
-            ``block_bytes`` too are those of :func:`vocab_parallel_log_probs`.
-        indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
-            id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
-            fewer can be filled up: log-probability -inf and no gradient.
-        with_tail: also return the log-probability of the vocabulary without the ids. In float32 its relative
-            error is below 5e-6, however small the tail is.
+def _merged_largest(parts: Sequence[Tensor], k: int, options: VocabParallelOptions) -> Tensor:
+    """Merge what :func:`_largest_of_tiles` yields; a candidate that another one displaces moves to the tail.
+
+    Parts come in the order of their columns, so of equal logits the lowest column stays first.
+    """
+    counts = list(map(_candidates, parts))
+    pairs = list(zip(parts, counts, strict=True))
+    logits = torch.cat([part[:count] for part, count in pairs]).T
+    columns = torch.cat([part[count:-2] for part, count in pairs]).T
+    logits, order = logits.sort(dim=1, descending=True, stable=True)
+    displaced = logits[:, k:].T
+    # Each displaced logit is a tail of one term.
+    singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
+    tail = merged_tail([*(part[-2:] for part in parts), *singles], options.temperature)
+    return torch.cat([logits[:, :k].T, columns.gather(1, order)[:, :k].T, tail])
+
+
+def _largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ``k`` largest logits of each row.
 
     Returns:
-        ``[n, K]``, or this and ``[n]``, in float32 (float64 for float64 logits), the same bits on all ranks
-        of ``tp_group``. A tail without any token is -inf and has no gradient. NaN and +inf make NaN of their
-        row, its tail included.
-
-    Raises:
-        InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
-            all-reduce of ``K + 2 * tp`` numbers per row), except that refusals of ``inplace_backward`` travel
-            with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows``
-            are checked by the device. In backward: the logits were overwritten since forward.
+        Logits ``[n, k]`` and their columns ``[n, k]``, from the largest on, equal ones from the lowest column
+        on; and of all others ``(max_logit, sum_exp_minus_1)`` ``[2, n]``, see :func:`.softmax.statistics`.
     """
-    options = VocabParallelOptions(
-        tp_group=tp_group,
-        temperature=temperature,
-        inplace_backward=inplace_backward,
-        block_bytes=block_bytes,
-        ignore_index=NO_ENTRY,
-    )
-    source, options = checked_source(logits, rows, None, options)
-    indices = valid_indices(indices, source, options)
-    log_probs, tail_log_prob = LogProbsAt.apply(  # type: ignore[no-untyped-call]
-        source, indices, options, source.claim(), *source.inputs
-    )
-    return (log_probs, tail_log_prob) if with_tail else log_probs
+    width = rows.logits.shape[1]
+    logits = rows.logits.new_empty((rows.n, k), dtype=rows.dtype)
+    columns = torch.empty_like(logits, dtype=torch.int64)
+    tail = logits.new_zeros((2, rows.n))
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=1)
+    scratch = rows.scratch(blocks, 1)[0]
+    for block in blocks:
+        work = scratch[: block.stop - block.start]
+        x = rows.read(block, work)
+        # One more than is asked for, which is the largest of the tail.
+        top, top_columns = _largest_in_groups(x, min(k + 1, width))
+        logits[block], columns[block] = top[:, :k], top_columns[:, :k]
+        tail[0, block] = top[:, k] if k < width else _MINUS_INF
+        z = torch.sub(x, finite(tail[0, block])[:, None], out=work)
+        z.scatter_(1, top_columns, _MINUS_INF)
+        tail[1, block] = sum_exp(scaled_(z, divisor))
+    # torch.topk does not say which of equal logits it takes for the last places. It had a choice where the
+    # tail still has such a logit. The statistics of the tail do not depend on the choice.
+    _take_lowest_columns(rows, logits, columns, (tail[0] == logits[:, -1]).nonzero().squeeze(1))
+    columns, order = columns.sort(1)
+    logits, order = logits.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return logits, columns.gather(1, order), tail
+
+
+def _largest_in_groups(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what ``x.topk(k)`` does, in half of the time where a row is much longer than ``k``.
+
+    The columns are cut into groups. The groups with the ``k`` largest maxima have the ``k`` largest logits.
+    """
+    width = x.shape[1]
+    size = min(math.isqrt(width // k), _LARGEST_GROUP)
+    if size < _SMALLEST_GROUP:
+        return x.topk(k)
+    # A group has every groups-th column: a maximum over such groups reads the memory in order.
+    groups = width // size
+    in_groups = x[:, : size * groups].unflatten(1, (size, groups))  # type: ignore[no-untyped-call]
+    chosen = in_groups.amax(1).topk(k, sorted=False).indices
+    columns = torch.arange(width, device=x.device)
+    of_groups, without_group = columns[: size * groups].view(size, groups), columns[size * groups :]
+    of_chosen = of_groups[:, chosen].transpose(0, 1).flatten(1)
+    candidates = torch.cat([of_chosen, without_group.expand(len(x), -1)], 1)
+    logits, places = x.gather(1, candidates).topk(k)
+    return logits, candidates.gather(1, places)
+
+
+def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, chosen: Tensor) -> None:
+    """Give the last places of some rows, where logits are equal, the lowest columns that have this logit.
+
+    Args:
+        logits: the ``k`` largest of each row, ``[n, k]``, from the largest on.
+        columns: their columns, which are changed.
+        chosen: int64, numbers of rows, of the ``n``.
+    """
+    k = logits.shape[1]
+    part = replace(rows, index=rows.row_indices[chosen])
+    for block in part.blocks(buffers=2):
+        numbers = chosen[block]
+        lowest = logits[numbers, -1:]
+        row, column = (part.read(block, None) == lowest).nonzero(as_tuple=True)
+        places = (logits[numbers] == lowest).sum(1)
+        tied = row.bincount(minlength=len(numbers))
+        # The how manieth of its row's equal logits each is, from the lowest column on.
+        number = torch.arange(len(row), device=row.device) - (tied.cumsum(0) - tied)[row]
+        taken = number < places[row]
+        row, column, number = row[taken], column[taken], number[taken]
+        columns[numbers[row], k - places[row] + number] = column
+
+
+# --- the tail
+
+
+def merged_tail(parts: Sequence[Tensor], temperature: float) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    tail = merge(torch.stack([part.double() for part in parts]), temperature).to(parts[0].dtype)
+    tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
+    return tail
+
+
+def log_masses(tails: Sequence[Tensor], max_logit: Tensor, temperature: float) -> Tensor:
+    """Return ``log(sum(exp((x - max_logit) / T)))`` of each rank's tail, float64 ``[rows, tp]``."""
+    tail_max, sum_exp_minus_1 = (values.T.double() for values in tails)
+    return (tail_max - max_logit) / temperature + sum_exp_minus_1.log1p()
+
+
+def total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log of the sum of all, ``[rows, 1]``, and the log of the tail's part of it, ``[rows]``.
+
+    ``ids`` and ``tail`` ``[rows, any]`` are the logs of the terms inside and outside of the ids.
+    """
+    log_ids, log_tail = (part.logsumexp(1, keepdim=True) for part in (ids, tail))
+    # A difference of two logarithms would lose the digits of a tail near 1.
+    log_share = torch.nn.functional.logsigmoid(log_tail - log_ids)
+    return torch.logaddexp(log_ids, log_tail), log_share.squeeze(1)
+
+
+def blocks_of_rows(values: Tensor, k: int, options: VocabParallelOptions) -> list[slice]:
+    """Cut ``n`` rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
+    return SelectedRows(values, slice(0, len(values)), options.block_bytes).blocks(buffers=16, width=k)

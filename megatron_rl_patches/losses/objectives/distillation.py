@@ -2,16 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .comparison import Tokens, per_token
-from .distillation_batch import DistillationBatch, DistillationOptions
-from .policy import check_lengths
-from .reduction import LossAndCount, metrics_of, token_weights
+from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
+from ..logits.divergences import Divergence, DivergenceName, divergence_named
+from ..logits.log_probs_at import vocab_parallel_log_probs_at
+from .full_vocabulary import FullDistribution, full_vocabulary_divergence
+from .reduction import (
+    LossAndCount,
+    Normalization,
+    check_lengths,
+    check_normalization,
+    metrics_of,
+    token_weights,
+)
+from .teachers import check_one_kind, normalize_weights, weighted
+from .topk_divergences import of_buckets
+
+
+@dataclass(frozen=True)
+class DistillationOptions:
+    """Options of :func:`distillation_loss`.
+
+    Attributes:
+        divergence: its name; the formulas are in :mod:`..logits.divergences`.
+        beta: weight of the teacher in the mixture of student and teacher that ``"jensen_shannon"`` and the
+            skewed divergences compare with.
+        teacher_weights: weights of the divergences from several teachers; they are divided by their sum.
+            ``None`` weights all teachers alike.
+        normalization: what the loss is an average over; see :func:`token_weights`.
+        constant_length: the divisor of the normalization ``"constant"``.
+        num_ids: for full distributions, size of the vocabulary without padding; see
+            :func:`.full_vocabulary_divergence`.
+    """
+
+    divergence: DivergenceName = "reverse_kl"
+    beta: float = 0.5
+    teacher_weights: tuple[float, ...] | None = None
+    normalization: Normalization = "token"
+    constant_length: int | None = None
+    num_ids: int | None = None
+
+    def __post_init__(self) -> None:
+        divergence_named(self.divergence, self.beta)
+        if self.teacher_weights is not None:
+            normalize_weights(self.teacher_weights, len(self.teacher_weights))
+        check_normalization(self.normalization, self.constant_length)
+
+    @property
+    def measure(self) -> Divergence:
+        """The divergence itself."""
+        return divergence_named(self.divergence, self.beta)
+
+
+@dataclass(frozen=True, eq=False)
+class DistillationBatch:
+    """The data of a distillation loss, besides the logits, for the responses of one microbatch.
+
+    The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
+    at the same indices, or :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under
+    context parallelism every rank has the full responses.
+
+    Attributes:
+        teachers: for each teacher, its distribution of each response. With several teachers the divergences
+            are averaged; a mixture (:func:`mix_teachers`) or a teacher of its own for each sample
+            (:func:`route_teachers`) counts as *one* teacher.
+        loss_masks: one mask ``[response_length]`` per response, zero for tokens without loss, such as the
+            output of tools. Distributions are ignored at these tokens and may hold ``nan`` there.
+        old: distributions of the policy that sampled (:func:`vocab_parallel_topk`), one per response, which
+            the divergence ``"importance_weighted_reverse_kl"`` needs.
+    """
+
+    teachers: Sequence[Sequence[Distribution]]
+    loss_masks: Sequence[Tensor]
+    old: Sequence[Distribution] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.loss_masks and self.teachers):
+            raise InvalidInputError(
+                f"{len(self.loss_masks)} responses and {len(self.teachers)} teachers were given; pass at "
+                "least one of each, and a response that is wholly masked where there is none"
+            )
+        if None in self.teachers:
+            raise InvalidInputError(
+                "a teacher is None, as forward_topk returns it off the last pipeline stage: make the batch "
+                "in the loss function, which Megatron calls on the last stage only"
+            )
+        scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
+        if self.old is not None:
+            scored["old"] = self.old
+        check_one_kind([one for distributions in scored.values() for one in distributions])
+        for name, distributions in scored.items():
+            values = [one.tensors[0][:, 0] for one in distributions]
+            check_lengths(f"distributions of {name}", values, self.response_lengths)
+        if not self.is_full:
+            for of_response in zip(*scored.values(), strict=True):
+                check_same_indices(of_response)
+        elif any(len(one.tensors) != 1 for one in self.old or ()):
+            raise InvalidInputError("old is a mixture: pass the distributions of the one policy that sampled")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the distributions are those over the whole vocabulary."""
+        return isinstance(self.teachers[0][0], FullDistribution)
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Number of tokens of each response, masked ones included."""
+        return [len(mask) for mask in self.loss_masks]
+
+    def check_for(self, options: DistillationOptions) -> None:
+        """Raise :class:`InvalidInputError` if the options do not fit the teachers, or lack ``old``."""
+        if options.measure.needs_old and self.old is None:
+            raise InvalidInputError(f"divergence is {options.divergence!r}: old is needed, and missing")
+        if self.is_full and not options.measure.counts_tail:
+            raise InvalidInputError(
+                f"divergence is {options.divergence!r}, which is over k ids: use 'reverse_kl'"
+            )
+        if not self.is_full and options.num_ids is not None:
+            raise InvalidInputError("num_ids is for full distributions: a top-k names its ids")
+        normalize_weights(options.teacher_weights, len(self.teachers))
 
 
 def distillation_loss(
@@ -43,18 +159,152 @@ def distillation_loss(
     check_lengths("tail_log_probs", tail_log_probs, lengths)
     check_lengths("log_probs", [log_probs_lk[..., 0] for log_probs_lk in log_probs], lengths)
     log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
-    tokens = Tokens.of(batch, tail_n.device, slice(None))
-    return summed(per_token(log_probs_nk, tail_n, tokens, options), batch, options)
+    tokens = _Tokens.of(batch, tail_n.device, slice(None))
+    return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
 
 
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
-    divergence_n, *tails = values_n3.unbind(1)
     masks = [mask.to(values_n3.device) for mask in batch.loss_masks]
     weights_n, count = token_weights(masks, options.normalization, options.constant_length, values_n3.dtype)
-    averages = {
-        "divergence": divergence_n,
-        **dict(zip(("student_tail", "teacher_tail"), tails, strict=False)),
-    }
+    names = ("divergence", "student_tail", "teacher_tail")
+    averages = dict(zip(names, values_n3.unbind(1), strict=False))
+    divergence_n = averages["divergence"]
     metrics = metrics_of({"loss": divergence_n}, averages, weights_n, count)
     return (weights_n * divergence_n).sum(), count, metrics
+
+
+def comparison(
+    rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """Return the function from logits ``[T, V / tp]`` to the divergence at ``n`` tokens.
+
+    It returns ``[n, 1]`` for full distributions. For a top-k it returns ``[n, 3]``: the divergence, and the
+    probabilities of the tails of the student and of the teachers.
+
+    Args:
+        rows: ``[n]``, the tokens' rows of the logits.
+        index: ``[n]``, the tokens' positions in the concatenation of all responses of the batch.
+        how: ``tp_group``, ``temperature`` and ``inplace_backward``.
+    """
+    if batch.is_full:
+        return _full_comparison(rows, index, batch, options, how)
+    tokens = _Tokens.of(batch, rows.device, index)
+
+    def compare(logits: Tensor) -> Tensor:
+        ids = tokens.teachers[0].indices
+        at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
+        return _per_token(*at_ids, tokens, options)
+
+    return compare
+
+
+# --- with teachers that are known at k ids
+
+
+class _Tokens(NamedTuple):
+    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values."""
+
+    teachers: list[TopKDistribution]
+    old: TopKDistribution | None
+    mask: Tensor
+
+    @classmethod
+    def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
+        """Select tokens from the concatenation of all responses and put them on ``device``."""
+        mask = torch.cat(list(batch.loss_masks)).to(device)[index] != 0
+
+        def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
+            topk = TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)[index]
+            ids = topk.indices.masked_fill(~mask[:, None], NO_ENTRY)
+            return TopKDistribution(ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask))
+
+        teachers = [selected(teacher) for teacher in batch.teachers]
+        return cls(teachers, None if batch.old is None else selected(batch.old), mask)
+
+
+def _masked(values: Tensor, mask_n: Tensor) -> Tensor:
+    # Masked before anything is computed, since nan times zero is nan, in backward too.
+    return torch.where(mask_n if values.dim() == 1 else mask_n[:, None], values, 0.0)
+
+
+def _per_token(log_probs_nk: Tensor, tail_n: Tensor, tokens: _Tokens, options: DistillationOptions) -> Tensor:
+    """Return what :func:`comparison` does, for a top-k, from the student's log-probs at the teachers' ids."""
+    log_probs_nk, tail_n = _masked(log_probs_nk, tokens.mask), _masked(tail_n, tokens.mask)
+    old = tokens.old if options.measure.needs_old else None
+    total = teacher_tail = torch.zeros_like(tail_n)
+    for weight, teacher in weighted(tokens.teachers, options.teacher_weights):
+        total = total + weight * of_buckets(options.measure, log_probs_nk, tail_n, teacher, old)
+        teacher_tail = teacher_tail + weight * teacher.tail_log_prob.exp()
+    tails = [_masked(tail, tokens.mask) for tail in (tail_n.detach().exp(), teacher_tail)]
+    return torch.stack([total, *tails], 1)
+
+
+# --- with teachers that are known over the whole vocabulary
+
+
+def _full_comparison(
+    rows: Tensor, index: Tensor, batch: DistillationBatch, options: DistillationOptions, how: dict[str, Any]
+) -> Callable[[Tensor], Tensor]:
+    """Return what :func:`comparison` does, for full distributions.
+
+    Samples of the same teachers are compared together. Masked tokens are not compared. Hidden states go to
+    the device of the logits when the function is called.
+    """
+    index, device = index.cpu(), rows.device
+    counts = (torch.cat([mask.cpu() for mask in batch.loss_masks]) != 0)[index]
+    old = FullDistribution.cat(cast("Sequence[FullDistribution]", batch.old)) if batch.old else None
+    groups = [
+        (weight, *group)
+        for weight, teacher in weighted(batch.teachers, options.teacher_weights)
+        for group in _groups(cast("Sequence[FullDistribution]", teacher), index, counts)
+    ]
+    if len(groups) > 1:
+        # Each group reads the logits, and the first backward would overwrite what the others read.
+        how = {**how, "inplace_backward": False}
+
+    def compare(logits: Tensor) -> Tensor:
+        divergences = []
+        for weight, places, positions, distribution in groups:
+            teacher = distribution[positions].to(device)
+            divergence = full_vocabulary_divergence(
+                logits,
+                teacher.logits(),
+                divergence=options.divergence,
+                beta=options.beta,
+                teacher_weights=teacher.weights,
+                old=None if old is None else old[index[places]].to(device).logits()[0],
+                rows=rows[places.to(device)],
+                num_ids=options.num_ids,
+                **how,
+            )
+            divergences.append((places.to(device), weight * divergence))
+        total = divergences[0][1].new_zeros(len(index))
+        for places, divergence in divergences:
+            total = total.index_add(0, places, divergence)
+        return total[:, None]
+
+    return compare
+
+
+def _groups(
+    distributions: Sequence[FullDistribution], index: Tensor, counts: Tensor
+) -> list[tuple[Tensor, Tensor, FullDistribution]]:
+    """Return for each teacher, or mixture, the tokens that it is compared at.
+
+    Args:
+        index: ``[n]``, position of each token of this rank in the concatenation of all responses.
+        counts: bool ``[n]``, the tokens that count.
+
+    Returns:
+        The tokens, as numbers from 0 to ``n - 1``; their positions in the distribution; and the distribution
+        of all samples of this teacher. At least one group, whose tokens may be none.
+    """
+    groups = []
+    for source in dict.fromkeys(one.source for one in distributions):
+        mine = [one for one in distributions if one.source == source]
+        is_mine = torch.cat([torch.full((len(one),), one.source == source) for one in distributions])
+        places = (counts & is_mine[index]).nonzero().squeeze(1)
+        position = is_mine.cumsum(0) - 1
+        groups.append((places, position[index[places]], FullDistribution.cat(mine)))
+    return [group for group in groups if len(group[0])] or groups[:1]

@@ -23,7 +23,14 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .reduction import LossAndCount, Normalization, check_normalization, metrics_of, token_weights
+from .reduction import (
+    LossAndCount,
+    Normalization,
+    check_lengths,
+    check_normalization,
+    metrics_of,
+    token_weights,
+)
 
 Objective = Literal["ppo", "gspo", "cispo"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -55,7 +62,6 @@ class PolicyOptions:
         tis_clip: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings
             you off-policy RL training"): weight each token by ``min(p_old / p_rollout, tis_clip)``. ``inf``
             makes it decoupled PPO (2110.00641) with ``p_old`` as the proximal policy.
-
     """
 
     objective: Objective = "ppo"
@@ -279,15 +285,37 @@ def _bounded(x: Tensor, low: float, high: float) -> Tensor:
     return torch.where(x < low, low, torch.where(x > high, high, x))
 
 
-def check_lengths(
-    name: str, values: Sequence[Tensor] | None, lengths: Sequence[int], *, scalars: bool = False
-) -> None:
-    """Require ``None`` or a tensor ``[length]`` per response; with ``scalars`` it may also be ``[]``."""
-    if values is None:
-        return
-    shapes = [tuple(value.shape) for value in values]
-    expected = [() if scalars and not shape else (n,) for shape, n in zip(shapes, lengths, strict=False)]
-    if shapes != expected or len(shapes) != len(lengths):
+def group_advantages(
+    rewards: torch.Tensor, groups: torch.Tensor, *, divide_by_std: bool = True, eps: float = 1e-6
+) -> torch.Tensor:
+    """Return the advantage of each response over the other responses to the same prompt.
+
+    It is ``(reward - mean) / (std + eps)`` over the group of responses, as in GRPO (arXiv 2402.03300, section
+    4.1.2), with the standard deviation of a sample (n - 1), as in verl and TRL. Dr. GRPO (arXiv 2503.20783)
+    does not divide, since the division favors prompts that are almost always or almost never solved. It is
+    zero in a group of one response, or of equal rewards.
+
+    Args:
+        rewards: reward of each response, ``[b]``; another shape raises :class:`InvalidInputError`.
+        groups: an integer for each response, ``[b]``, the same for responses to the same prompt. This rank
+            must have all responses of a group: no collective runs.
+        divide_by_std: ``False`` gives the advantages of Dr. GRPO.
+        eps: number added to the standard deviation.
+
+    Returns:
+        The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.
+    """
+    if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise InvalidInputError(
-            f"{name} have the shapes {shapes}; the loss masks are of responses of the lengths {list(lengths)}"
+            f"rewards {list(rewards.shape)} and groups {list(groups.shape)} must both be [b], b responses"
         )
+    dtype = rewards.dtype if rewards.is_floating_point() else torch.float32
+    # In float64, so that equal rewards give zero, not a rounding error divided by eps.
+    rewards = rewards.detach().double()
+    advantages = torch.empty_like(rewards)
+    for group in set(groups.tolist()):
+        members = groups == group
+        in_group = rewards[members]
+        divisor = in_group.std() + eps if divide_by_std and len(in_group) > 1 else 1.0
+        advantages[members] = (in_group - in_group.mean()) / divisor
+    return advantages.to(dtype)

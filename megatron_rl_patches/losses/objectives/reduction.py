@@ -101,6 +101,20 @@ def check_normalization(normalization: str, constant_length: int | None) -> None
         )
 
 
+def check_lengths(
+    name: str, values: Sequence[Tensor] | None, lengths: Sequence[int], *, scalars: bool = False
+) -> None:
+    """Require ``None`` or a tensor ``[length]`` per response; with ``scalars`` it may also be ``[]``."""
+    if values is None:
+        return
+    shapes = [tuple(value.shape) for value in values]
+    expected = [() if scalars and not shape else (n,) for shape, n in zip(shapes, lengths, strict=False)]
+    if shapes != expected or len(shapes) != len(lengths):
+        raise InvalidInputError(
+            f"{name} have the shapes {shapes}; the loss masks are of responses of the lengths {list(lengths)}"
+        )
+
+
 def metrics_of(
     in_loss: Mapping[str, Tensor], per_token: Mapping[str, Tensor], weights_n: Tensor, count: Tensor
 ) -> dict[str, Tensor]:

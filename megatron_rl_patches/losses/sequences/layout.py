@@ -123,6 +123,24 @@ class SequenceLayout:
         """Rows of this rank's logits, padding included."""
         return self.logits_shape[0] * self.logits_shape[1]
 
+    def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the model's logits as ``[num_rows, vocab / tp]``.
+
+        Logits of another shape, or on another device, raise :class:`InvalidInputError`.
+        """
+        if tuple(logits.shape[:-1]) not in (self.logits_shape, (self.num_rows,)):
+            raise InvalidInputError(
+                f"logits are {list(logits.shape)}, but their layout is {list(self.logits_shape)} without the "
+                "vocabulary: pass [batch, seq, vocab] of the lengths that it was built for (for packed "
+                "samples that are padded at the end, num_rows=logits.shape[1])"
+            )
+        if logits.device != self.response_rows.device:
+            raise InvalidInputError(
+                f"logits are on {logits.device}, their layout on {self.response_rows.device}; "
+                "pass device=logits.device to SequenceLayout.build"
+            )
+        return logits.flatten(0, -2)
+
     def response_targets(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the token ids that ``response_rows`` predict, int64 ``[n]``.
 
@@ -193,7 +211,7 @@ class SequenceLayout:
         Raises:
             InvalidInputError: the group or the values do not fit this layout; before the all-reduce.
         """
-        self._check_group(cp_group)
+        self.check_group(cp_group)
         if not isinstance(values, torch.Tensor):
             self._check_lengths_of("values", values, self.local_lengths)
             values = torch.cat(list(values))
@@ -224,9 +242,10 @@ class SequenceLayout:
                 f"{self.cp_rank} of {self.cp_size}; pass {name} and layout of the same microbatch"
             )
 
-    def _check_group(self, cp_group: dist.ProcessGroup | None) -> None:
+    def check_group(self, cp_group: dist.ProcessGroup | None) -> None:
+        """Raise :class:`InvalidInputError` if this is not the group that the layout was built for."""
         if cp_group is None and self.cp_size > 1:
-            raise InvalidInputError(f"the layout is for {self.cp_size} CP ranks; pass their cp_group")
+            raise InvalidInputError(f"the layout is for {self.cp_size} context-parallel ranks; pass cp_group")
         rank, size = (0, 1) if cp_group is None else (dist.get_rank(cp_group), dist.get_world_size(cp_group))
         if (rank, size) != (self.cp_rank, self.cp_size):
             raise InvalidInputError(

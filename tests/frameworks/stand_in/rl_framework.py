@@ -1,4 +1,4 @@
-"""What the stand-ins for slime, OpenClaw-RL and miles have in common, and call from their own functions.
+"""What the stand-ins for slime and miles have in common, and call from their own functions.
 
 The names that patches replace, and the copies of Megatron's names, are in the stand-ins' own modules.
 """
@@ -6,7 +6,7 @@ The names that patches replace, and the copies of Megatron's names, are in the s
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,38 +16,23 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from megatron.training.checkpointing import load_checkpoint as load_checkpoint_megatron
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
     enable_forward_pre_hook,
     should_disable_forward_pre_hook,
 )
+from steps import run_microbatches, update, zero_gradients
+
+# --- building and loading
 
 
-def load_checkpoint(
-    load_megatron: Callable[..., Any], ddp_model: Any, optimizer: Any, scheduler: Any, **options: Any
-) -> Any:
-    """Call Megatron's loader, or load weights in the format of Hugging Face."""
-    args = get_args()
-    if (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
-        return load_megatron(
-            ddp_model=ddp_model, optimizer=optimizer, opt_param_scheduler=scheduler, **options
-        )
-    [model] = ddp_model
-    while hasattr(model, "module"):
-        model = model.module
-    model.load_state_dict(torch.load(Path(args.load) / "weights.pt"))
-    if (args.fp16 or args.bf16) and optimizer is not None:
-        optimizer.reload_model_params()
-    return 0, 0
-
-
-def optimizer_config(args: SimpleNamespace) -> OptimizerConfig:
-    return OptimizerConfig(
+def make_optimizer(args: SimpleNamespace, model: Any) -> Any:
+    config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
         min_lr=args.min_lr,
@@ -55,6 +40,11 @@ def optimizer_config(args: SimpleNamespace) -> OptimizerConfig:
         params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
+    optimizer = get_megatron_optimizer(config=config, model_chunks=model, use_gloo_process_groups=False)
+    if args.use_stateless_adam:
+        for megatron_optimizer in getattr(optimizer, "chained_optimizers", [optimizer]):
+            megatron_optimizer.init_state_fn = lambda *unused: None
+    return optimizer
 
 
 def make_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -75,6 +65,23 @@ def make_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamSched
     )
 
 
+def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any) -> Any:
+    """Call Megatron's loader, or load weights in the format of Hugging Face."""
+    args = get_args()
+    if (Path(args.load) / "latest_checkpointed_iteration.txt").is_file():
+        return load_checkpoint_megatron(ddp_model, optimizer, opt_param_scheduler, **options)
+    [model] = ddp_model
+    while hasattr(model, "module"):
+        model = model.module
+    model.load_state_dict(torch.load(Path(args.load) / "weights.pt"))
+    if (args.fp16 or args.bf16) and optimizer is not None:
+        optimizer.reload_model_params()
+    return 0, 0
+
+
+# --- training
+
+
 def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[Any]) -> Any:
     """Return the config, without the sync functions, which ``train`` of a framework installs itself."""
     for iterator in data_iterator:
@@ -83,22 +90,14 @@ def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[
         model_module.train()
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
     config.timers = None
     return config
 
 
-def train_steps(
-    train_one_step: Callable[..., None],
-    args: SimpleNamespace,
-    model: Sequence[DDP],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    data_iterator: Sequence[Any],
-    num_microbatches: Sequence[int],
-    global_batch_sizes: Sequence[int],
-) -> None:
+def train_steps(args: SimpleNamespace, model: Sequence[DDP], steps: Iterable[Callable[[], object]]) -> None:
+    """Take the steps; forward pre-hooks are on from the end of the first step to that of the last."""
     config = get_model_config(model[0])
-    config.finalize_model_grads_func = finalize_model_grads
     pre_hook_enabled = False
     if args.manual_gc:
         gc.disable()
@@ -108,8 +107,8 @@ def train_steps(
         param_sync_func = config.param_sync_func
         config.param_sync_func = None
 
-    for step_id, (microbatches, size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
-        train_one_step(args, data_iterator, model, optimizer, opt_param_scheduler, microbatches, size)
+    for step_id, step in enumerate(steps):
+        step()
         if step_id == 0 and should_disable_forward_pre_hook(args):
             enable_forward_pre_hook(model)
             config.param_sync_func = param_sync_func
@@ -128,27 +127,25 @@ def train_one_step(
     step_global_batch_size: int,
 ) -> None:
     zero_gradients(model, optimizer)
-    run_microbatches(args, data_iterator, model, num_microbatches, forward_only=False)
-    update_successful, _, _ = optimizer.step()
-    assert update_successful
-    opt_param_scheduler.step(increment=step_global_batch_size)
+    run_microbatches(args, args.forward_step_func, data_iterator, model, num_microbatches)
+    update(optimizer, opt_param_scheduler, step_global_batch_size)
     zero_gradients(model, optimizer)
 
 
-class DataIterator:
-    """A rollout, cut into microbatches."""
+# --- the actor, its rollouts, and the weights of other models
 
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
 
-    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
-        indices = self.micro_batch_indices[self.offset]
-        self.offset += 1
-        selected = {key: self.rollout_data.get(key) for key in keys}
-        return {key: values and [values[i] for i in indices] for key, values in selected.items()}
+class Actor:
+    """Calls of ``train`` and ``save`` are in the frameworks' own classes, which hold copies of them."""
 
-    def reset(self) -> None:
-        self.offset = 0
+    def __init__(self, args: SimpleNamespace, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+        self.args, self.model = args, model
+        self.state = model, optimizer, opt_param_scheduler
+        self.weights_backuper = WeightsBackuper(model[0].module)
+
+    def load_other_checkpoint(self, model_tag: str, path: str) -> None:
+        self.model[0].module.load_state_dict(torch.load(f"{path}/weights.pt"), strict=False)
+        self.weights_backuper.backup(model_tag)
 
 
 class WeightsBackuper:
@@ -165,6 +162,22 @@ class WeightsBackuper:
 
     def restore(self, tag: str) -> None:
         self.model.load_state_dict(self.backup_tags[tag], strict=False)
+
+
+class DataIterator:
+    """A rollout, cut into microbatches."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
+        self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        indices = self.micro_batch_indices[self.offset]
+        self.offset += 1
+        selected = {key: self.rollout_data.get(key) for key in keys}
+        return {key: values and [values[i] for i in indices] for key, values in selected.items()}
+
+    def reset(self) -> None:
+        self.offset = 0
 
 
 def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
@@ -197,15 +210,8 @@ def forward_only(
         lengths = {key: batch[key] for key in ("total_lengths", "response_lengths")}
         return logits_of(chunk, batch["tokens"]), partial(f, args=args, with_entropy=False, **lengths)
 
-    collected: list[dict[str, list[Any]]] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=sum(num_microbatches),
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=True,
-        **options,
+    collected: list[dict[str, list[Any]]] = run_microbatches(
+        args, forward_step, data_iterator, model, sum(num_microbatches), forward_only=True, **options
     )
     for model_module in model:
         model_module.train()
@@ -215,27 +221,3 @@ def forward_only(
         values = [*chain(*(one[key] for one in collected))]
         results[store_prefix + key] = [values[order.index(sample)] for sample in range(len(order))]
     return results
-
-
-def zero_gradients(model: Sequence[DDP], optimizer: Any) -> None:
-    for model_chunk in model:
-        model_chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-
-
-def run_microbatches(
-    args: SimpleNamespace,
-    data_iterator: Iterator[Any] | Sequence[Any],
-    model: Sequence[DDP],
-    num_microbatches: int,
-    forward_only: bool,
-) -> Any:
-    return get_forward_backward_func()(
-        forward_step_func=args.forward_step_func,
-        data_iterator=data_iterator,
-        model=model,
-        num_microbatches=num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=forward_only,
-    )

@@ -19,6 +19,7 @@ from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.frameworks import inference_roles as roles
 from megatron_rl_patches.frameworks.role_checkpoints import load_weights, preserved_globals
 from megatron_rl_patches.inference.models.model import refuse_to_train
+from megatron_rl_patches.patches.inference_only import InferenceOnlyOptions
 
 
 class Chunk(torch.nn.Module):
@@ -91,37 +92,40 @@ def test_a_framework_that_leaves_out_ddp_itself_is_taken_at_its_word() -> None:
     assert scope.ddp_skipped
 
 
-def test_scopes_end_when_building_raises() -> None:
-    with pytest.raises(OSError), roles.inference_role("ref"):
-        get_model("m")
-        raise OSError
-    assert not roles.in_inference_role()
-
-
 # --- initialize
 
 
-def test_initialize() -> None:
-    switched = []
-    random_state, torch_state = random.getstate(), torch.get_rng_state()
+def initialize(function: Any, args: Any, role: str) -> Any:
+    options = InferenceOnlyOptions(inference_roles=("ref",))
+    return roles.initialize_model_and_optimizer(Call(function, (args, role), options=options))
 
-    def framework() -> tuple[Any, ...]:
+
+def test_initialize() -> None:
+    random_state, torch_state = random.getstate(), torch.get_rng_state()
+    miles, seen = SimpleNamespace(debug_disable_optimizer=False, other=1), []
+
+    def framework(args: Any, role: str) -> tuple[Any, ...]:
+        args.other = 2
         get_model("m")
+        seen.append(args.debug_disable_optimizer)
         random.random()
         return [Chunk(ModelParallelConfig())], "optimizer", "scheduler", 7
 
-    [chunk], *rest = roles.initialize(framework, "ref", on_model_built=lambda: switched.append(True))
+    [chunk], *rest = initialize(framework, miles, "ref")
     assert rest == [None, None, 7]
-    assert switched == [True]
     assert chunk.inference_only_role[0] == "ref"
     assert random.getstate() == random_state
     assert torch.equal(torch.get_rng_state(), torch_state)
+    assert initialize(framework, miles, "actor")[1:] == ("optimizer", "scheduler", 7)
+    assert (seen, vars(miles)) == ([True, False], {"debug_disable_optimizer": False, "other": 2})
 
 
 def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = [Chunk(ModelParallelConfig())]
     with caplog.at_level(logging.WARNING):
-        returned = roles.initialize(lambda: (model, "optimizer", "scheduler", 7), "ref")
+        returned = initialize(
+            lambda args, role: (model, "optimizer", "scheduler", 7), SimpleNamespace(), "ref"
+        )
     assert returned == (model, "optimizer", "scheduler", 7)
     assert "role 'ref' was built for training, as usual" in caplog.text
     assert "get_model was not called" in caplog.text
@@ -133,9 +137,10 @@ def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.L
 
 @pytest.fixture
 def model() -> list[torch.nn.Module]:
-    policy = ModelParallelConfig(no_sync_func=lambda: None)
+    policy = ModelParallelConfig(no_sync_func=len)
     chunks: list[torch.nn.Module] = [Chunk(policy), Chunk(policy)]
     roles.freeze_role(chunks, "judge")
+    assert policy.no_sync_func is len
     return chunks
 
 
@@ -145,12 +150,6 @@ def test_a_frozen_role_is_frozen_on_a_config_of_its_own(model: list[Any]) -> Non
     configs = {id(owner.config) for chunk in model for owner in (chunk, chunk.layer)}
     assert len(configs) == 1
     assert model[0].config.no_sync_func is None
-
-
-def test_the_policy_keeps_its_config() -> None:
-    policy = ModelParallelConfig(no_sync_func=len)
-    roles.freeze_role([Chunk(policy)], "judge")
-    assert policy.no_sync_func is len
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.frameworks import rollout_log_probs
+from megatron_rl_patches.frameworks.training import check_rollout_log_probs
 from megatron_rl_patches.reentry import training_warnings
 
 
@@ -21,7 +21,7 @@ def nothing_found() -> Iterator[None]:
 
 
 def check(**rollout: Any) -> list[str]:
-    rollout_log_probs.check([SimpleNamespace(rollout_data=rollout)])
+    check_rollout_log_probs([SimpleNamespace(rollout_data=rollout)])
     return training_warnings.reported()
 
 
@@ -82,5 +82,5 @@ def test_what_cannot_be_compared_is_left_alone(rollout: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("data_iterator", [None, [], [iter([])], iter([])])
 def test_other_iterators_are_left_alone(data_iterator: Any) -> None:
-    rollout_log_probs.check(data_iterator)
+    check_rollout_log_probs(data_iterator)
     assert training_warnings.reported() == []

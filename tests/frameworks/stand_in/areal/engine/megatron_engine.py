@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
@@ -11,10 +10,8 @@ from .registry import make_mcore_model
 
 
 class MegatronEngine:
-    def __init__(self, config: SimpleNamespace) -> None:
-        self.config = config
-        self.optimizer_config = config.optimizer
-        self.mcore_config = config.megatron
+    def __init__(self, config: Any) -> None:
+        self.config, self.optimizer_config, self.mcore_config = config, config.optimizer, config.megatron
 
     def initialize(self, addr: Any, ft_spec: Any) -> None:
         self.model = make_mcore_model(self.config.model_provider, self.mcore_config)

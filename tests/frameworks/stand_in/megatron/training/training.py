@@ -15,10 +15,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
+from steps import NO_SYNC, install_sync_functions, run_microbatches, update, zero_gradients
 
 from .checkpointing import save_checkpoint
 from .global_vars import get_args, get_timers
@@ -63,10 +63,6 @@ def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = Tru
         model_chunk.disable_forward_pre_hook(param_sync=param_sync)
 
 
-def one_or_all(functions: list[Any]) -> Any:
-    return functions[0] if len(functions) == 1 else functions
-
-
 def train_step(
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -78,26 +74,16 @@ def train_step(
     args, timers = get_args(), get_timers()
     rerun_state_machine = get_rerun_state_machine()
     while rerun_state_machine.should_run_forward_backward(data_iterator):
-        for model_chunk in model:
-            model_chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        losses_reduced = get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=args.num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
+        zero_gradients(model, optimizer)
+        losses_reduced: Losses = run_microbatches(
+            args, forward_step_func, data_iterator, model, args.num_microbatches
         )
     _, should_exit, _ = rerun_state_machine.should_checkpoint_and_exit()
     assert not should_exit
 
     timers("optimizer", log_level=1).start()
-    update_successful, _, _ = optimizer.step()
+    update(optimizer, opt_param_scheduler, args.num_microbatches * args.micro_batch_size)
     timers("optimizer").stop()
-    assert update_successful
-    opt_param_scheduler.step(increment=args.num_microbatches * args.micro_batch_size)
     return losses_reduced
 
 
@@ -144,15 +130,8 @@ def train(
     config.grad_scale_func = optimizer.scale_loss
     config.timers = timers
     if isinstance(model[0], DDP) and args.overlap_grad_reduce:
-        assert config.no_sync_func is None, (
-            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
-            "a custom no_sync_func is not supported when overlapping grad-reduce"
-        )
-        config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
-        if args.align_grad_reduce:
-            config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
-    if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
+        assert config.no_sync_func is None, NO_SYNC
+        install_sync_functions(config, model)
     config.finalize_model_grads_func = finalize_model_grads
 
     timers("interval-time", log_level=0).start(barrier=True)
@@ -176,57 +155,6 @@ def train(
             pre_hook_enabled = True
         iteration += 1
 
-        if args.eval_interval and iteration % args.eval_interval == 0:
-            timers("interval-time").stop()
-            if should_disable_forward_pre_hook(args):
-                disable_forward_pre_hook(model)
-                pre_hook_enabled = False
-            timers("eval-time", log_level=0).start(barrier=True)
-            evaluate(forward_step_func, valid_data_iterator, model, process_non_loss_data_func, config)
-            timers("eval-time").stop()
-            if should_disable_forward_pre_hook(args):
-                enable_forward_pre_hook(model)
-                pre_hook_enabled = True
-            timers("interval-time", log_level=0).start(barrier=True)
-
-        if args.save_interval and iteration % args.save_interval == 0:
-            save_checkpoint_and_time(
-                iteration, model, optimizer, opt_param_scheduler, 0.0, checkpointing_context
-            )
-
     if pre_hook_enabled:
         disable_forward_pre_hook(model)
     return iteration, 0.0
-
-
-def evaluate(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Sequence[DDP],
-    process_non_loss_data_func: Any,
-    config: Any,
-) -> Losses:
-    args, timers = get_args(), get_timers()
-    timers("evaluate", log_level=0).start(barrier=True)
-    for model_module in model:
-        model_module.eval()
-    rerun_state_machine = get_rerun_state_machine()
-    rerun_mode = rerun_state_machine.get_mode()
-    rerun_state_machine.set_mode(RerunMode.DISABLED)
-    with torch.no_grad():
-        config.timers = None
-        losses: Losses = get_forward_backward_func()(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=args.num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=True,
-        )
-        config.timers = timers
-    for model_module in model:
-        model_module.train()
-    timers("evaluate").stop()
-    rerun_state_machine.set_mode(rerun_mode)
-    return losses

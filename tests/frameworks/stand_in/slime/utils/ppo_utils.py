@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from naive_entropy import NaiveEntropy
+from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
@@ -14,10 +14,6 @@ def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Ten
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     return -fused_vocab_parallel_cross_entropy(logits.unsqueeze(1), tokens.unsqueeze(1), process_group)
-
-
-def compute_entropy_from_logits(logits: Tensor, process_group: Any) -> Tensor:
-    return NaiveEntropy.apply(logits, process_group)  # type: ignore[no-any-return]
 
 
 def calculate_log_probs_and_entropy(
@@ -31,5 +27,5 @@ def calculate_log_probs_and_entropy(
     entropy = None
     if with_entropy:
         with nullcontext() if need_entropy_grad else torch.no_grad():
-            entropy = compute_entropy_from_logits(logits.clone(), tp_group)
+            entropy = NaiveEntropy.apply(logits.clone(), tp_group)
     return compute_log_probs(logits.clone(), tokens, tp_group), entropy

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import rl_framework
-from megatron.training.checkpointing import load_checkpoint as _load_checkpoint_megatron
 from megatron.training.checkpointing import save_checkpoint
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
-def load_checkpoint(
-    ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any
-) -> tuple[int, int]:
-    return rl_framework.load_checkpoint(
-        _load_checkpoint_megatron, ddp_model, optimizer, opt_param_scheduler, **options
-    )
+def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any) -> Any:
+    return rl_framework.load_checkpoint(ddp_model, optimizer, opt_param_scheduler, **options)

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import rl_framework
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.enums import ModelType
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
     enable_forward_pre_hook,
     get_model,
-    one_or_all,
     should_disable_forward_pre_hook,
 )
 from rl_framework import train_one_step
+from steps import NO_SYNC, install_sync_functions
 
 from ..training_utils.data import get_batch
 from .checkpoint import load_checkpoint, save_checkpoint
-
-
-class TrainStepOutcome(Enum):
-    NORMAL = "normal"
-    DISCARDED_SHOULD_RETRY = "discarded"
 
 
 def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -39,11 +33,8 @@ def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tup
     model = get_model(args.model_provider, ModelType.encoder_or_decoder)
     if args.debug_disable_optimizer:
         return model, None, None
-
-    config = rl_framework.optimizer_config(args)
-    optimizer = get_megatron_optimizer(config=config, model_chunks=model, use_gloo_process_groups=False)
-    opt_param_scheduler = get_optimizer_param_scheduler(args, optimizer)
-    return model, optimizer, opt_param_scheduler
+    optimizer = rl_framework.make_optimizer(args, model)
+    return model, optimizer, get_optimizer_param_scheduler(args, optimizer)
 
 
 def initialize_model_and_optimizer(
@@ -73,23 +64,16 @@ def train(
     num_rollouts: Sequence[int],
     witness_info: Any,
     attempt: int,
-    ft_test_action_executor: Any = None,
-) -> TrainStepOutcome:
+) -> str:
     args = get_args()
     config = rl_framework.begin_rollout(model, optimizer, data_iterator)
     if isinstance(model[0], DDP) and args.overlap_grad_reduce:
-        assert config.no_sync_func is None, (
-            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
-            "a custom no_sync_func is not supported when overlapping grad-reduce"
-        )
-        config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
-        if args.align_grad_reduce:
-            config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
-    if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
-    state = args, model, optimizer, opt_param_scheduler
-    rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, num_rollouts)
-    return TrainStepOutcome.NORMAL
+        assert config.no_sync_func is None, NO_SYNC
+        install_sync_functions(config, model)
+    state = args, data_iterator, model, optimizer, opt_param_scheduler
+    sizes = zip(num_microbatches, num_rollouts, strict=True)
+    rl_framework.train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
+    return "normal"
 
 
 def forward_only(
@@ -105,25 +89,10 @@ def forward_only(
     return rl_framework.forward_only(get_batch, f, *state, store_prefix, collect_non_loss_data=True)
 
 
-def save(
-    iteration: int,
-    model: Sequence[DDP],
-    optimizer: Any,
-    opt_param_scheduler: Any,
-    checkpointing_context: Any = None,
-    non_persistent_ckpt: bool = False,
-) -> None:
+def save(iteration: int, model: Sequence[DDP], optimizer: Any, opt_param_scheduler: Any) -> None:
     args = get_args()
     if should_disable_forward_pre_hook(args):
         disable_forward_pre_hook(model)
-    save_checkpoint(
-        iteration,
-        model,
-        optimizer,
-        opt_param_scheduler,
-        num_floating_point_operations_so_far=0,
-        checkpointing_context=checkpointing_context,
-        non_persistent_ckpt=non_persistent_ckpt,
-    )
+    save_checkpoint(iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far=0)
     if should_disable_forward_pre_hook(args):
         enable_forward_pre_hook(model)

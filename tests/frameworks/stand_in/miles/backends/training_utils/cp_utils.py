@@ -1,11 +1,13 @@
-"""In the shape of miles: as slime's, of the groups that the trainer has set."""
+"""In the shape of miles: context parallelism, zigzag or all-gather, on the groups that the trainer has set.
+
+A rank without tokens of a sample has a placeholder that requires grad, also where other ranks' values do not.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from .parallel import get_parallel_state
 
 
 def slice_log_prob_with_cp(log_prob: Tensor, total_length: int, response_length: int) -> Tensor:
+    """Chunks ``r`` and ``2 * size - 1 - r`` of the sequence are on rank ``r``."""
     cp = get_parallel_state().cp
     chunk_length = -(-total_length // (2 * cp.size))
     rows = torch.arange(total_length - response_length - 1, total_length - 1)
@@ -27,7 +30,6 @@ def allgather_cp_redistribute(
     args: Any,
     total_lengths: list[int],
     response_lengths: list[int],
-    max_seq_lens: list[int] | None = None,
 ) -> None:
     cp = get_parallel_state().cp
     first = cp.rank * logits.size(1)
@@ -40,10 +42,6 @@ def allgather_cp_redistribute(
             else:
                 whole.append(torch.nn.functional.pad(value, (before, response - before - len(value))))
             start += total
-        gathered = dist.nn.all_reduce(torch.cat(whole), group=cp.group)
-        res[key] = [
-            slice_log_prob_with_cp(value, total, response)
-            for value, total, response in zip(
-                gathered.split(response_lengths), total_lengths, response_lengths, strict=True
-            )
-        ]
+        gathered = torch.distributed.nn.all_reduce(torch.cat(whole), group=cp.group).split(response_lengths)
+        samples = zip(gathered, total_lengths, response_lengths, strict=True)
+        res[key] = [slice_log_prob_with_cp(*sample) for sample in samples]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-import torch
+from loss_parts import as_megatron_expects, custom_loss
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -20,12 +19,9 @@ def loss_function(
     apply_megatron_loss_scaling: bool = False,
     num_rollouts: int | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    home, _, name = args.custom_loss_function_path.rpartition(".")
-    function = getattr(importlib.import_module(home), name)
+    function = custom_loss(args)
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits)
     else:
         loss, log = function(args, batch, logits)
-    if args.allgather_cp:
-        loss = loss + 0 * logits.sum()
-    return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}
+    return as_megatron_expects(loss, log)

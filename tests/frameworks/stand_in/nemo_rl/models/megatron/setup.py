@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,27 +9,19 @@ from megatron.bridge.models.model_provider import get_model
 from megatron.bridge.training.setup import _update_model_config_funcs
 
 
-def finalize_megatron_setup(megatron_cfg: SimpleNamespace, model: Any, optimizer: Any) -> None:
-    _update_model_config_funcs(
-        [model],
-        megatron_cfg.model,
-        megatron_cfg.ddp,
-        optimizer,
-        align_grad_reduce=megatron_cfg.dist.align_grad_reduce,
-    )
+def finalize_megatron_setup(megatron_cfg: Any, model: Any, optimizer: Any) -> None:
+    _update_model_config_funcs([model], megatron_cfg.model, megatron_cfg.ddp, optimizer)
 
 
 def setup_model_and_optimizer(
-    policy_cfg: dict[str, Any], megatron_cfg: SimpleNamespace, load_optimizer: bool = True
+    policy_cfg: dict[str, Any], megatron_cfg: Any, load_optimizer: bool = True
 ) -> tuple[Any, Any]:
-    fsdp2 = megatron_cfg.dist.use_torch_fsdp2
-    model = get_model(megatron_cfg.model, megatron_cfg.ddp, use_torch_fsdp2=fsdp2, pg_collection=None)
+    model = get_model(megatron_cfg.model, megatron_cfg.ddp, megatron_cfg.dist.use_torch_fsdp2)
     return model, policy_cfg["optimizer"] if load_optimizer else None
 
 
-def setup_reference_model_state(config: dict[str, Any], megatron_cfg: SimpleNamespace) -> dict[str, Any]:
-    fsdp2 = megatron_cfg.dist.use_torch_fsdp2
-    model = get_model(megatron_cfg.model, megatron_cfg.ddp, use_torch_fsdp2=fsdp2, pg_collection=None)
+def setup_reference_model_state(config: dict[str, Any], megatron_cfg: Any) -> dict[str, Any]:
+    model = get_model(megatron_cfg.model, megatron_cfg.ddp, megatron_cfg.dist.use_torch_fsdp2)
     config["built"](model)
     state_dict = model[0].state_dict().items()
     return {name: item.detach().clone() for name, item in state_dict if isinstance(item, torch.Tensor)}

@@ -1,53 +1,16 @@
-"""In the shape of slime between v0.2.4 and v0.3.0: all rows at once, slices of the results.
-
-Its redistribution gives a rank without tokens a placeholder that requires grad, also where the other ranks'
-values do not.
-"""
+"""In the shape of slime up to v0.3.0: all rows at once, slices of the results."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.nn
+from loss_parts import as_megatron_expects, custom_loss
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...utils.ppo_utils import calculate_log_probs_and_entropy
-from .cp_utils import slice_log_prob_with_cp
-
-
-def _allgather_cp_redistribute(
-    res: dict[str, list[Tensor]],
-    *,
-    logits_local_len: int,
-    args: Any,
-    total_lengths: list[int],
-    response_lengths: list[int],
-    max_seq_lens: list[int] | None = None,
-) -> None:
-    first = mpu.get_context_parallel_rank() * logits_local_len
-    for key, values in res.items():
-        whole, start = [], 0
-        for value, total, response in zip(values, total_lengths, response_lengths, strict=True):
-            begins = start + total - response - 1
-            before = min(max(first - begins, 0), response)
-            if len(value) == 0:
-                whole.append(torch.zeros(response, dtype=value.dtype, requires_grad=True))
-            else:
-                after = response - before - len(value)
-                whole.append(torch.nn.functional.pad(value, (before, after)))
-            start += total
-        gathered = dist.nn.all_reduce(torch.cat(whole), group=mpu.get_context_parallel_group())
-        res[key] = [
-            slice_log_prob_with_cp(value, total, response)
-            for value, total, response in zip(
-                gathered.split(response_lengths), total_lengths, response_lengths, strict=True
-            )
-        ]
 
 
 def get_log_probs_and_entropy(
@@ -59,13 +22,11 @@ def get_log_probs_and_entropy(
     response_lengths: list[int],
     with_entropy: bool = False,
     non_loss_data: bool = True,
-    max_seq_lens: list[int] | None = None,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     logits = logits.squeeze(0)
     if args.rollout_temperature != 1.0:
         logits = logits / args.rollout_temperature
-    first = mpu.get_context_parallel_rank() * len(logits)
-    tokens = torch.cat([tokens.roll(-1) for tokens in unconcat_tokens])[first : first + len(logits)]
+    tokens = torch.cat([tokens.roll(-1) for tokens in unconcat_tokens])
     log_probs, entropies = calculate_log_probs_and_entropy(
         logits,
         tokens,
@@ -74,33 +35,22 @@ def get_log_probs_and_entropy(
         chunk_size=args.log_probs_chunk_size,
         need_entropy_grad=with_entropy and args.entropy_coef != 0,
     )
-    spans, start = [], -first
+    spans, end = [], 0
     for total, response in zip(total_lengths, response_lengths, strict=True):
-        start += total
-        spans.append(slice(max(start - response - 1, 0), max(start - 1, 0)))
+        end += total
+        spans.append(slice(end - response - 1, end - 1))
     res = {"log_probs": [log_probs.squeeze(-1)[span] for span in spans]}
     if entropies is not None:
         res["entropy"] = [entropies[span] for span in spans]
-    if args.allgather_cp:
-        _allgather_cp_redistribute(
-            res,
-            logits_local_len=len(logits),
-            args=args,
-            total_lengths=total_lengths,
-            response_lengths=response_lengths,
-        )
     return torch.empty(0), res
 
 
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    home, _, name = args.custom_loss_function_path.rpartition(".")
-    function = getattr(importlib.import_module(home), name)
+    function = custom_loss(args)
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits, use_reentrant=False)
     else:
         loss, log = function(args, batch, logits)
-    if args.allgather_cp:
-        loss = loss + 0 * logits.sum()
-    return loss, torch.tensor(1), {"keys": list(log), "values": torch.tensor([1.0, *log.values()])}
+    return as_megatron_expects(loss, log)

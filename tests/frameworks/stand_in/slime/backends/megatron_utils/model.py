@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import rl_framework
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.enums import ModelType
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
     enable_forward_pre_hook,
     get_model,
-    one_or_all,
     should_disable_forward_pre_hook,
 )
 from rl_framework import train_one_step
+from steps import NO_SYNC, install_sync_functions
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import get_batch
@@ -36,14 +36,8 @@ def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tup
     if args.num_rollout == 0:
         args.no_load_optim = True
         return model, None, None
-
-    config = rl_framework.optimizer_config(args)
-    optimizer = get_megatron_optimizer(config=config, model_chunks=model, use_gloo_process_groups=False)
-    if args.use_stateless_adam:
-        for megatron_optimizer in getattr(optimizer, "chained_optimizers", [optimizer]):
-            megatron_optimizer.init_state_fn = lambda *unused: None
-    opt_param_scheduler = get_optimizer_param_scheduler(args, optimizer)
-    return model, optimizer, opt_param_scheduler
+    optimizer = rl_framework.make_optimizer(args, model)
+    return model, optimizer, get_optimizer_param_scheduler(args, optimizer)
 
 
 def initialize_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any, int]:
@@ -67,17 +61,11 @@ def train(
     args = get_args()
     config = rl_framework.begin_rollout(model, optimizer, data_iterator)
     if isinstance(model[0], DDP) and args.overlap_grad_reduce:
-        assert config.no_sync_func is None, (
-            "When overlap_grad_reduce is True, config.no_sync_func must be None; "
-            "a custom no_sync_func is not supported when overlapping grad-reduce"
-        )
-        config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
-        if args.align_grad_reduce:
-            config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
-    if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = one_or_all([model_chunk.start_param_sync for model_chunk in model])
-    state = args, model, optimizer, opt_param_scheduler
-    rl_framework.train_steps(train_one_step, *state, data_iterator, num_microbatches, global_batch_sizes)
+        assert config.no_sync_func is None, NO_SYNC
+        install_sync_functions(config, model)
+    state = args, data_iterator, model, optimizer, opt_param_scheduler
+    sizes = zip(num_microbatches, global_batch_sizes, strict=True)
+    rl_framework.train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
 
 
 def forward_only(

@@ -11,9 +11,8 @@ class DistributedDataParallel:
         assert self.use_forward_hook
         assert len(self.remove_forward_pre_hook_handles) == 0
         for module in self.module.modules():
-            self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(
-                self._make_forward_pre_hook()
-            )
+            handle = module.register_forward_pre_hook(lambda *unused: None)
+            self.remove_forward_pre_hook_handles[module] = handle
 
     def disable_forward_pre_hook(self, param_sync: bool = True):
         assert self.use_forward_hook
@@ -28,9 +27,3 @@ class DistributedDataParallel:
 
     def start_param_sync(self, *unused, force_sync: bool = False, force_dispatch: bool = False):
         pass
-
-    def _make_forward_pre_hook(self):
-        def hook(module, *unused):
-            pass
-
-        return hook

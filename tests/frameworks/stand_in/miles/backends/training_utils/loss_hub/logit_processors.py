@@ -20,7 +20,6 @@ def get_responses(
     unconcat_tokens: list[Tensor],
     total_lengths: list[int],
     response_lengths: list[int],
-    max_seq_lens: list[int] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     assert logits.dtype in (torch.float32, torch.bfloat16)
     logits = logits.squeeze(0)
@@ -47,7 +46,6 @@ def get_log_probs_and_entropy(
     with_entropy: bool = False,
     entropy_requires_grad: bool = True,
     non_loss_data: bool = True,
-    max_seq_lens: list[int] | None = None,
 ) -> dict[str, list[Tensor]]:
     res: dict[str, list[Any]] = {"log_probs": [], "entropy": []}
     for logits_chunk, tokens_chunk in get_responses(

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from naive_entropy import NaiveEntropy
+from loss_parts import NaiveEntropy
 from torch import Tensor
 
 

@@ -1,0 +1,344 @@
+"""Log-probabilities of given tokens of logits split over the vocabulary, and of all others together.
+
+For logits ``x`` of a row, a temperature ``T`` and ids ``S``, with ``p = softmax(x / T)``::
+
+    log_prob of id   = log p[id]                   d / dx = (onehot(id) - p) / T
+    tail_log_prob    = log(sum of p outside S)     d / dx = (p / tail outside S - p) / T
+
+The tail has a softmax of its own, see :mod:`.topk`. Tensor parallel ranks exchange what belongs to the ids
+once; backward needs no collective, since a rank's gradient is the whole derivative by its own logits.
+
+Elsewhere: slime#2033 sums log-probs with a collective that has no backward (right at TP 1 only); NeMo-RL has
+no tail; OpenClaw-RL computes a cross entropy for each of k ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arguments import VocabParallelOptions, valid_indices
+from .autograd import LogitFunction, Tensors
+from .deferred import checked_source
+from .distributions import NO_ENTRY
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
+from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, block_statistics, stretches
+from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
+
+_MINUS_INF = float("-inf")
+
+
+@overload
+def vocab_parallel_log_probs_at(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Tensor | slice | None = None,
+    temperature: float = 1.0,
+    with_tail: Literal[False] = False,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_log_probs_at(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Tensor | slice | None = None,
+    temperature: float = 1.0,
+    with_tail: Literal[True],
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def vocab_parallel_log_probs_at(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    tp_group: dist.ProcessGroup | None = None,
+    rows: Tensor | slice | None = None,
+    temperature: float = 1.0,
+    with_tail: bool = False,
+    inplace_backward: bool = False,
+    block_bytes: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return log-probabilities of given tokens of each selected row, and of all others together.
+
+    The result is differentiable.
+    For backward it keeps the logits themselves, the ids and a few numbers per row. Backward allocates the
+    gradient and a block of rows, or with ``inplace_backward`` the block alone, whatever ``K`` is.
+
+    Args:
+        logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature``, ``inplace_backward`` and
+            ``block_bytes`` too are those of :func:`vocab_parallel_log_probs`.
+        indices: token ids ``[n, K]`` in the whole vocabulary, of the selected rows, the same on all ranks. An
+            id may occur twice in a row; its probability counts once. -100 is no id at all, so that rows of
+            fewer can be filled up: log-probability -inf and no gradient.
+        with_tail: also return the log-probability of the vocabulary without the ids. In float32 its relative
+            error is below 5e-6, however small the tail is.
+
+    Returns:
+        ``[n, K]``, or this and ``[n]``, in float32 (float64 for float64 logits), the same bits on all ranks
+        of ``tp_group``. A tail without any token is -inf and has no gradient. NaN and +inf make NaN of their
+        row, its tail included.
+
+    Raises:
+        InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
+            all-reduce of ``K + 2 * tp`` numbers per row), except that refusals of ``inplace_backward`` travel
+            with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows``
+            are checked by the device. In backward: the logits were overwritten since forward.
+    """
+    options = VocabParallelOptions(
+        tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
+    )
+    source, options = checked_source(logits, rows, None, options)
+    indices = valid_indices(indices, source, options)
+    log_probs, log_tail = _LogProbsAt(options, source.claim()).apply(source, indices=indices)
+    return (log_probs, log_tail) if with_tail else log_probs
+
+
+class _LogProbsAt(LogitFunction):
+    """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail."""
+
+    def __init__(self, options: VocabParallelOptions, claim: StorageClaim) -> None:
+        self._options, self._claim = options, claim
+
+    def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        indices, options = tensors["indices"], self._options
+        local = reduced(self._statistics_of_tiles(source, indices), self._merged)
+        # Until the loop, log_probs holds the logits at the ids.
+        log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
+        local_tail = local[-2:].clone()
+        tail = self._sum_over_ranks(log_probs, local_tail)
+        max_logit = tail.new_empty(source.n)
+        log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
+        log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
+        for block in blocks_of_rows(log_probs, indices.shape[1], options):
+            at_ids = log_probs[block].masked_fill(indices[block] < 0, _MINUS_INF)
+            highest = torch.maximum(at_ids.amax(1), tail[:, 0, block].amax(0))[:, None].double()
+            z = (at_ids.double() - highest) / options.temperature
+            inside = z.masked_fill(_repeated_or_none(indices[block]), _MINUS_INF)
+            outside = log_masses(tail[:, :, block].unbind(1), highest, options.temperature)
+            total, log_tail[block] = total_and_tail(inside, outside)
+            max_logit[block], log_sum_exp[block] = highest.squeeze(1), total.squeeze(1)
+            tail_max_weight[block] = _weight_in_tail(tail[:, :, block], options)
+            log_probs[block] = (z - total).masked_fill(indices[block] < 0, _MINUS_INF)
+        of_rows = {
+            "tail_max": local_tail[0],
+            "tail_max_weight": tail_max_weight,
+            "max_logit": max_logit,
+            "log_sum_exp": log_sum_exp,
+            "log_tail": log_tail,
+        }
+        # The caller may change the returned tensors, so none of them is a saved tensor.
+        return [log_probs, log_tail.to(source.dtype, copy=True)], {"indices": indices, **of_rows}
+
+    def gradients(
+        self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
+    ) -> Inputs:
+        indices, log_tail, options = saved.pop("indices"), saved["log_tail"], self._options
+        grad_log_probs, grad_log_tail = gradients
+        zero = saved["tail_max"].new_zeros(())
+        g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
+        h = zero if grad_log_tail is None else grad_log_tail
+        h = torch.where(log_tail == _MINUS_INF, zero, h)  # an empty tail is constant
+        has_grad = ((g != 0) & (indices >= 0)).any(1) | (h != 0)
+        ids = _Ids(indices, options.tp_rank * source.width)
+        of_rows = _Gradients(**saved, g=g, h=h, has_grad=has_grad)
+
+        def of_tile(tile: Tile, in_place: bool) -> Tensor:
+            part = _Gradients(*(value[tile.rows] for value in of_rows))
+            return _gradient(tile.logits, ids.in_tile(tile), part, options.temperature, in_place)
+
+        return source.gradients(of_tile, needed)
+
+    def _statistics_of_tiles(self, source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
+        ids = _Ids(indices, self._options.tp_rank * source.width)
+        for tile in source.tiles():
+            logits, tail = _statistics(tile.logits, ids.in_tile(tile), self._options.temperature)
+            yield tile.rows, torch.cat([logits.T, tail])
+
+    def _merged(self, parts: Sequence[Tensor]) -> Tensor:
+        tail = merged_tail([part[-2:] for part in parts], self._options.temperature)
+        return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
+
+    def _sum_over_ranks(self, logits: Tensor, tail: Tensor) -> Tensor:
+        """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
+
+        This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks
+        have the same bits.
+        """
+        options, claim, size = self._options, self._claim, self._options.tp_size
+        marker = claim.marker(logits, int(claim.asked_for))
+        if size == 1:
+            if claim.asked_for:
+                claim.check(marker)
+            return tail[None]
+        sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(marker)))])
+        tails, markers = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(marker)])
+        tails.view(size, *tail.shape)[options.tp_rank] = tail
+        markers.view(size, -1)[options.tp_rank] = marker
+        dist.all_reduce(sent, group=options.tp_group)
+        if claim.asked_for:
+            claim.check(markers)
+        logits.copy_(sent[: logits.numel()].view_as(logits))
+        return tails.view(size, *tail.shape).clone()
+
+
+def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
+    """Return the probability of this rank's largest tail logit within all tails ``[tp, 2, rows]``."""
+    max_logit = tails[:, 0].amax(0)[:, None].double()
+    masses = log_masses(tails.unbind(1), max_logit, options.temperature)
+    z = (tails[options.tp_rank, 0].double() - max_logit[:, 0]) / options.temperature
+    return (z - masses.logsumexp(1)).exp()
+
+
+def _repeated_or_none(indices: Tensor) -> Tensor:
+    """Return a mask of the entries that must not be counted, bool ``[n, K]``.
+
+    These are negative ids, and all but one occurrence of an id that its row contains several times.
+    """
+    ids, order = indices.sort(1)
+    repeated = ids < 0
+    repeated[:, 1:] |= ids[:, 1:] == ids[:, :-1]
+    return torch.empty_like(repeated).scatter_(1, order, repeated)
+
+
+# --- one block of rows after the other
+
+
+class _Ids(NamedTuple):
+    """Token ids ``[n, K]``, negative for none; ``start`` is the id of the first column here."""
+
+    indices: Tensor
+    start: int
+
+    def in_tile(self, tile: Tile) -> _Ids:
+        return _Ids(self.indices[tile.rows], self.start + tile.columns.start)
+
+    def columns(self, block: slice, width: int) -> _Columns:
+        column = self.indices[block] - self.start
+        is_local = (column >= 0) & (column < width)
+        any_local = torch.where(is_local, column, -1).amax(1, keepdim=True)
+        return _Columns(is_local, torch.where(is_local, column, any_local).clamp(min=0), any_local >= 0)
+
+
+class _Columns(NamedTuple):
+    """Local columns for the token ids of one block of rows.
+
+    An id of another rank is given the column of a local id of the same row, so that reading and writing all
+    ``K`` columns touches local ids only. A row without a local id is given column 0, which :meth:`put` leaves
+    as it is.
+    """
+
+    is_local: Tensor  # [rows, K]
+    column: Tensor  # [rows, K]
+    any_local: Tensor  # [rows, 1]
+
+    def put(self, block: Tensor, value: Tensor | float) -> None:
+        """Write one value per column; ids that share a column must have the same value."""
+        unchanged = block.gather(1, self.column)
+        block.scatter_(1, self.column, torch.where(self.any_local, value, unchanged))
+
+    def summed(self, block: Tensor, value: Tensor) -> Tensor:
+        """Return for each id the sum of the values of all ids in its column; the block is scratch memory."""
+        block.scatter_(1, self.column, 0.0)
+        block.scatter_add_(1, self.column, torch.where(self.is_local, value, 0.0).to(block.dtype))
+        return block.gather(1, self.column)
+
+
+def _statistics(rows: SelectedRows, ids: _Ids, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the logits at the ids, ``[n, K]``, 0 for those of other ranks; the tail as in :mod:`.topk`."""
+    logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
+    tail = logits.new_empty((2, rows.n))
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=2)
+    scratch = rows.scratch(blocks, 2)
+    for block in blocks:
+        work, spare = scratch[:, : block.stop - block.start]
+        x = rows.read(block, work)
+        if x is not work:
+            work.copy_(x)
+        columns = ids.columns(block, work.shape[1])
+        logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
+        columns.put(work, _MINUS_INF)
+        max_logit, sum_exp_minus_1 = block_statistics(
+            stretches(work), None, divisor, False, stretches(spare)[None]
+        )
+        tail[0, block], tail[1, block] = max_logit, sum_exp_minus_1
+    return logits, tail
+
+
+class _Gradients(NamedTuple):
+    """The values per row, over the whole vocabulary, from which the gradient of the logits is computed.
+
+    With ``g`` and ``h`` the gradients of the log-probabilities and of the tail's log-probability::
+
+        d / dx = (sum of g at its ids - p * (sum of all g + h) + h * p / tail if in the tail) / temperature
+    """
+
+    tail_max: Tensor  # [n], the largest logit of this rank's tail, -inf where the tail is empty
+    tail_max_weight: Tensor  # [n] float64, the probability of that logit within the tail of all ranks
+    max_logit: Tensor  # [n], the largest logit of all: differences to it keep digits that large logits lack
+    log_sum_exp: Tensor  # [n] float64, of (x - max_logit) / temperature
+    log_tail: Tensor  # [n] float64, log-probability of the tail
+    g: Tensor  # [n, K]
+    h: Tensor  # [n]
+    has_grad: Tensor  # [n] bool: g or h is not zero. Other rows get a gradient of 0, even if they hold NaN
+
+    def of_tail(self, block: slice, g_total: Tensor, temperature: float) -> tuple[SoftmaxGradient, Tensor]:
+        """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""
+        log_tail, h, tail_max = self.log_tail[block], self.h[block].double(), self.tail_max[block]
+        # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
+        is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
+        has_gradient = self.has_grad[block] & ~is_empty
+        a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
+        return (tail_max[:, None], a.to(tail_max.dtype)[:, None], None), has_gradient[:, None]
+
+    def at_ids(
+        self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, temperature: float
+    ) -> Tensor:
+        """Return the gradient at the ids ``[rows, K]``, float64."""
+        max_logit, log_sum_exp = self.max_logit[block, None].double(), self.log_sum_exp[block, None]
+        log_p = (logits.double() - max_logit) / temperature - log_sum_exp
+        of_others = (g_total + self.h[block])[:, None] - g_at_ids
+        # 1 - p, accurate when p is near 1
+        gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / temperature
+        return torch.where(self.has_grad[block, None], gradient, 0.0)
+
+
+def _gradient(
+    rows: SelectedRows, ids: _Ids, gradients: _Gradients, temperature: float, in_place: bool
+) -> Tensor:
+    """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected."""
+    gradient = rows.new_gradient(in_place)
+    divisor = rows.scalar(temperature)
+    blocks = rows.blocks(buffers=1)
+    scratch = rows.scratch(blocks, int(not rows.can_be_viewed))
+    for block in blocks:
+        x, work = rows.read_and_write_views(gradient, block, scratch[:, : block.stop - block.start])
+        if work is not x:
+            work.copy_(x)
+        columns = ids.columns(block, work.shape[1])
+        logits = work.gather(1, columns.column)
+        g = torch.where(ids.indices[block] < 0, 0.0, gradients.g[block])
+        g_total = g.sum(1, dtype=torch.float64)
+        g_at_ids = columns.summed(work, g).double()
+        work.scatter_(1, columns.column, torch.where(columns.any_local, _MINUS_INF, logits))
+        of_tail, has_grad = gradients.of_tail(block, g_total, temperature)
+        block_gradient(work, work, of_tail, NO_SOFTMAX, None, has_grad, divisor, work[None])
+        values = gradients.at_ids(block, logits, g_at_ids, g_total, temperature)
+        columns.put(work, values.to(work.dtype))
+        rows.write(gradient, block, work)
+    return gradient

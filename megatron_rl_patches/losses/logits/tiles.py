@@ -1,0 +1,319 @@
+"""The tiles of an output layer's logits, and the gradients of hidden states and weight from those of tiles.
+
+A tile of logits is one matrix product of the selected hidden states with some rows of the weight. Forward
+reads it and forgets it; backward multiplies again, turns the tile into its gradient in place, and multiplies
+that once for the hidden states and once for the weight. So memory is one tile, whatever the vocabulary is.
+
+Tiles have all selected rows and few columns where they can: the weight's gradient of a tile is then complete,
+and the sum over tiles, which the gradient of the hidden states is, has few terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .arguments import check_integer
+from .autograd import LogitFunction, Tensors, without_autocast
+from .overwriting import StorageClaim
+from .rows import Inputs, LogitSource, RowIndex, SelectedRows, Tile, TileGradient, ranges
+
+_MIB = 1 << 20
+_FEWEST_COLUMNS = 1024
+# Larger tiles have a multiple of so many columns, see softmax.stretches.
+_ALIGNMENT = 256
+# Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
+# to float32 at a time.
+_CONVERTED_COLUMNS = 512
+# Where torch has such a product, so large a part of it is computed at a time.
+_HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+_PRODUCT_BYTES = 128 * _MIB
+
+
+class MainGradient(Protocol):
+    """A buffer of its own for a weight's gradient, as Megatron's ``main_grad``."""
+
+    def buffer(self) -> Tensor | None:
+        """Return the tensor ``[V / tp, h]`` to add to, or ``None`` if the gradient goes to autograd."""
+
+    def added(self) -> Tensor | None:
+        """Return what autograd gets in place of the gradient, which has been added to the buffer."""
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """How much memory the tiles of an output layer may take.
+
+    Attributes:
+        tile_bytes: size of a tile; ``None``: 64 MiB on a CPU and 512 MiB on a GPU.
+        keep_bytes: size of all tiles that forward keeps for backward, which need not be computed again.
+        main_gradient: where the weight's gradient goes; ``None``: to autograd.
+    """
+
+    tile_bytes: int | None = None
+    keep_bytes: int = 0
+    main_gradient: MainGradient | None = None
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, lowest, "a number of bytes")
+
+    def elements(self, like: Tensor) -> int:
+        """Return how many logits of a dtype and a device one tile has."""
+        default = 64 * _MIB if like.device.type == "cpu" else 512 * _MIB
+        return max((self.tile_bytes or default) // like.element_size(), 1)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLayerRows(LogitSource):
+    """Rows of the logits ``hidden @ weight.T + bias`` of an output layer, which exist one tile at a time.
+
+    Attributes:
+        hidden: ``[T, h]``.
+        weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
+        keeps_tiles: whether tiles may be kept for a backward.
+        kept_tiles: the tiles that have been kept, by their first row and column.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: RowIndex
+    options: TileOptions
+    block_bytes: int | None = None
+    inplace_backward: bool = False
+    keeps_tiles: bool = False
+    kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    names = {  # noqa: RUF012
+        "hidden": "the hidden states",
+        "weight": "the weight of the output layer",
+        "bias": "its bias",
+    }
+
+    @property
+    def width(self) -> int:
+        return len(self.weight)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the weight has to be copied to the device; a tile's part of it is no larger than a tile."""
+        return self.weight.device != self.hidden.device
+
+    @property
+    def is_frozen(self) -> bool:
+        has_bias_gradient = self.bias is not None and self.bias.requires_grad
+        return (
+            self.keeps_tiles
+            and self.hidden.requires_grad
+            and not (self.weight.requires_grad or has_bias_gradient)
+        )
+
+    def claim(self) -> StorageClaim:
+        return StorageClaim(self.inplace_backward)
+
+    def tiles(self) -> Iterator[Tile]:
+        hidden_nh = self.selected_hidden()
+        row_ranges, column_ranges = self.cut(self.n, self.width)
+        size = row_ranges[0].stop * column_ranges[0].stop
+        buffer: Tensor | None = None
+        left = self.options.keep_bytes if self.keeps_tiles else 0
+        for columns in column_ranges:
+            weight, bias = self._layer(columns)
+            for rows in row_ranges:
+                shape = rows.stop - rows.start, columns.stop - columns.start
+                place = rows.start, columns.start
+                logits = self.kept_tiles.pop(place, None)
+                if logits is None:
+                    left -= shape[0] * shape[1] * hidden_nh.element_size()
+                    if left >= 0:
+                        logits = self.kept_tiles[place] = hidden_nh.new_empty(shape)
+                    else:
+                        buffer = hidden_nh.new_empty(size) if buffer is None else buffer
+                        logits = buffer[: shape[0] * shape[1]].view(shape)
+                    if bias is None:
+                        torch.mm(hidden_nh[rows], weight.T, out=logits)
+                    else:
+                        torch.addmm(bias, hidden_nh[rows], weight.T, out=logits)
+                selected = SelectedRows(
+                    logits, slice(0, shape[0]), self.block_bytes, num_logits=self.n * self.width
+                )
+                yield Tile(selected, rows, columns)
+
+    def part(self, rows: slice, columns: slice) -> Tensor:
+        return torch.nn.functional.linear(self.selected_hidden()[rows], *self._layer(columns))
+
+    def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of some columns, on the device of the hidden states."""
+        # A copy to host memory must have ended before it is read.
+        is_gpu = self.hidden.device.type == "cuda"
+        weight = self.weight.detach()[columns].to(self.hidden.device, non_blocking=is_gpu)
+        bias = None if self.bias is None else self.bias.detach()[columns]
+        return weight, None if bias is None else bias.to(self.hidden.device, non_blocking=is_gpu)
+
+    def selected_hidden(self) -> Tensor:
+        """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""
+        hidden = self.hidden.detach()
+        return hidden[self.index] if isinstance(self.index, slice) else hidden.index_select(0, self.index)
+
+    def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
+        sums = _Gradients(self, needed)
+        for tile in self.tiles():
+            sums.add(tile.rows, tile.columns, compute(tile, True))
+        return sums.totals()
+
+    def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
+        """Return the gradients of the inputs from that of all logits ``[n, V / tp]``."""
+        sums = _Gradients(self, needed)
+        sums.add(slice(0, self.n), slice(0, self.width), gradient)
+        return sums.totals()
+
+    def spread(self, of_selected: Tensor) -> Tensor:
+        """Return the gradient of all hidden states ``[T, h]`` from that of the selected rows."""
+        of_selected = of_selected.to(self.hidden.dtype)
+        if self.n == len(self.hidden) and isinstance(self.index, slice):
+            return of_selected
+        gradient = torch.zeros_like(self.hidden)
+        if isinstance(self.index, Tensor):
+            return gradient.index_add_(0, self.index, of_selected)
+        gradient[self.index] = of_selected
+        return gradient
+
+    def select(
+        self, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False
+    ) -> OutputLayerRows:
+        return replace(super().select(index, block_bytes, inplace_backward), kept_tiles={})
+
+    def sharing(self, count: int) -> OutputLayerRows:
+        tile_bytes = self.options.elements(self.hidden) * self.hidden.element_size()
+        return replace(self, options=replace(self.options, tile_bytes=max(tile_bytes // count, 1)))
+
+    def keeping_tiles(self, keeps: bool) -> OutputLayerRows:
+        return replace(self, keeps_tiles=keeps)
+
+    def cut(self, n: int, width: int) -> tuple[list[slice], list[slice]]:
+        """Return the rows and the columns of the tiles of ``n`` rows and so many columns."""
+        elements = self.options.elements(self.hidden)
+        most_columns = max(elements // max(n, 1), min(elements, _FEWEST_COLUMNS))
+        if self.is_elsewhere:
+            most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
+        count = -(-width // most_columns)
+        columns = -(-width // count)
+        columns = min(-(-columns // _ALIGNMENT) * _ALIGNMENT if columns > _ALIGNMENT else columns, width)
+        rows = max(min(elements // columns, n), 1)
+        return ranges(n, rows) or [slice(0, 0)], ranges(width, columns)
+
+
+class _Gradients:
+    """Sums the gradients of hidden states, weight and bias over tiles."""
+
+    def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
+        self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), layer.selected_hidden()
+        needs_hidden, needs_weight, needs_bias = needed
+        main = layer.options.main_gradient
+        zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
+        self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
+        self._main = main.buffer() if main is not None and needs_weight else None
+        self._of_weight = torch.empty_like(self._weight) if needs_weight and self._main is None else None
+        self._of_columns: Tensor | None = None  # the weight's gradient of columns whose tiles are being added
+        self._of_bias = zeros(layer.width, dtype=dtype) if needs_bias else None
+
+    def add(self, rows: slice, columns: slice, gradient: Tensor) -> None:
+        """Add what the gradient ``[rows, columns]`` of a tile contributes."""
+        if self._of_hidden is not None:
+            add_product(self._of_hidden[rows], gradient, self._weight[columns], may_round=True)
+        if self._main is not None:
+            add_product(self._main[columns], gradient.T, self._hidden_nh[rows])
+        elif self._of_weight is not None:
+            self._add_to_weight(self._of_weight[columns], gradient.T, rows)
+        if self._of_bias is not None:
+            self._of_bias[columns] += gradient.sum(0, dtype=self._of_bias.dtype)
+
+    def _add_to_weight(self, of_weight: Tensor, gradient: Tensor, rows: slice) -> None:
+        hidden = self._hidden_nh[rows]
+        if len(hidden) == len(self._hidden_nh):
+            torch.mm(gradient, hidden, out=of_weight)
+            return
+        # Sums of several products are rounded once, at the end.
+        if rows.start == 0:
+            self._of_columns = torch.zeros_like(of_weight, dtype=self._layer.dtype)
+        assert self._of_columns is not None
+        add_product(self._of_columns, gradient, hidden)
+        if rows.stop == len(self._hidden_nh):
+            of_weight.copy_(self._of_columns)
+
+    def totals(self) -> Inputs:
+        """Return the gradients of hidden states, weight and bias, in their dtypes."""
+        layer, main = self._layer, self._layer.options.main_gradient
+        return (
+            None if self._of_hidden is None else layer.spread(self._of_hidden),
+            self._of_weight if self._main is None or main is None else main.added(),
+            None if self._of_bias is None or layer.bias is None else self._of_bias.to(layer.bias.dtype),
+        )
+
+
+class SumOfLogits(LogitFunction):
+    """The sum of all logits of the selected rows, without computing any, in the layer's ``dtype``."""
+
+    def forward(self, layer: OutputLayerRows, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+        hidden_h = layer.selected_hidden().sum(0, dtype=layer.dtype)
+        weight_h = layer.weight.detach().sum(0, dtype=layer.dtype).to(layer.device)
+        total = hidden_h @ weight_h
+        if layer.bias is not None and layer.n:
+            total = total + layer.n * layer.bias.detach().sum(dtype=layer.dtype).to(layer.device)
+        return [total], {"hidden_h": hidden_h, "weight_h": weight_h}
+
+    def gradients(
+        self, layer: OutputLayerRows, saved: Tensors, needed: Sequence[bool], *gradients: Any
+    ) -> Inputs:
+        (gradient,), (needs_hidden, needs_weight, needs_bias) = gradients, needed
+        of_hidden = of_weight = of_bias = None
+        if needs_hidden:
+            of_hidden = layer.spread((gradient * saved["weight_h"]).expand(layer.n, -1))
+        if needs_weight:
+            main = layer.options.main_gradient
+            of_weight = (gradient * saved["hidden_h"]).to(layer.weight.dtype).expand_as(layer.weight)
+            if main is not None and (buffer := main.buffer()) is not None:
+                buffer += of_weight
+                of_weight = main.added()
+        if needs_bias and layer.bias is not None:
+            of_bias = (gradient * layer.n).to(layer.bias.dtype).expand_as(layer.bias)
+        return of_hidden, of_weight, of_bias
+
+
+@without_autocast
+def largest_logits(layer: OutputLayerRows) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each selected row and its column, of equal ones the first; no gradient."""
+    largest = layer.hidden.new_full((layer.n,), float("-inf"))
+    columns = torch.zeros(layer.n, dtype=torch.int64, device=layer.device)
+    for tile in layer.detached().tiles():
+        values, indices = tile.logits.read(slice(0, tile.logits.n), None).max(1)
+        # Tiles come in the order of their columns. NaN counts as larger than any number.
+        is_larger = (values > largest[tile.rows]) | (values.isnan() & ~largest[tile.rows].isnan())
+        largest[tile.rows] = values.where(is_larger, largest[tile.rows])
+        columns[tile.rows] = (indices + tile.columns.start).where(is_larger, columns[tile.rows])
+    return largest, columns
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:
+    """Add ``a @ b`` to ``total``, in the precision of ``total``, which may be higher than that of both.
+
+    With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
+    another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
+        # The product is a tensor of its own. Of few rows of logits it would be as large as the weight.
+        for rows in ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
+    elif may_round and a.dtype == torch.bfloat16:
+        total += torch.mm(a, b)
+    else:
+        for part in ranges(len(b), _CONVERTED_COLUMNS):
+            total.addmm_(a[:, part].to(total.dtype), b[part].to(total.dtype))
