@@ -60,11 +60,7 @@ class OpdOptions:
         if len(set(names)) < len(names) or not all(name and path for name, path in self.opd_teachers):
             raise PatchError(f"opd_teachers={self.opd_teachers}: expected distinct names, each with a path")
         weights = self.opd_teacher_weights
-        if weights and (
-            len(weights) != len(names)
-            or not all(0 <= weight < math.inf for weight in weights)
-            or not 0 < sum(weights) < math.inf
-        ):
+        if weights and (len(weights) != len(names) or min(weights) < 0 or not 0 < sum(weights) < math.inf):
             raise PatchError(
                 f"opd_teacher_weights={weights} of the teachers {names}: expected one each, not negative, "
                 "not all zero"
