@@ -168,7 +168,8 @@ def problems_of(
     for status in selected:
         if status.target in configured and status.state in ("absent", "missing"):
             problems.append(_misnamed_function(status, *configured[status.target], choice))
-        elif status.is_fault and not status.reason.startswith(IN_COMPANY):  # that of others is in the list
+        # Sites that share the state of a fault are left out, as the fault itself is in the list.
+        elif status.is_fault and not status.reason.startswith(IN_COMPANY):
             faults.append(status)
     unfit = sorted({fault.patch for fault in faults})
     without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])

@@ -43,16 +43,14 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 lines.write(result.to_json() + "\n")
                 yield result
 
-    def run_at_smallest(checkout: Path, *args: object, results: Path, **kwargs: object) -> Iterator[Result]:
+    def without(*args: object, results: Path, **kwargs: object) -> Iterator[Result]:
         return append(results, WITHOUT)
 
-    def run_with_patches(
-        checkout: Path, patches: str, *, results: Path, **kwargs: object
-    ) -> Iterator[Result]:
+    def with_patches(checkout: Path, patches: str, results: Path, **kwargs: object) -> Iterator[Result]:
         return append(results, [replace(result, patches=patches) for result in PATCHED])
 
-    monkeypatch.setattr(conformance, "run_at_smallest", run_at_smallest)
-    monkeypatch.setattr(conformance, "run_with_patches", run_with_patches)
+    monkeypatch.setattr(conformance, "run_at_smallest", without)
+    monkeypatch.setattr(conformance, "run_with_patches", with_patches)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "Megatron-LM"
     (folder / "tests" / "unit_tests").mkdir(parents=True)
