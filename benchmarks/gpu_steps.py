@@ -33,7 +33,7 @@ from . import topk as logits_topk
 from .candidates import calls
 from .head_candidates import DEFERRED
 from .logits import LogitsSetup
-from .measure import Call, Cost, Result, kernels
+from .measure import DEVICE, ON_GPU, Call, Cost, Result, kernels
 from .page import met
 
 ROOT = Path(__file__).parents[1]
@@ -81,8 +81,8 @@ class StepResult(Result):
 
     def compare(self, case: str, calls: Mapping[str, Call], seconds: float) -> None:
         """Measure calls that take turns with a copy; their errors are left to the benchmarks on the CPU."""
-        size, device = (GIB, "cuda") if torch.cuda.is_available() else (1 << 24, "cpu")
-        source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        size = GIB if ON_GPU else 1 << 24
+        source, target = (torch.zeros(size, dtype=torch.uint8, device=DEVICE) for _ in range(2))
         ready = {COPY: Call(lambda _: target.copy_(source), least_bytes=2 * size)}
         ready |= {name: replace(call, details=tuple) for name, call in calls.items()}
         self.measure(case, ready, turns=MAX_TURNS, seconds=seconds)
@@ -120,7 +120,7 @@ def demo(dry: bool) -> StepResult:
             *("--json", str(figures)),
         )
         measured = json.loads(figures.read_text())
-    expected = "nccl" if torch.cuda.is_available() else "gloo"
+    expected = "nccl" if ON_GPU else "gloo"
     if measured["backend"] != expected:
         raise RuntimeError(f"the demo ran on {measured['backend']}, expected {expected}")
     names = ("backend", "steps", "seconds", "reward_per_rollout")
@@ -189,7 +189,7 @@ def topk(dry: bool) -> StepResult:
 @contextmanager
 def _group() -> Iterator[dist.ProcessGroup]:
     """Yield a process group that this process is alone in."""
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "nccl" if ON_GPU else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined, unused-ignore]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:

@@ -27,7 +27,7 @@ from .head_candidates import (
     Inputs,
     deferred,
 )
-from .measure import TURNS, Call, Cost, Result, largest_error, on_ranks
+from .measure import DEVICE, TURNS, Call, Cost, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
 REFERENCE_ROWS = 64
@@ -95,14 +95,13 @@ CANDIDATES = {
 
 
 def inputs_of(setup: Setup, mode: Mode) -> Inputs:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    options: dict[str, Any] = {"generator": torch.Generator(device).manual_seed(0), "device": device}
+    options: dict[str, Any] = {"generator": torch.Generator(DEVICE).manual_seed(0), "device": DEVICE}
     hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
     weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
     n, rows = int(setup.rows * mode.used_rows), None
     if mode.used_rows < 1:
         # Responses stand between prompts: pieces, not one range.
-        rows = torch.arange(setup.rows, device=device).view(-1, 16)[::2].flatten()[:n]
+        rows = torch.arange(setup.rows, device=DEVICE).view(-1, 16)[::2].flatten()[:n]
     return Inputs(
         hidden.requires_grad_(mode.trains_hidden),
         weight.requires_grad_(mode.trains_weight),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .measure import Call, Cost, Result
+from .measure import DEVICE, Call, Cost, Result
 
 COPY = "copy"
 REFERENCE_ROWS = 64
@@ -35,15 +36,17 @@ class Logits:
     """Logits of this rank, and of the whole vocabulary for a few rows."""
 
     def __init__(self, setup: LogitsSetup, group: dist.ProcessGroup) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.generator = torch.Generator(self.device).manual_seed(0)
-        whole = 2 * torch.randn(setup.rows, setup.vocab, generator=self.generator, device=self.device)
+        self.options: dict[str, Any] = {
+            "generator": torch.Generator(DEVICE).manual_seed(0),
+            "device": DEVICE,
+        }
+        whole = 2 * torch.randn(setup.rows, setup.vocab, **self.options)
         width = setup.vocab // setup.tp_size
         self.group = group
         self.columns = slice(group.rank() * width, (group.rank() + 1) * width)
         self.pristine = whole[:, self.columns].to(setup.dtype, copy=True).contiguous()
         self.first_rows = whole[:REFERENCE_ROWS].to("cpu", setup.dtype, copy=True)
-        self.one = torch.ones((), dtype=setup.dtype, device=self.device, requires_grad=True)
+        self.one = torch.ones((), dtype=setup.dtype, device=DEVICE, requires_grad=True)
 
     def fresh(self) -> Tensor:
         """Return logits as a model hands them over: no leaf, and a storage of their own."""

@@ -49,9 +49,8 @@ class Inputs(Logits):
 
     def __init__(self, setup: LogitsSetup, group: dist.ProcessGroup) -> None:
         super().__init__(setup, group)
-        options: dict[str, Any] = {"generator": self.generator, "device": self.device}
-        self.targets = torch.randint(setup.vocab, (setup.rows,), **options)
-        self.weights = torch.randn(2, setup.rows, **options)
+        self.targets = torch.randint(setup.vocab, (setup.rows,), **self.options)
+        self.weights = torch.randn(2, setup.rows, **self.options)
 
     def forward(self, mode: str, loss: Loss) -> Call:
         return Call(lambda logits: loss(Given(logits, self.targets, self.group), mode), self.fresh)

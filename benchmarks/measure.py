@@ -24,6 +24,9 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl_patches.testing import spawn_ranks
 from tests.unit.losses.live_bytes import live_bytes
 
+#: Known from the start, since ``cpu_backend`` later makes torch say that there is a GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
 TURNS, MIN_TURNS = 5, 3
 LONGEST = 3
 # Freed memory stays with the process: else a CPU run measures page faults.
@@ -172,9 +175,9 @@ def added(
 
 def kernels(call: Call) -> tuple[int, dict[str, float]]:
     """Return how many kernels (on the CPU, operators) a call starts, and milliseconds of the longest."""
-    prepared, on_gpu = call.prepare(), torch.cuda.is_available()
+    prepared = call.prepare()
     _synchronize()
-    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * ON_GPU]) as profiled:
         result = call.run(prepared)
         _synchronize()
     del result
@@ -184,7 +187,7 @@ def kernels(call: Call) -> tuple[int, dict[str, float]]:
         # Regions that have a name lie over the kernels, and would count them twice.
         if (
             event.device_type == DeviceType.CUDA and not event.is_user_annotation
-            if on_gpu
+            if ON_GPU
             else not event.cpu_children
         )
     ]
@@ -198,13 +201,13 @@ def kernels(call: Call) -> tuple[int, dict[str, float]]:
 
 def _collect() -> None:
     gc.collect()
-    if torch.cuda.is_available():
+    if ON_GPU:
         torch.cuda.empty_cache()
 
 
 def _peak(call: Call) -> int:
     prepared = call.prepare()
-    if not torch.cuda.is_available():
+    if not ON_GPU:
         return live_bytes(lambda: call.run(prepared)).peak
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -222,7 +225,7 @@ def _time(call: Call, clock: Callable[[], float]) -> tuple[float, int]:
         dist.barrier()
     _synchronize()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    if torch.cuda.is_available():
+    if ON_GPU:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         call.run(prepared)
@@ -237,5 +240,5 @@ def _time(call: Call, clock: Callable[[], float]) -> tuple[float, int]:
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
+    if ON_GPU:
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from tests.unit.losses.logits.dense_topk import dense_log_probs_at
 
 from .candidates import Candidate, calls, checkout
 from .logits import COPY, REFERENCE_ROWS, Logits, LogitsSetup, in_copies, in_logits
-from .measure import Call, Cost, Result, largest_error, on_ranks
+from .measure import DEVICE, Call, Cost, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
 Group = dist.ProcessGroup
@@ -113,9 +113,8 @@ class Inputs(Logits):
 
     def __init__(self, setup: Setup, group: dist.ProcessGroup) -> None:
         super().__init__(setup, group)
-        options: dict[str, Any] = {"generator": self.generator, "device": self.device}
         self.k = setup.k
-        self.ids = torch.rand(setup.rows, setup.vocab, **options).topk(setup.k).indices
+        self.ids = torch.rand(setup.rows, setup.vocab, **self.options).topk(setup.k).indices
 
     def at_ids(self, at_ids: AtIds) -> Call:
         """Return the call of forward and backward."""
@@ -155,7 +154,7 @@ class Inputs(Logits):
     def _gradients(self, at_ids: AtIds, logits: Tensor, which: slice) -> tuple[Tensor, Tensor]:
         """Of as many of the two values as there are: measured, and expected by float64."""
         ids = self.ids[:REFERENCE_ROWS]
-        leaf = logits[:, self.columns].to(self.device, copy=True).requires_grad_()
+        leaf = logits[:, self.columns].to(DEVICE, copy=True).requires_grad_()
         exact = logits.double().requires_grad_()
         values = at_ids(leaf * 1, ids, self.group)
         if not values[which]:
