@@ -77,7 +77,5 @@ def modules_with_modes(model: Model) -> list[tuple[Any, bool]]:
     """
     modules = list(model)
     for module in modules:  # the list grows while it is walked
-        if children := getattr(module, "_modules", None):
-            modules += children.values()
-    modes = ((module, getattr(module, "training", None)) for module in modules)
-    return [(module, training) for module, training in modes if training is not None]
+        modules += getattr(module, "_modules", {}).values()
+    return [(module, module.training) for module in modules if hasattr(module, "training")]

@@ -13,9 +13,7 @@ def lazy_names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose import stays cheap.
 
-    Args:
-        package: ``__name__`` of the package.
-        names_by_module: relative module name -> the names in it that the package offers.
+    It offers, for each relative name of a module, some names in that module.
     """
     module_of = {name: module for module, names in names_by_module.items() for name in names}
 

@@ -12,7 +12,7 @@ import torch
 from ..common.chunks import as_chunks
 from ..errors import InvalidInputError
 from ..losses import OutputHead
-from .weights import HostCopy, Layout, Mismatch, checksum, layout_of, named_weights, prefixes
+from .weights import HostCopy, Layout, checksum, describe, differences, layout_of, named_weights, prefixes
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 StateDict = Mapping[str, Any]
@@ -198,7 +198,7 @@ class TeacherPool:
     def _layout(self) -> Layout:
         """Return where the weights are now; the model must be as it was when the pool was made."""
         layout = layout_of(self._chunks)
-        difference = Mismatch.between(layout.weights, self._expected).describe("the changed model")
+        difference = describe(differences(layout.weights, self._expected, "the changed model"))
         if not difference and [len(storage) for storage in layout.storages] != self._sizes:
             difference = "other weights share memory"
         if difference:
@@ -266,7 +266,7 @@ class TeacherPool:
             for name, weight in state.items()
             if isinstance(weight, torch.Tensor) and not name.endswith("_extra_state")
         }
-        if difference := Mismatch.between(weights, self._expected).describe("the state dict"):
+        if difference := describe(differences(weights, self._expected, "the state dict")):
             raise InvalidInputError(f"the state dict is of another model: {difference}.")
 
         def load(model: Any) -> None:

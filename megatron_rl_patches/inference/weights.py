@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,66 +16,44 @@ _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
-_Shape = tuple[int, ...]
+#: How the weights of a source differ from those of the model: kind -> name -> both sides in words.
+Differences = dict[str, dict[str, str]]
 
 
-@dataclass
-class Mismatch:
-    """Names of weights that differ between a source and the model.
+def differences(
+    source: Mapping[str, Any], model: Mapping[str, Any], where: str, *, dtypes: bool = True
+) -> Differences:
+    """Compare tensors, or what has shape and dtype, by name, shape and, with ``dtypes``, dtype.
 
-    Attributes:
-        missing: the source lacks them.
-        unexpected: the model lacks them.
-        shapes: the shape in the source, and that in the model.
-        dtypes: the dtype in the source, and that in the model.
+    ``where`` is the name of the source for messages.
     """
+    shapes: dict[str, str] = {}
+    other_dtypes: dict[str, str] = {}
+    for name in model.keys() & source.keys():
+        theirs, own = source[name], model[name]
+        if theirs.shape != own.shape:
+            shapes[name] = f"{name} is {[*theirs.shape]} in {where} and {[*own.shape]} in the model"
+        if dtypes and theirs.dtype != own.dtype:
+            other_dtypes[name] = f"{name} is {theirs.dtype} in {where} and {own.dtype} in the model"
+    return {
+        f"missing in {where}": {name: name for name in model.keys() - source.keys()},
+        f"unexpected in {where}": {name: name for name in source.keys() - model.keys()},
+        "of another shape": shapes,
+        "of another dtype": other_dtypes,
+    }
 
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: dict[str, tuple[_Shape, _Shape]] = field(default_factory=dict)
-    dtypes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
-    @classmethod
-    def between(cls, source: Mapping[str, Any], model: Mapping[str, Any], *, dtypes: bool = True) -> Mismatch:
-        """Compare tensors, or what has shape and dtype, by name, shape and, with ``dtypes``, dtype."""
-        both = {name: (source[name], model[name]) for name in model if name in source}
-        return cls(
-            missing=[name for name in model if name not in source],
-            unexpected=[name for name in source if name not in model],
-            shapes={n: (tuple(a.shape), tuple(b.shape)) for n, (a, b) in both.items() if a.shape != b.shape},
-            dtypes={n: (a.dtype, b.dtype) for n, (a, b) in both.items() if dtypes and a.dtype != b.dtype},
-        )
-
-    @classmethod
-    def merged(cls, mismatches: Iterable[Mismatch]) -> Mismatch:
-        """Return what differs on any rank, each name once."""
-        result = cls()
-        for one in mismatches:
-            result.missing += one.missing
-            result.unexpected += one.unexpected
-            result.shapes |= one.shapes
-            result.dtypes |= one.dtypes
-        result.missing = sorted(set(result.missing))
-        result.unexpected = list(dict.fromkeys(result.unexpected))
-        return result
-
-    def describe(self, source: str) -> str:
-        """Return the first ten of each kind; empty if nothing differs. ``source`` is a name for messages."""
-
-        def listed(pairs: Mapping[str, tuple[Any, Any]]) -> list[str]:
-            return [
-                f"{name} is {its} in {source} and {own} in the model" for name, (its, own) in pairs.items()
-            ]
-
-        kinds = {
-            f"missing in {source}": self.missing,
-            f"unexpected in {source}": self.unexpected,
-            "of another shape": listed({n: (list(its), list(own)) for n, (its, own) in self.shapes.items()}),
-            "of another dtype": listed(self.dtypes),
-        }
-        return "; ".join(
-            f"tensors {kind} ({len(items)}): {first(items)}" for kind, items in kinds.items() if items
-        )
+def describe(*parts: Differences) -> str:
+    """Return the first ten of each kind, each name once; empty if nothing differs."""
+    merged: Differences = {}
+    for part in parts:
+        for kind, items in part.items():
+            merged.setdefault(kind, {}).update(items)
+    return "; ".join(
+        f"tensors {kind} ({len(items)}): {first([items[name] for name in sorted(items)])}"
+        for kind, items in merged.items()
+        if items
+    )
 
 
 class Layout(NamedTuple):

@@ -17,7 +17,7 @@ import torch.distributed
 
 from ...common.chunks import as_chunks, unwrap
 from ...errors import CheckpointError, InvalidInputError, first, one_line
-from ..weights import Mismatch
+from ..weights import Differences, describe, differences
 from .location import FORMATS, TORCH, Location, detect_format, locate
 from .pickles import EXTRA_STATE, load_dict, without_inert_extra_states
 
@@ -39,8 +39,8 @@ def load_inference_checkpoint(
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
     It works on megatron-core alone and changes no global state. The optimizer's shards are neither read nor
-    checked, and may be absent. So TP and PP sizes may change, too, where Megatron-LM's ``load_checkpoint``
-    refuses because of the optimizer's format (``megatron/training/checkpointing.py``).
+    checked, and may be absent. TP and PP sizes may change even where Megatron-LM's ``load_checkpoint``
+    refuses that because of the optimizer's format (``megatron/training/checkpointing.py``).
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
     them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
@@ -133,12 +133,12 @@ def _read_torch_dist(
         request = checkpoint.request(chunks)
         requested = requested_tensors(request)
         checkpoint.check_files(requested)
-        mismatch, paddings = checkpoint.compare(requested, exact)
+        differing, paddings = checkpoint.compare(requested, exact)
     # Every stored tensor must be requested by some rank. Each rank sends one bit for each stored name, which
     # says whether it requests that tensor: the names themselves would be megabytes from each to each.
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
-    all_bits, mismatches, all_paddings = zip(*_gather((bits, mismatch, paddings)), strict=True)
+    all_bits, all_differing, all_paddings = zip(*_gather((bits, differing, paddings)), strict=True)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         for name, rows in functools.reduce(operator.or_, all_paddings).items():
             # It might be another vocabulary, which shows nowhere else.
@@ -146,7 +146,7 @@ def _read_torch_dist(
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         union = functools.reduce(operator.or_, all_bits)
         unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
-        _refuse(Mismatch.merged([*mismatches, Mismatch(unexpected=unexpected)]))
+        _refuse(*all_differing, {"unexpected in the checkpoint": {name: name for name in unexpected}})
     with _on_all_ranks_or_none(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
@@ -230,19 +230,18 @@ def _bare_chunks(model: _Model) -> list[torch.nn.Module]:
     return chunks
 
 
-def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Mismatch:
+def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Differences:
     """Return what ``load_state_dict`` would complain about only after it has loaded all other weights."""
-    model = _weights(chunk.state_dict(keep_vars=True))
-    mismatch = Mismatch.between(stored := _weights(state), model, dtypes=exact)
+    stored, model = _weights(state), _weights(chunk.state_dict(keep_vars=True))
     # Tied weights have several names, and one is enough.
     loaded = {id(model[name]) for name in model.keys() & stored.keys()}
-    mismatch.missing = [name for name in mismatch.missing if id(model[name]) not in loaded]
-    return mismatch
+    model = {name: weight for name, weight in model.items() if name in stored or id(weight) not in loaded}
+    return differences(stored, model, "the checkpoint", dtypes=exact)
 
 
-def _refuse(mismatch: Mismatch) -> None:
-    if differences := mismatch.describe("the checkpoint"):
-        raise CheckpointError(f"the checkpoint is of another model; {differences}")
+def _refuse(*parts: Differences) -> None:
+    if text := describe(*parts):
+        raise CheckpointError(f"the checkpoint is of another model; {text}")
 
 
 def _weights(state: _State) -> dict[str, torch.Tensor]:

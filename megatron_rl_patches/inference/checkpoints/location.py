@@ -1,10 +1,12 @@
-"""The folder and the format of a Megatron checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
+"""The folder, the format and the files of a checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,10 +58,8 @@ def detect_format(folder: Path) -> str:
     """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
     names = {entry.name for entry in folder.iterdir()}
     if "metadata.json" in names:
-        try:
+        with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise CheckpointError(f"{folder / 'metadata.json'} is corrupt: {one_line(error)}") from error
         if backend != TORCH_DIST:
             raise _unsupported(folder, backend)
         return TORCH_DIST
@@ -75,6 +75,17 @@ def detect_format(folder: Path) -> str:
         # From megatron-core 0.19 on, torch_dist has no common.pt by which it differs from these.
         raise _unsupported(folder, f"torch_dcp or fsdp_dtensor, or it is {partial}")
     raise _no_checkpoint_in(folder)
+
+
+@contextmanager
+def reading(file: object, fault: str) -> Iterator[None]:
+    """Raise ``CheckpointError`` for whatever the body raises; ``fault`` says what is wrong with the file."""
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+    except Exception as error:  # a damaged file may raise anything
+        raise CheckpointError(f"{file} {fault} {one_line(error)}") from error
 
 
 def _iteration_of(name: str) -> int | None:

@@ -23,7 +23,8 @@ import torch
 import torch._utils
 from torch.distributed.checkpoint import filesystem, metadata
 
-from ...errors import CheckpointError, one_line
+from ...errors import CheckpointError
+from .location import reading
 
 _Table = dict[tuple[str, str], Any]
 #: In the names of what layers of TransformerEngine keep beside their weights.
@@ -48,7 +49,7 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             f"{file} needs the unpickler of this package, which torch refuses while "
             "TORCH_FORCE_WEIGHTS_ONLY_LOAD is set; unset it: that unpickler runs no code of the file either"
         )
-    try:
+    with reading(file, "is corrupt or truncated:"):
         _require_plain_archive(source)
         # Torch lets this module do the unpickling, and adds the storages.
         return torch.load(
@@ -58,10 +59,6 @@ def load_torch(source: Path | IO[bytes], file: Path) -> Any:
             weights_only=False,
             pickle_module=_LENIENT_PICKLE,
         )
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
-    except Exception as error:  # a damaged file may raise anything
-        raise CheckpointError(f"{file} is corrupt or truncated: {one_line(error)}") from error
 
 
 def as_dict(content: Any, file: Path) -> dict[str, Any]:
@@ -81,12 +78,8 @@ def without_inert_extra_states(state: dict[str, Any], folder: Path) -> dict[str,
     for name, value in state.items():
         if EXTRA_STATE in name and isinstance(value, torch.Tensor) and value.numel():
             content = value.cpu().numpy().tobytes()
-            try:
+            with reading(f"{folder}: {name}", "is a pickle that is not safe to load:"):
                 content = pickle.dumps(_ExtraStateUnpickler(io.BytesIO(content)).load())
-            except Exception as error:
-                raise CheckpointError(
-                    f"{folder}: {name} is a pickle that is not safe to load: {one_line(error)}"
-                ) from error
             value = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         elif EXTRA_STATE in name and isinstance(value, io.BytesIO):
             torch.save(load_torch(value, folder), stream := io.BytesIO())

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ...errors import CheckpointError, first, one_line
+from ...errors import CheckpointError, first
 from ..models.provider import virtual_rank
-from ..weights import Mismatch
-from .location import MAX_PADDING
+from ..weights import Differences, differences
+from .location import MAX_PADDING, reading
 from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
 
 # What optimizers of every release put in front of the names of their tensors.
@@ -47,15 +47,8 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
-    try:
-        with file.open("rb") as stream:
-            return _checked(MetadataUnpickler(stream).load())
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
-    except Exception as error:  # a damaged pickle may raise anything
-        raise CheckpointError(
-            f"{file} is corrupt, truncated or not safe to load: {one_line(error)}"
-        ) from error
+    with reading(file, "is corrupt, truncated or not safe to load:"), file.open("rb") as stream:
+        return _checked(MetadataUnpickler(stream).load())
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -119,25 +112,24 @@ class TorchDistCheckpoint:
 
     def compare(
         self, requested: Mapping[str, RequestedTensor], exact: bool
-    ) -> tuple[Mismatch, dict[str, tuple[int, int]]]:
+    ) -> tuple[Differences, dict[str, tuple[int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other dtypes are no mismatch, nor are vocabularies that differ as two paddings of
+        Unless ``exact``, other dtypes are no difference, nor are vocabularies that differ as two paddings of
         one may; their rows, stored and requested, are the second result.
         """
         stored, paddings = {}, {}
         for name in sorted(requested.keys() & self.metadata.state_dict_metadata.keys()):
-            tensor, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
-            if isinstance(tensor, TensorStorageMetadata):
-                stored[name] = RequestedTensor(tuple(tensor.size), tensor.properties.dtype, False)
-        mismatch = Mismatch.between(stored, dict(sorted(requested.items())), dtypes=exact)
-        for name, (shape, expected) in [*mismatch.shapes.items()]:
-            same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
-            is_padding = not exact and same_width and requested[name].is_vocabulary
-            if is_padding and abs(shape[0] - expected[0]) < MAX_PADDING:
-                paddings[name] = shape[0], expected[0]
-                del mismatch.shapes[name]
-        return mismatch, paddings
+            entry, stored[name] = self.metadata.state_dict_metadata[name], requested[name]
+            if isinstance(entry, TensorStorageMetadata):
+                shape, expected = tuple(entry.size), requested[name].shape
+                same_width = len(shape) == len(expected) and shape[1:] == expected[1:]
+                is_padding = same_width and requested[name].is_vocabulary and not exact
+                if is_padding and 0 < abs(shape[0] - expected[0]) < MAX_PADDING:
+                    paddings[name] = shape[0], expected[0]
+                    shape = expected
+                stored[name] = RequestedTensor(shape, entry.properties.dtype, False)
+        return differences(stored, requested, "the checkpoint", dtypes=exact), paddings
 
     def names(self) -> list[str]:
         """Return the names of the model's tensors, sorted: the same list on every rank."""
@@ -225,12 +217,9 @@ class TorchDistCheckpoint:
             raise CheckpointError(
                 f"{file} is compressed ({first(place.transform_descriptors)}): not supported"
             )
-        try:
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                content = stream.read(place.length)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+        with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
         return load_torch(io.BytesIO(content), file)
 
     def _is_absent_extra_state(self, value: Any) -> bool:

@@ -91,9 +91,9 @@ def count_parameters(
     if child.returncode:
         raise InvalidInputError(f"counting the parameters failed:\n{child.stderr.strip()}")
     answer = json.loads(child.stdout.splitlines()[-1])
-    if "error" in answer:
-        raise InvalidInputError(f"Megatron does not build this model: {answer['error']}")
-    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer["stages"]]
+    if isinstance(answer, str):
+        raise InvalidInputError(f"Megatron does not build this model: {answer}")
+    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer]
 
 
 def main() -> None:
@@ -103,18 +103,27 @@ def main() -> None:
     # Without these the local layers use torch's norms, which have the same parameters and build anywhere.
     for absent in ("apex", "transformer_engine"):
         sys.modules[absent] = cast(ModuleType, None)
-    answer: dict[str, Any]
+    answer: list[Any] | str
     try:
-        answer = {"stages": list(_stages(GPTDescription(**description), ParallelSizes(**sizes), dtype))}
+        answer = list(_stages(GPTDescription(**description), ParallelSizes(**sizes), dtype))
     except Exception as error:
-        answer = {"error": str(error) or repr(error)}
+        answer = str(error) or repr(error)
     print(json.dumps(answer))
 
 
 def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> Iterator[list[list[Parameter]]]:
+    import torch
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
     from ..models.model import build_inference_model
 
-    config = _transformer_config(description, sizes)
+    config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
+    config = config_class(
+        **description.config_fields(config_class),
+        **sizes.config_fields(),
+        pipeline_dtype=torch.float32,
+        perform_initialization=False,
+    )
     for stage in range(sizes.pipeline_model_parallel_size):
         with _fake_rank(sizes, stage):
             provider = _provider(description, sizes.tensor_model_parallel_size)
@@ -183,19 +192,6 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
         )
 
     return provide
-
-
-def _transformer_config(description: GPTDescription, sizes: ParallelSizes) -> Any:
-    import torch
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    config_class = MLATransformerConfig if description.multi_latent_attention else TransformerConfig
-    return config_class(
-        **description.config_fields(config_class),
-        **sizes.config_fields(),
-        pipeline_dtype=torch.float32,
-        perform_initialization=False,
-    )
 
 
 def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

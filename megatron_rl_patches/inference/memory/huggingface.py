@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ...errors import InvalidInputError
 from .model import GPTDescription
 
 _Config = Mapping[str, Any]
 
-_KINDS: tuple[str, ...] = ("deepseek_v3", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral")
-_KINDS += ("qwen2", "qwen3", "qwen3_moe")
 _NAMES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -20,23 +18,67 @@ _NAMES = {
     "vocab_size": "vocab_size",
 }
 _GROUPED_ATTENTION = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
-_NAMES_OF_KIND = {
-    "mixtral": {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"},
-    "qwen3_moe": {"num_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"},
-    "deepseek_v3": {
-        "num_experts": "n_routed_experts",
-        "moe_ffn_hidden_size": "moe_intermediate_size",
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_head_dim": "qk_nope_head_dim",
-        "qk_pos_emb_head_dim": "qk_rope_head_dim",
-        "v_head_dim": "v_head_dim",
-    },
+_LATENT_ATTENTION = {
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
 }
-# A field that config.json lacks has the default of Hugging Face's class for its kind. Megatron has the same
-# default for these fields and kinds only. Any other missing field must be given.
-_DEFAULTS_AGREE = {
-    "num_query_groups": ("llama",),
-    "kv_channels": ("llama", "mistral", "mixtral", "qwen2"),
+
+
+class _Family(NamedTuple):
+    """What is peculiar to the models of one ``model_type``.
+
+    All have a gated MLP, RMSNorm and rotary embeddings, and no biases except those of attention.
+    """
+
+    #: Field of the description -> field of the file, beside ``_NAMES``.
+    names: Mapping[str, str] = _GROUPED_ATTENTION
+    #: Fields that have the same value in all of these models.
+    fixed: Mapping[str, Any] = {}
+    #: Fields that the file may lack, because Megatron has the same default as Hugging Face's class.
+    defaults: tuple[str, ...] = ()
+    #: Whether embedding and output layer are tied if the file does not say it.
+    tied: bool = False
+    #: Returns fields that follow from others of the file.
+    derived: Callable[[_Config], Mapping[str, Any]] = lambda text: {}
+
+
+def _qwen3_moe(text: _Config) -> Mapping[str, Any]:
+    dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step", 1)
+    layers = range(text.get("num_hidden_layers", 0))
+    return {"moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]}
+
+
+def _deepseek_v3(text: _Config) -> Mapping[str, Any]:
+    layers = text.get("num_hidden_layers", 0)
+    dense = min(text.get("first_k_dense_replace", 0), layers)
+    shared_experts = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
+    return {
+        "q_lora_rank": text.get("q_lora_rank"),
+        "moe_shared_expert_intermediate_size": shared_experts or None,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+    }
+
+
+_EXPERTS = {"num_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
+_MIXTRAL = {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
+_QK_NORM = {"qk_layernorm": True}
+_FAMILIES = {
+    "deepseek_v3": _Family(
+        names=_EXPERTS | {"num_experts": "n_routed_experts"} | _LATENT_ATTENTION,
+        fixed=_QK_NORM | {"multi_latent_attention": True},
+        derived=_deepseek_v3,
+    ),
+    "gemma": _Family(tied=True),
+    "gemma2": _Family(tied=True),
+    "gemma3_text": _Family(tied=True, fixed=_QK_NORM),
+    "llama": _Family(defaults=("num_query_groups", "kv_channels")),
+    "mistral": _Family(defaults=("kv_channels",)),
+    "mixtral": _Family(names=_GROUPED_ATTENTION | _MIXTRAL, defaults=("kv_channels",)),
+    "qwen2": _Family(fixed={"add_qkv_bias": True}, defaults=("kv_channels",)),
+    "qwen3": _Family(fixed=_QK_NORM),
+    "qwen3_moe": _Family(names=_GROUPED_ATTENTION | _EXPERTS, fixed=_QK_NORM, derived=_qwen3_moe),
 }
 
 
@@ -60,35 +102,30 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
         text = {**text, "num_hidden_layers": overrides["num_layers"]}
     kind = str(text.get("model_type", config.get("model_type")))
-    if kind not in _KINDS:
+    if kind not in _FAMILIES:
         raise InvalidInputError(
-            f"model_type is {kind!r}; known are {', '.join(_KINDS)}. "
+            f"model_type is {kind!r}; known are {', '.join(_FAMILIES)}. "
             "Describe the model by Megatron's fields instead (--set)"
         )
     if beyond := _beyond_gpt_model(text, kind):
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
-    attention = {} if kind == "deepseek_v3" else _GROUPED_ATTENTION
-    names = _NAMES | attention | _NAMES_OF_KIND.get(kind, {})
-    fields = {ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None}
-    # Where the file does not say it, only Gemma ties the embedding and the output layer.
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", kind.startswith("gemma")))
-    # All kinds have a gated MLP, RMSNorm and rotary embeddings, and no biases except those of attention.
-    fields |= {
+    family = _FAMILIES[kind]
+    names = {**_NAMES, **family.names}
+    fields = {
         "swiglu": True,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
-        "untie_embeddings_and_output_weights": not tied,
-        "add_qkv_bias": kind == "qwen2" or bool(text.get("attention_bias")),
-        "qk_layernorm": kind in ("deepseek_v3", "gemma3_text", "qwen3", "qwen3_moe"),
+        "untie_embeddings_and_output_weights": not text.get(
+            "tie_word_embeddings", config.get("tie_word_embeddings", family.tied)
+        ),
+        "add_qkv_bias": bool(text.get("attention_bias")),
         "mtp_num_layers": text.get("num_nextn_predict_layers"),
+        **{ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None},
+        **family.fixed,
+        **family.derived(text),
+        **overrides,
     }
-    if kind == "qwen3_moe":
-        fields["moe_layer_freq"] = _sparse_layers(text)
-    if kind == "deepseek_v3":
-        fields |= _beside_latent_attention(text)
-    fields |= overrides
-    missing = [name for name in names if name not in fields and kind not in _DEFAULTS_AGREE.get(name, ())]
-    if missing:
+    if missing := [name for name in names if name not in fields and name not in family.defaults]:
         listed = ", ".join(f"{names[name]} (--set {name}=...)" for name in missing)
         raise InvalidInputError(
             f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
@@ -102,21 +139,3 @@ def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:
         beyond.append("attention_bias")
     layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     return beyond + sorted(layers)
-
-
-def _sparse_layers(text: _Config) -> list[int]:
-    dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step", 1)
-    layers = range(text.get("num_hidden_layers", 0))
-    return [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]
-
-
-def _beside_latent_attention(text: _Config) -> dict[str, Any]:
-    layers = text.get("num_hidden_layers", 0)
-    dense = min(text.get("first_k_dense_replace", 0), layers)
-    shared_experts = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": text.get("q_lora_rank"),
-        "moe_shared_expert_intermediate_size": shared_experts or None,
-        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
-    }

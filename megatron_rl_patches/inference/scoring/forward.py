@@ -93,15 +93,7 @@ def forward_log_probs(
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
 
-    scores = forward_only(
-        model,
-        microbatches,
-        score,
-        forward=forward,
-        vocab_size=vocab_size,
-        output_device=output_device,
-        progress=progress,
-    )
+    scores = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress)
     if scores is None:
         return None
     log_probs, *entropies = map(list, zip(*scores, strict=True))
@@ -159,16 +151,8 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
 
-    samples = forward_only(
-        model,
-        microbatches,
-        score,
-        check=None if k is not None else partial(_problem_with_ids, None if at is None else at_ids, most),
-        forward=forward,
-        vocab_size=vocab_size,
-        output_device=output_device,
-        progress=progress,
-    )
+    check = None if k is not None else partial(_problem_with_ids, None if at is None else at_ids, most)
+    samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, check)
     return None if samples is None else [TopKDistribution(*sample) for sample in samples]
 
 
@@ -211,15 +195,7 @@ def forward_hidden_states(
             problems.append(str(error))
             return (logits_tv.new_zeros(len(rows), 1),)
 
-    samples = forward_only(
-        model,
-        microbatches,
-        score,
-        forward=forward,
-        vocab_size=None,
-        output_device=output_device,
-        progress=progress,
-    )
+    samples = forward_only(model, microbatches, score, forward, None, output_device, progress)
     raise_on_all_stages(problems[0] if problems else None)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 

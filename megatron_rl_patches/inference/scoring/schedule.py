@@ -35,12 +35,11 @@ def forward_only(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     microbatches: Sequence[Mapping[str, Any]],
     score: Score,
-    *,
-    check: Callable[[Sequence[Microbatch]], str | None] | None = None,
     forward: Forward | None,
     vocab_size: int | None,
     output_device: torch.device | str,
     progress: bool,
+    check: Callable[[Sequence[Microbatch]], str | None] | None = None,
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 

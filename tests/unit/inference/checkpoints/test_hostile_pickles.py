@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import io
-import pickle
 import random
 import struct
 import zipfile
@@ -137,15 +136,6 @@ def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
     finally:
         copyreg.remove_extension("torch", "Size", 1)
         copyreg.clear_extension_cache()
-
-
-def test_an_extra_state_is_written_anew(tmp_path: Path) -> None:
-    """Layers unpickle it without protection, and perhaps not quite as it is read here."""
-    content = pickle.dumps({"scale": torch.ones(2), "steps": [1, 2]}, protocol=0) + b"and more"
-    state = {"layer._extra_state": torch.frombuffer(bytearray(content), dtype=torch.uint8)}
-    [written] = pickles.without_inert_extra_states(state, tmp_path).values()
-    assert b"and more" not in written.numpy().tobytes()
-    assert str(pickle.loads(written.numpy().tobytes())) == str(pickle.loads(content))
 
 
 # -- what is drawn by chance

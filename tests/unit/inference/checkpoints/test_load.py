@@ -20,7 +20,7 @@ from megatron_rl_patches.inference.checkpoints.load import (
 )
 from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
 from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
-from megatron_rl_patches.inference.weights import Mismatch
+from megatron_rl_patches.inference.weights import describe, differences
 
 from .test_pickles import save_alone
 
@@ -38,31 +38,19 @@ def _torch_dist(folder: Path, backend: str = "torch_dist") -> Path:
 
 def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_path: Path) -> None:
     earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
+    assert read_iteration(tmp_path, ckpt_step=5) == 5  # without a tracker
     (tmp_path / TRACKER).write_text("5")
     assert locate(tmp_path) == Location(earlier, 5)  # the latest one is still being written
     (tmp_path / TRACKER).write_text("12345678\n")
     assert locate(tmp_path) == Location(latest, 12_345_678)
-    assert locate(str(tmp_path), ckpt_step=5) == Location(earlier, 5)
-    assert locate(earlier) == Location(earlier, 5)
+    assert locate(str(tmp_path), ckpt_step=5) == locate(earlier) == Location(earlier, 5)
     assert read_iteration(tmp_path) == 12_345_678
-    assert read_iteration(tmp_path, ckpt_step=5) == 5
-
-
-def test_step_needs_no_tracker(tmp_path: Path) -> None:
-    _torch_dist(tmp_path / "iter_0000000")
-    assert read_iteration(tmp_path, ckpt_step=0) == 0
-
-
-def test_release_is_iteration_0(tmp_path: Path) -> None:
-    folder = _torch_dist(tmp_path / "release")
+    release = _torch_dist(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
-    assert locate(tmp_path) == Location(folder, 0)
-    assert read_iteration(folder) == 0
-
-
-def test_bare_folder_does_not_tell_its_iteration_by_name(tmp_path: Path) -> None:
-    folder = _torch_dist(tmp_path / "teacher")
-    assert locate(folder) == Location(folder, None)
+    assert locate(tmp_path) == Location(release, 0)
+    assert read_iteration(release) == 0
+    bare = _torch_dist(tmp_path / "teacher")
+    assert locate(bare) == Location(bare, None)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +97,6 @@ def test_missing_path_and_file(tmp_path: Path) -> None:
         locate(tmp_path / "file")
 
 
-def test_formats(tmp_path: Path) -> None:
-    assert detect_format(_torch_dist(tmp_path / "dist")) == "torch_dist"
-    (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
-    assert detect_format(tmp_path / "legacy") == "torch"
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -135,17 +117,14 @@ def test_other_formats_are_named(files: dict[str, str], message: str, tmp_path: 
 
 
 def test_legacy_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"iteration": 9}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    torch.save({"iteration": 9}, file)
     assert read_iteration(tmp_path) == 9
-
-
-@pytest.mark.parametrize("stored", ["abc", "1" * 5000, [3], float("inf")])
-def test_an_iteration_that_is_no_number(stored: object, tmp_path: Path) -> None:
-    (tmp_path / "mp_rank_00").mkdir()
-    torch.save({"iteration": stored}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
-        read_iteration(tmp_path)
+    for no_number in ("abc", "1" * 5000, [3], float("inf")):
+        torch.save({"iteration": no_number}, file)
+        with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
+            read_iteration(tmp_path)
 
 
 class _Embedding(torch.nn.Module):
@@ -225,12 +204,15 @@ def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
         _states_of_chunks({**saved, "checkpoint_version": 1.0}, 2)
 
 
-def test_mismatch_shows_the_first_ten_of_each_kind_and_their_number() -> None:
-    assert Mismatch().describe("the checkpoint") == ""
-    text = Mismatch([f"m{n}" for n in range(12)], ["u"], {"s": ((2, 3), (2, 4))}).describe("the checkpoint")
-    assert "missing in the checkpoint (12): m0, m1, m2, m3, m4, m5, m6, m7, m8, m9 and 2 more;" in text
+def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
+    model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
+    differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
+    text = describe(differing, differing)
+    names = ", ".join(f"m{n:02}" for n in range(10))
+    assert f"missing in the checkpoint (12): {names} and 2 more;" in text
     assert "unexpected in the checkpoint (1): u;" in text
     assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
+    assert describe(differences(model, model, "the checkpoint")) == ""
 
 
 def test_ranks_that_failed_alike_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:

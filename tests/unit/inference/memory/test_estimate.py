@@ -17,32 +17,14 @@ from megatron_rl_patches.inference.memory.estimate import (
     Memory,
     OptimizerSettings,
     ParallelSizes,
-    RankMemory,
     StageEstimate,
 )
+from megatron_rl_patches.inference.memory.huggingface import description_from_hf_config
+
+from .test_huggingface import DEEPSEEK_V3
 
 N = 128 * 128  # parameters of `linear`, a multiple of everything that pads
 DISTRIBUTED = OptimizerSettings(use_distributed_optimizer=True)
-
-DEEPSEEK_V3 = GPTDescription(  # deepseek-ai/DeepSeek-V3, without the layer for multi-token prediction
-    num_layers=61,
-    hidden_size=7168,
-    ffn_hidden_size=18432,
-    num_attention_heads=128,
-    vocab_size=129280,
-    untie_embeddings_and_output_weights=True,
-    swiglu=True,
-    add_bias_linear=False,
-    qk_layernorm=True,
-    normalization="RMSNorm",
-    num_experts=256,
-    moe_ffn_hidden_size=2048,
-    moe_shared_expert_intermediate_size=2048,
-    moe_layer_freq=[0] * 3 + [1] * 58,
-    multi_latent_attention=True,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-)
 
 
 def linear(dtype: torch.dtype = torch.bfloat16, expert: bool = False) -> torch.nn.Module:
@@ -65,35 +47,40 @@ def test_a_config_with_experts_has_the_replicas_that_they_need() -> None:
         expert_tensor_parallel_size=None,
     )
     assert ParallelSizes.from_config(config).data_parallel_size == 8
-    assert ParallelSizes.from_config(object()) == ParallelSizes()
+    assert ParallelSizes.from_config(object()) == ParallelSizes(virtual_pipeline_model_parallel_size=1)
 
 
-def test_one_virtual_stage_is_none() -> None:
-    assert ParallelSizes(virtual_pipeline_model_parallel_size=1) == ParallelSizes()
+#: Bytes per parameter: of the model and of Adam in the usual case, and what is different in others.
+WEIGHTS = {"parameters": 2, "gradients": 4}
+USUAL = {**WEIGHTS, "main_parameters": 4, "exp_avg": 4, "exp_avg_sq": 4}
+COPIED = {"gradients": 2, "main_gradients": 4}
+FP32 = {"parameters": 4, "main_parameters": 0}  # they are their own main parameters
+AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "device", "host"),
+    [
+        (torch.bfloat16, {}, USUAL, 0),
+        (torch.bfloat16, {"accumulate_allreduce_grads_in_fp32": False}, USUAL | COPIED, 0),
+        (torch.float16, {}, USUAL | COPIED, 0),
+        (torch.float32, {}, USUAL | FP32, 0),
+        (torch.float32, {"use_distributed_optimizer": True}, USUAL | FP32, 0),
+        (torch.bfloat16, AWARE, USUAL | {"main_parameters": 2}, 0),
+        (torch.bfloat16, {**AWARE, "optimizer_cpu_offload": True}, WEIGHTS, 16),
+        (torch.bfloat16, {"optimizer_cpu_offload": True}, WEIGHTS | {"main_parameters": 4}, 16),
+    ],
+)
+def test_bytes_per_parameter(
+    dtype: torch.dtype, settings: dict[str, Any], device: dict[str, int], host: int
+) -> None:
+    memory = one_stage(linear(dtype), optimizer=OptimizerSettings(**settings)).training
+    assert memory.device == Memory(**{part: size * N for part, size in device.items()})
+    assert memory.device.total == sum(device.values()) * N
+    assert memory.host.total == host * N
 
 
 class TestTraining:
-    def test_bf16_as_megatron_lm_trains_it(self) -> None:
-        memory = one_stage(linear()).training.device
-        assert memory == Memory(
-            parameters=2 * N, gradients=4 * N, main_parameters=4 * N, exp_avg=4 * N, exp_avg_sq=4 * N
-        )
-        assert memory.total == 18 * N
-
-    def test_gradients_in_bf16_are_copied_for_adam(self) -> None:
-        memory = one_stage(
-            linear(), optimizer=OptimizerSettings(accumulate_allreduce_grads_in_fp32=False)
-        ).training.device
-        assert (memory.gradients, memory.main_gradients) == (2 * N, 4 * N)
-
-    def test_fp16_gradients_stay_fp16_by_default(self) -> None:
-        assert one_stage(linear(torch.float16)).training.device.gradients == 2 * N
-
-    def test_fp32_parameters_are_their_own_main_parameters(self) -> None:
-        for optimizer in (OptimizerSettings(), DISTRIBUTED):
-            memory = one_stage(linear(torch.float32), optimizer=optimizer).training.device
-            assert memory == Memory(parameters=4 * N, gradients=4 * N, exp_avg=4 * N, exp_avg_sq=4 * N)
-
     def test_distributed_optimizer_shares_adam_among_replicas(self) -> None:
         parallel = ParallelSizes(data_parallel_size=4, context_parallel_size=2)
         memory = one_stage(linear(), parallel=parallel, optimizer=DISTRIBUTED).training.device
@@ -124,29 +111,6 @@ class TestTraining:
             assert one_stage(chunks).training.device.parameters == (2 + 4 + 2) * N
 
 
-class TestOptimizers:
-    def training(self, **settings: Any) -> RankMemory:
-        return one_stage(linear(), optimizer=OptimizerSettings(**settings)).training
-
-    def test_precision_aware(self) -> None:
-        memory = self.training(use_distributed_optimizer=True, use_precision_aware_optimizer=True).device
-        assert memory == Memory(
-            parameters=2 * N, gradients=4 * N, main_parameters=2 * N, exp_avg=4 * N, exp_avg_sq=4 * N
-        )
-
-    def test_precision_aware_and_offloaded(self) -> None:
-        memory = self.training(
-            use_distributed_optimizer=True, use_precision_aware_optimizer=True, optimizer_cpu_offload=True
-        )
-        assert memory.device == Memory(parameters=2 * N, gradients=4 * N)
-        assert memory.host.total == 16 * N
-
-    def test_offloaded_main_parameters_stay_on_the_device_too(self) -> None:
-        memory = self.training(optimizer_cpu_offload=True)
-        assert memory.device == Memory(parameters=2 * N, gradients=4 * N, main_parameters=4 * N)
-        assert memory.host.total == 16 * N
-
-
 def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
     stage = one_stage(linear(), teachers=3)
     assert stage.inference_only.device == Memory(parameters=2 * N)
@@ -164,7 +128,8 @@ class TestRealModels:
             expert_model_parallel_size=32,
             data_parallel_size=32,
         )
-        stages = estimate_memory(DEEPSEEK_V3, parallel=parallel, optimizer=DISTRIBUTED).stages
+        model = description_from_hf_config(DEEPSEEK_V3)
+        stages = estimate_memory(model, parallel=parallel, optimizer=DISTRIBUTED).stages
         total = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
         assert total == pytest.approx(671e9, rel=0.001)
         assert [stage.stage for stage in stages] == [0, 1, 2, 3]
@@ -238,17 +203,11 @@ def test_mistakes(mistake: Any, message: str) -> None:
         mistake()
 
 
-class TestReport:
-    def test_units_fit_the_size(self) -> None:
-        header, training, inference = report.rows(estimate_memory(linear()))
-        assert header[:4] == ("stage", "use", "where", "parameters (kB)")
-        assert training[-2:] == (f"{18 * N / 1000:.2f}", f"{18 * N / 1024:.2f}")
-        assert inference[1:5] == ("inference-only", "device", f"{2 * N / 1000:.2f}", "-")
-
-    def test_decimal_and_binary(self) -> None:
-        assert report.size(54_018_047_488) == "54.02 GB (50.31 GiB)"
-        assert report.size(5) == "5.00 B (5.00 B)"
-
-    def test_summary_names_the_worst_stage(self) -> None:
-        assert "stage 0 takes most" in report.summary(estimate_memory(linear()))
-        assert "88.9% less" in report.summary(estimate_memory(linear()))
+def test_units_fit_the_size() -> None:
+    header, training, inference = report.rows(estimate_memory(linear()))
+    assert header[:4] == ("stage", "use", "where", "parameters (kB)")
+    assert training[-2:] == (f"{18 * N / 1000:.2f}", f"{18 * N / 1024:.2f}")
+    assert inference[1:5] == ("inference-only", "device", f"{2 * N / 1000:.2f}", "-")
+    assert report.size(54_018_047_488) == "54.02 GB (50.31 GiB)"
+    assert report.size(5) == "5.00 B (5.00 B)"
+    assert "88.9% less" in report.summary(estimate_memory(linear()))

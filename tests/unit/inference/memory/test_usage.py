@@ -33,17 +33,13 @@ def test_host() -> None:
     assert 0 < after.available < after.total
 
 
-def test_no_cuda_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+@pytest.mark.parametrize("is_available", [False, True])
+def test_no_device_without_a_cuda_context(is_available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     report = memory_report()
     assert report.device is None
     assert str(report).startswith("host: ")
-
-
-def test_does_not_create_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert memory_report().device is None
 
 
 def test_device(monkeypatch: pytest.MonkeyPatch) -> None:

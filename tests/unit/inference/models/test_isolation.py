@@ -36,26 +36,23 @@ def _drawn_from(tracker: Any) -> float:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_generators_of_the_process(raises: bool) -> None:
+def test_generators_of_the_process(raises: bool, no_tracker: None) -> None:
     with suppress(KeyError), preserved_rng():
         expected = (random.random(), np.random.rand(), torch.rand(()).item())
         if raises:
             raise KeyError
     assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert megatron_random._CUDA_RNG_STATE_TRACKER is None, "there was none, and it made one"
 
 
-def test_megatrons_tracker(tracker: Any) -> None:
+@pytest.mark.parametrize("seeded_anew", [False, True])
+def test_megatrons_tracker(seeded_anew: bool, tracker: Any) -> None:
     with preserved_rng():
         expected = _drawn_from(tracker)
-    assert _drawn_from(tracker) == expected
-
-
-def test_a_tracker_that_is_seeded_anew_inside(tracker: Any) -> None:
-    with preserved_rng():
-        expected = _drawn_from(tracker)
-        tracker.reset()
-        tracker.add("dropout", 7)
-        tracker.add("another", 8)
+        if seeded_anew:
+            tracker.reset()
+            tracker.add("dropout", 7)
+            tracker.add("another", 8)
     assert _drawn_from(tracker) == expected
     assert set(tracker.get_states()) == {"dropout"}
 
@@ -74,12 +71,6 @@ def test_generators_for_cuda_graphs_move_in_place(tracker: Any) -> None:
         expected = torch.rand((), generator=generator)
     assert tracker.get_states() == {"dropout": generator}
     assert torch.equal(torch.rand((), generator=generator), expected)
-
-
-def test_creates_no_tracker(no_tracker: None) -> None:
-    with preserved_rng():
-        pass
-    assert megatron_random._CUDA_RNG_STATE_TRACKER is None
 
 
 def test_creates_no_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:

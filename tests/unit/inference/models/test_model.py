@@ -18,9 +18,6 @@ from megatron_rl_patches.inference.models.provider import call_provider, inferen
 ARGUMENTS = {"pre_process": True, "post_process": False, "config": "own", "pg_collection": "groups"}
 
 
-_config = ModelParallelConfig
-
-
 # --- how a provider is called
 
 
@@ -87,13 +84,12 @@ def test_virtual_stages_by_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("was", [{}, {"bf16": True, "params_dtype": torch.bfloat16}])
 def test_the_dtype_is_the_copys(dtype: str, was: dict[str, Any]) -> None:
-    own = inference_copy(_config(**was), dtype)
-    expected = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    own = inference_copy(ModelParallelConfig(**was), dtype)
     assert (own.bf16, own.fp16) == (dtype == "bf16", dtype == "fp16")
-    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == expected
+    assert own.params_dtype == own.pipeline_dtype == own.autocast_dtype == _provider.DTYPES[dtype]
 
 
 def test_members_that_cannot_be_copied_are_shared() -> None:
-    config = _config()
+    config = ModelParallelConfig()
     config.lock = threading.Lock()
     assert without_training(config).lock is config.lock
