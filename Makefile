@@ -121,9 +121,9 @@ format: venv
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# BENCH_ARGS="head topk" runs some of them, BENCH_ARGS=--quick all at small sizes, writing nothing.
 bench: venv
-	set -e; for module in benchmarks/bench_*.py; do \
-	    $(BIN)/python -m benchmarks.$$(basename $$module .py); done
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 # On a machine with a GPU and without a network, whose Python 3.12 has torch 2.11: tests, demo and benchmarks in
 # under ten minutes. `make gpu DRY=1` does the same at a small size on the CPU. GPU_ARGS="--folder FOLDER"

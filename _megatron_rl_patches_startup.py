@@ -21,6 +21,16 @@ def main() -> None:
         _complain(error)
 
 
+class Listener:
+    """What is called at the end of imports."""
+
+    def loaded(self, name: str) -> None:
+        """A watched module has just been imported, or reloaded; an exception makes that fail."""
+
+    def import_ended(self) -> None:
+        """The import of a module that was half imported when it was watched has ended."""
+
+
 class Finder:
     """Finds what the others find: activates the patches before the first framework, and calls import hooks.
 
@@ -36,7 +46,7 @@ class Finder:
         self._roots: frozenset[str] | None = None
         self._activate = activate
         self._activating = False
-        self._listeners: dict[str, list[object]] = {}  # see `watch`
+        self._listeners: dict[str, list[Listener]] = {}
         self._half_imported: set[str] = set()
         self._executed: set[str] = set()
         self._locked_for_fork: dict[int, bool] = {}
@@ -66,8 +76,8 @@ class Finder:
     def watch(self, name, listener) -> None:
         """Have `listener.loaded(name)` called at the end of every import of this module, and of every reload.
 
-        An exception makes that import fail. Python offers no call-back for an import that had begun before.
-        `listener.import_ended()` is called in the next import of any module after that one has ended.
+        Python offers no call-back for an import that had begun before. `listener.import_ended()` is called
+        in the next import of any module after that one has ended.
         """
         import sys
 
@@ -117,8 +127,9 @@ class Finder:
         import sys
 
         self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
-        is_awaited = self._listeners.get(fullname) or self._half_imported
-        if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
+        # While a module is half imported, the end of any other import is the occasion to look whether it is.
+        has_hooks = self._listeners.get(fullname) or self._half_imported
+        if not has_hooks and fullname.partition(".")[0] not in (self._roots or ()):
             return None
         spec = self._ask_others(fullname, path, target)
         # Without a loader it is a namespace, as `megatron` is: the first package in it will do.
@@ -217,39 +228,39 @@ def has_fired():
     return finder._roots is not None and not finder._roots
 
 
-def activate() -> None:
-    """Activate what the variable names; without strict mode a failure costs one line on stderr."""
+def unless_strict_never_raise(function):
+    """Decorate: what it raises costs one line on stderr; with MEGATRON_RL_PATCHES_STRICT it is raised."""
 
-    def import_and_call() -> None:
-        from importlib import import_module
+    def guarded() -> None:
+        try:
+            function()
+        except Exception as error:
+            if not is_strict():
+                _complain(error)
+            elif isinstance(error, ImportError):
+                # Frameworks swallow those where they make each other optional.
+                raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
+            else:
+                raise
 
-        # By name, as an entry point is: the engine imports this module, for its import hooks.
-        import_module("megatron_rl_patches.engine.api").activate_from_environment()
-
-    unless_strict_never_raise(import_and_call)
-
-
-def _refuse_after_fork() -> None:
-    def refuse() -> None:
-        raise RuntimeError(
-            "this process was forked while another thread activated the patches; import a framework, "
-            "or call megatron_rl_patches.apply(), before that thread or this process starts"
-        )
-
-    unless_strict_never_raise(refuse)
+    return guarded
 
 
-def unless_strict_never_raise(activate):
-    """Call it; what it raises costs one line on stderr, with MEGATRON_RL_PATCHES_STRICT it is raised."""
-    try:
-        activate()
-    except Exception as error:
-        if not is_strict():
-            _complain(error)
-        elif isinstance(error, ImportError):  # which frameworks swallow where they make each other optional
-            raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
-        else:
-            raise
+@unless_strict_never_raise
+def activate():
+    """Activate what the variable names."""
+    from importlib import import_module
+
+    # By name, as an entry point is: the engine imports this module, for its import hooks.
+    import_module("megatron_rl_patches.engine.api").activate_from_environment()
+
+
+@unless_strict_never_raise
+def _refuse_after_fork():
+    raise RuntimeError(
+        "this process was forked while another thread activated the patches; import a framework, "
+        "or call megatron_rl_patches.apply(), before that thread or this process starts"
+    )
 
 
 def is_strict():

@@ -1,1 +1,4 @@
-"""One module per claim: `python -m benchmarks.bench_startup` and so on; each writes into docs/benchmarks."""
+"""What this package claims, measured: `python -m benchmarks.run` runs the modules that it names.
+
+The page of a claim, docs/benchmarks/NAME.md, has the prose, and a marked place for each measured part.
+"""

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,8 +29,7 @@ from typing import Any
 import psutil
 import torch
 
-from ._loss_report import _table as table
-from ._machine import description
+from .page import join, left_out, machine, table
 
 ROOT = Path(__file__).parents[1]
 PAGE, FIGURES = "gpu.md", "gpu.json"
@@ -52,7 +51,7 @@ class Step:
     seconds: float
 
 
-_MODULE = "benchmarks._gpu_steps"
+_MODULE = "benchmarks.gpu_steps"
 STEPS = (
     Step("tests", "Tests", f"{_MODULE}:tests", 150),
     Step("demo", "Demo", f"{_MODULE}:demo", 90),
@@ -83,7 +82,7 @@ def run(steps: Sequence[Step], dry: bool, folder: Path) -> int:
     """Run the steps, write their results, and return the exit code."""
     folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {
-        "machine": description(),
+        "machine": machine(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "dry": dry,
@@ -100,7 +99,7 @@ def run(steps: Sequence[Step], dry: bool, folder: Path) -> int:
             # After each step, so that the figures survive if a later one takes the machine down.
             (folder / FIGURES).write_text(json.dumps(report, indent=1) + "\n")
             (folder / PAGE).write_text(render(steps, report))
-            print("\n".join(_section(step, outcome)), flush=True)
+            print(section(step, outcome), flush=True)
     failed = [name for name, outcome in report["steps"].items() if outcome["status"] != "ok"]
     print(f"written: {folder / PAGE}, {folder / FIGURES}")
     print(f"failed: {', '.join(failed)}" if failed else "all steps succeeded")
@@ -154,62 +153,49 @@ def _step(function: str, file: str, dry: str) -> None:
 
 def render(steps: Sequence[Step], report: dict[str, Any]) -> str:
     """Return the page."""
-    lines = [
-        "# On a GPU",
-        "",
-        f"`make gpu`: {report['machine']}, CUDA {report['cuda']}.",
-        "",
-        "- ms: median of calls that take turns, by CUDA events.",
-        "- Peak: of the CUDA allocator beyond what was allocated before the call, without the gradients of",
-        "  hidden states and weight of an output layer.",
-        "- Kernels: how many a call starts, and the three that take the longest, by torch's profiler.",
-        "- Copy: the bytes that any way to the same results reads and writes, per second, relative to what",
-        "  a copy on the device reads and writes.",
-        "",
-    ]
-    if report["dry"]:
-        lines[4:4] = ["**A dry run on the CPU at small sizes: these are no measurements.**", ""]
-    for step in steps:
-        if outcome := report["steps"].get(step.name):
-            lines += _section(step, outcome)
-    return "\n".join(lines).rstrip() + "\n"
+    dry = "**A dry run on the CPU at small sizes: these are no measurements.**" if report["dry"] else ""
+    outcomes = report["steps"]
+    sections = [section(step, outcomes[step.name]) for step in steps if step.name in outcomes]
+    run_on = f"`make gpu`: {report['machine']}, CUDA {report['cuda']}."
+    return join("# On a GPU", run_on, dry, EXPLANATION, *sections) + "\n"
 
 
-def _section(step: Step, outcome: dict[str, Any]) -> Iterator[str]:
-    yield from (f"## {step.title}", "", f"{outcome['status']}, {outcome['seconds']} s", "")
+EXPLANATION = """\
+- ms: median of calls that take turns, by CUDA events.
+- Peak: of the CUDA allocator beyond what was allocated before the call, without the gradients of
+  hidden states and weight of an output layer.
+- Kernels: how many a call starts, and the three that take the longest, by torch's profiler.
+- Copy: the bytes that any way to the same results reads and writes, per second, relative to what
+  a copy on the device reads and writes."""
+
+
+def section(step: Step, outcome: dict[str, Any]) -> str:
+    head = join(f"## {step.title}", f"{outcome['status']}, {outcome['seconds']} s")
     if "result" not in outcome:
-        yield from ("```text", outcome["error"].strip(), "```", "")
-        return
+        return join(head, f"```text\n{outcome['error'].strip()}\n```")
     result = outcome["result"]
-    for name, value in result["figures"].items():
-        yield f"- {name}: {value}"
-    if result["figures"]:
-        yield ""
-    if result["claims"]:
-        rows = [
-            [claim, measured, limit, "yes" if met else "**no**"]
-            for claim, measured, limit, met in result["claims"]
-        ]
-        yield from (*table(["claim", "measured", "limit", "met"], rows), "")
-    if result["table"]:
-        yield from (*table(result["table"][0], result["table"][1:]), "")
-    for case, costs in result["costs"].items():
-        header = ["ms", "peak (GiB)", "kernels", "copy", "longest kernels (ms)"]
-        yield from (*table([case, *header], [[way, *_cells(cost)] for way, cost in costs.items()]), "")
-    if result["left_out"]:
-        yield f"Left out: {'; '.join(f'{name} ({why})' for name, why in result['left_out'].items())}."
-        yield ""
+    return join(
+        head,
+        "\n".join(f"- {name}: {value}" for name, value in result["figures"].items()),
+        table(result["claims"]),
+        table(result["table"]),
+        *(
+            table({case: way, **_cells(cost)} for way, cost in costs.items())
+            for case, costs in result["costs"].items()
+        ),
+        left_out(result["left_out"]),
+    )
 
 
-def _cells(cost: dict[str, Any]) -> list[str]:
+def _cells(cost: dict[str, Any]) -> dict[str, str]:
     longest = ", ".join(f"`{name}` {ms:.2f}" for name, ms in cost["longest"].items())
-    return [
-        f"{cost['milliseconds']:.3g}",
-        f"{cost['peak_bytes'] / (1 << 30):.3f}",
-        str(cost["kernels"]),
-        f"{cost['share_of_copy']:.0%}" if cost["share_of_copy"] else "",
-        longest.replace("|", "\\|"),
-    ]
+    return {
+        "ms": f"{cost['milliseconds']:.3g}",
+        "peak (GiB)": f"{cost['peak_bytes'] / (1 << 30):.3f}",
+        "kernels": str(cost["kernels"]),
+        "copy": f"{cost['share_of_copy']:.0%}" if cost["share_of_copy"] else "",
+        "longest kernels (ms)": longest.replace("|", "\\|"),
+    }
 
 
 if __name__ == "__main__":

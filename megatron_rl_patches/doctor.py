@@ -149,25 +149,31 @@ def problems_of(
 ) -> list[Problem]:
     """Return the reasons why something that is selected does not take effect."""
     problems = list(choice.problems)
-    if wrapt is None or not _in_wrapt_range(wrapt):
+    number = tuple(map(int, re.findall(r"\d+", wrapt or "")[:2]))
+    if not (1, 16) <= number < (3,):
         what = "wrapt is not installed" if wrapt is None else f"wrapt {wrapt} is out of range"
         remedy = _pip_install(shlex.quote(f"wrapt{WRAPT_RANGE}"))
         problems.append(Problem(f"{what}; needed: wrapt{WRAPT_RANGE}", remedy))
     if choice.patches and not startup.fires:
         message = f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}"
-        problems.append(Problem(message, _install_this_package()))
+        root = Path(__file__).parents[1]
+        this_package = "--force-reinstall megatron-rl-patches"
+        if (root / "pyproject.toml").is_file():
+            this_package = f"--editable {shlex.quote(str(root))}"
+        problems.append(Problem(message, _pip_install(f"--no-deps {this_package}")))
     selected = [status for status in statuses if status.patch in choice.patches]
     problems += _problems_of_roots(choice, selected)
-    # Sites that share the state of a fault are left out, as the fault itself is in the list.
-    faults = [s for s in selected if s.is_fault and not s.reason.startswith(IN_COMPANY)]
     configured = _configured_functions(choice)
-    misnamed = [s for s in selected if s.state in ("absent", "missing") and s.target in configured]
-    problems += [_misnamed_function(s, *configured[s.target], choice) for s in misnamed]
-    others = [fault for fault in faults if fault not in misnamed]
-    unfit = sorted({fault.patch for fault in others})
+    faults = []
+    for status in selected:
+        if status.target in configured and status.state in ("absent", "missing"):
+            problems.append(_misnamed_function(status, *configured[status.target], choice))
+        elif status.is_fault and not status.reason.startswith(IN_COMPANY):  # that of others is in the list
+            faults.append(status)
+    unfit = sorted({fault.patch for fault in faults})
     without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
     remedy = _export(VARIABLE, without if set(choice.patches).difference(unfit) else "0")
-    return problems + [Problem(str(fault), remedy) for fault in others]
+    return problems + [Problem(str(fault), remedy) for fault in faults]
 
 
 def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterator[Problem]:
@@ -223,14 +229,6 @@ def _export(variable: str, value: str) -> str:
 
 def _pip_install(arguments: str) -> str:
     return f"{shlex.quote(sys.executable)} -m pip install {arguments}"
-
-
-def _install_this_package() -> str:
-    """Return the line that installs the startup file: from the source tree, if this is one."""
-    root = Path(__file__).parents[1]
-    if (root / "pyproject.toml").is_file():
-        return _pip_install(f"--no-deps --editable {shlex.quote(str(root))}")
-    return _pip_install("--no-deps --force-reinstall megatron-rl-patches")
 
 
 def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
@@ -311,7 +309,3 @@ def _editable_folder(distribution: metadata.Distribution) -> str | None:
     except ValueError:
         return None
     return url2pathname(urlsplit(url["url"]).path) if url.get("dir_info", {}).get("editable") else None
-
-
-def _in_wrapt_range(version: str) -> bool:
-    return (1, 16) <= tuple(map(int, re.findall(r"\d+", version)[:2])) < (3,)

@@ -20,16 +20,14 @@ from ..engine import registry
 from ..engine.settings import parse_selection
 from ..errors import MegatronRLPatchesError
 from ..testing import conformance as tests
-from ..testing import verdicts
-from ..testing.conformance import Change
-from ..testing.verdicts import Result
-from .output import check_writable, output_file, show_table
+from ..testing.conformance import Change, Result
+from .screens import check_writable, output_file, show_table
 
 CHANGED = 1
 _PROGRESS_EVERY = 100
 _LISTED = 40
 #: The JSON names each test that cannot run here for one of these reasons.
-_NAMED = (verdicts.GPU_TENSOR, verdicts.OTHER_PACKAGE)
+_NAMED = (tests.GPU_TENSOR, tests.OTHER_PACKAGE)
 
 
 def conformance(
@@ -96,16 +94,19 @@ def conformance(
         changed += again
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
-    final = verdicts.final_of(file)
+    final = tests.final_of(file)
     _show(final, changed)
     for change in differed_once:
         typer.echo(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
     if json_file:
         facts = {
-            **_circumstances(checkout),
+            "commit": tests.commit_of(checkout) or None,
+            "date": datetime.date.today().isoformat(),
+            "python": platform.python_version(),
+            "torch": version("torch"),
             "ranks": counts,
             "patches": compared,
-            "seconds": round(sum(one.seconds for one in verdicts.read_results(file) if not one.patches)),
+            "seconds": round(sum(one.seconds for one in tests.read_results(file) if not one.patches)),
             **_counts(final, changed),
             "differed_once": [_as_dict(change) for change in differed_once],
         }
@@ -122,16 +123,6 @@ def _numbers(ranks: str) -> list[int]:
     if numbers[0] < 1:
         raise MegatronRLPatchesError(f"--ranks is {ranks!r}; pass numbers of ranks with commas between them")
     return numbers
-
-
-def _circumstances(checkout: Path) -> dict[str, str | None]:
-    """Return what the counts depend on, beside the tests; the commit is ``None`` without git."""
-    return {
-        "commit": verdicts.commit_of(checkout) or None,
-        "date": datetime.date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
 
 
 def _follow(what: str, results: Iterable[Result]) -> None:
@@ -155,11 +146,11 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
-    columns = [*(outcome.replace("_", " ") for outcome in verdicts.OUTCOMES), "changed by patches"]
+    columns = [*(outcome.replace("_", " ") for outcome in tests.OUTCOMES), "changed by patches"]
     rows = []
     for directory, counts in _by_directory(final).items():
         changed_here = {one.without.nodeid for one in changed if _directory(one.without) == directory}
-        by_outcome = (counts[outcome] for outcome in verdicts.OUTCOMES)
+        by_outcome = (counts[outcome] for outcome in tests.OUTCOMES)
         rows.append((directory, *map(str, (sum(counts.values()), *by_outcome, len(changed_here)))))
     show_table(("directory", "tests", *columns), rows)
     typer.echo()
@@ -180,10 +171,12 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
     outcomes = Counter(result.outcome for result in final)
     return {
         "tests": len(final),
-        "passed": outcomes[verdicts.PASSED],
-        "skipped": outcomes[verdicts.SKIPPED],
+        "passed": outcomes[tests.PASSED],
+        "skipped": outcomes[tests.SKIPPED],
         "not_runnable": _reasons(final),
-        "named": {reason: [result.nodeid for result in final if _needs(result, reason)] for reason in _NAMED},
+        "named": {
+            reason: [result.nodeid for result in final if result.reason == reason] for reason in _NAMED
+        },
         "failed": [asdict(result) for result in _failed(final)],
         "changed_by_patches": [_as_dict(change) for change in changed],
         "directories": _by_directory(final),
@@ -191,16 +184,11 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
 
 
 def _reasons(final: Iterable[Result]) -> dict[str, int]:
-    reasons = Counter(result.reason for result in final if result.outcome == verdicts.NOT_RUNNABLE)
-    return dict(reasons.most_common())
-
-
-def _needs(result: Result, reason: str) -> bool:
-    return result.outcome == verdicts.NOT_RUNNABLE and result.reason == reason
+    return dict(Counter(result.reason for result in final if result.reason).most_common())
 
 
 def _failed(final: Iterable[Result]) -> list[Result]:
-    return [result for result in final if result.outcome in (verdicts.FAILED, verdicts.HANGS)]
+    return [result for result in final if result.outcome in (tests.FAILED, tests.HANGS)]
 
 
 def _by_directory(final: Iterable[Result]) -> dict[str, Counter[str]]:

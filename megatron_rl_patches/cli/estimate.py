@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInputError
-from .output import check_plot, output_file, show_json, show_table
+from .screens import check_plot, output_file, show_json, show_table
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 

@@ -1,20 +1,91 @@
-"""The screen of `doctor`: what one has to know, and the lines to copy. JSON has the details."""
+"""What commands show: tables for people and pipes, JSON for programs, the screen of `doctor`; their files."""
 
 from __future__ import annotations
 
+import json
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_args
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, SiteStatus
+from ..engine.judge import IN_COMPANY, Fault, SiteStatus
 from ..engine.settings import VARIABLE
-from .output import STYLES, plain_table
+from ..errors import InvalidInputError
+
+STYLES = {
+    "fits": "green",
+    "not needed": "dim",
+    "absent": "dim",
+    **dict.fromkeys(get_args(Fault), "bold red"),
+}
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raise :class:`InvalidInputError` if the file cannot be written. What it contains stays."""
+    if file.is_fifo():
+        return  # to open it would be to wait for its reader
+    is_new = not file.exists()
+    try:
+        with open(file, "a"):
+            pass
+    except OSError as error:
+        raise InvalidInputError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
+    if is_new:
+        file.unlink()
+
+
+def check_plot(option: str, file: Path) -> None:
+    """Raise :class:`InvalidInputError` if matplotlib cannot draw the file."""
+    if find_spec("matplotlib") is None:
+        raise InvalidInputError(f"{option} needs matplotlib: pip install 'megatron-rl-patches[demo]'")
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise InvalidInputError(f"{option} is {file}; expected a name that ends in .png, .pdf or .svg")
+    check_writable(option, file)
+
+
+def output_file(option: str, help: str, check: Callable[[str, Path], None] = check_writable) -> Any:
+    """Return an option for a file that a command writes. It is checked before the work, which may be long."""
+
+    def checked(file: Path | None) -> Path | None:
+        if file is not None:
+            check(option, file)
+        return file
+
+    return typer.Option(option, metavar="FILE", show_default=False, help=help, callback=checked)
+
+
+def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: framed and colored on a terminal, otherwise in aligned columns that are not wrapped."""
+    console = Console()
+    if not console.is_terminal:
+        typer.echo(plain_table((header, *rows)))
+        return
+    table = Table(*header, header_style="bold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console.print(table)
+
+
+def show_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows in aligned columns, a line each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+# --- doctor
 
 
 class Screen:
@@ -58,7 +129,11 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     screen.line()
     _show_sites(screen, diagnosis.sites, diagnosis.selected)
     reported = {problem.message for problem in diagnosis.problems}
-    _show_reasons(screen, [s for s in diagnosis.sites if s.is_fault and str(s) not in reported])
+    for site in diagnosis.sites:
+        if site.is_fault and str(site) not in reported and not site.reason.startswith(IN_COMPANY):
+            function = ".".join(site.target.rsplit(".", 2)[1:])
+            message = f"{site.patch}: {function} is {site.state}: {site.reason}"
+            screen.line(message, STYLES[site.state])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
         screen.line("why a site is not needed: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
@@ -155,12 +230,3 @@ def _counted(sites: Sequence[SiteStatus]) -> str:
     others = Counter(site.state for site in sites if site.state != "fits")
     first = [f"{fit} {'fits' if len(sites) == 1 else 'fit'}"] if fit else []
     return ", ".join([*first, *(f"{count} {state}" for state, count in others.items())])
-
-
-def _show_reasons(screen: Screen, statuses: Sequence[SiteStatus]) -> None:
-    """Print why sites of installed frameworks do not fit."""
-    for status in statuses:
-        if status.state not in ("fits", "absent") and not status.reason.startswith(IN_COMPANY):
-            function = ".".join(status.target.rsplit(".", 2)[1:])
-            style = STYLES[status.state] if status.is_fault else "dim"
-            screen.line(f"{status.patch}: {function} is {status.state}: {status.reason}", style)

@@ -1,6 +1,6 @@
 """A minute of reinforcement learning on real Megatron-core, on any machine, which needs the patches.
 
-``launch``, ``worker`` and ``figures`` run it and show the results. The other modules are an ordinary program
+``launch`` and ``figures`` run it and show the results. The other modules are an ordinary program
 for Megatron-core that never mentions a patch.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from typing_extensions import Self
 
     from ..inference.memory.estimate import MemoryEstimate
-    from . import distillation, program
+    from . import program
 
 # Rollouts over which the table averages first and last values.
 _WINDOW = 3
+# Those of ``policy``, which loads Megatron.
+_DIGITS, _VOCABULARY = 5, 12
 _ROLLOUTS = "rollout, one train() call each"
 
 
@@ -33,13 +33,6 @@ class Figures(ABC):
     steps: int = 0
     seconds: float = 0.0
     error: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls(**json.loads(path.read_text()))
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @abstractmethod
     def rows(self) -> dict[str, str]: ...
@@ -122,12 +115,10 @@ class LearningFigures(Figures):
         return rows
 
     def draw(self, left: Any, right: Any) -> None:
-        from .digits import DIGITS, VOCABULARY
-
         numbers, nats = range(1, len(self.reward_per_rollout) + 1), left.twinx()
         left.plot(numbers, self.reward_per_rollout, label="reward: fraction of digits right")
-        left.plot(numbers, self.solved_per_rollout, label=f"exact match: all {DIGITS} digits right")
-        left.axhline(1 / VOCABULARY, color="grey", linestyle=":", label="reward by chance")
+        left.plot(numbers, self.solved_per_rollout, label=f"exact match: all {_DIGITS} digits right")
+        left.axhline(1 / _VOCABULARY, color="grey", linestyle=":", label="reward by chance")
         left.set(xlabel=_ROLLOUTS, ylim=(0, 1), title="Sorting digits")
         nats.plot(numbers, self.divergence_per_rollout, color="tab:red", label="reverse KL from the teachers")
         nats.set(ylabel="nats per token")
@@ -163,7 +154,7 @@ class DistillationFigures(Figures):
     score_per_rollout: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     bytes_per_token: dict[str, float] = field(default_factory=dict)
 
-    def add(self, target: str, rollout: distillation.Rollout) -> None:
+    def add(self, target: str, rollout: program.DistillationRollout) -> None:
         self.steps += rollout.steps
         self.bytes_per_token[target] = rollout.bytes_per_token
         for results, values in (

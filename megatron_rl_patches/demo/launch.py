@@ -1,22 +1,46 @@
-"""Start the ranks of the demo, wait for them, and show the results."""
+"""Start the ranks of the demo, run a program on each, and show the results.
+
+What a rank needs is imported there: this process need not load torch, and in a rank the patches start at the
+first import of a framework, at which time the program's ``train()`` must not be half imported.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from itertools import product
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.console import Console
+from tqdm import tqdm
+
+from .. import __version__, status
+from ..common.ranks import is_rank_0
 from ..doctor import examine_startup
+from ..engine.announce import summary
 from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
-from ..testing.rank_pool import RankPool, Send
-from ..testing.ranks import failure
+from ..testing import RanksFailed, cpu_backend
+from ..testing.ranks import call_on_ranks
 from .figures import DistillationFigures, LearningFigures
+
+if TYPE_CHECKING:
+    from .teachers import Teachers
+
+T = TypeVar("T")
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
@@ -65,29 +89,24 @@ def run_demo(
     startup = examine_startup({**os.environ, **variables})
     if not (without_patches or startup.fires):
         raise MegatronRLPatchesError(f"{VARIABLE}=1 has no effect in this environment: {startup.reason}")
-    from rich.console import Console
-
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         sizes = (tensor_parallel_size, pipeline_parallel_size)
-        options = {"rollouts": rollouts, "seed": seed, "sizes": sizes, "distill": distill, "folder": folder}
-        # Each rank is a new interpreter, in which the patches start as in any program.
-        pool = RankPool(ranks, Path(folder), _run_rank, context=SpawnContext(), env=variables)
+        program = partial(_run_program, rollouts, seed, sizes, distill, folder)
         try:
-            outcome = pool.run(options, _PATIENCE_SECONDS, once=True)
-        finally:
-            pool.stop()
-    if not outcome.went_well:
-        root_cause = failure(outcome, _PATIENCE_SECONDS)
-        print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
-        return 1
-    figures = (DistillationFigures if distill else LearningFigures)(**outcome.sent[0].value)
+            # Each rank is a new interpreter, in which the patches start as in any program.
+            context = SpawnContext()
+            values = call_on_ranks(program, ranks, Path(folder), _PATIENCE_SECONDS, variables, context)[0]
+        except RanksFailed as root_cause:
+            print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
+            return 1
+    figures = (DistillationFigures if distill else LearningFigures)(**values)
     figures.seconds = round(time.monotonic() - started, 1)
     if figures.error:
         print(figures.error, flush=True)
     Console().print(figures.table())
     if json_file:
-        figures.write(json_file)
+        json_file.write_text(json.dumps(asdict(figures), indent=2) + "\n")
     if plot_file:
         figures.plot(plot_file)
     if without_patches:
@@ -111,13 +130,86 @@ def _check_sizes(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: 
         )
 
 
-def _run_rank(options: dict[str, Any], send: Send) -> None:
-    from . import worker  # which imports torch, and this process need not
+# --- on each rank
 
-    try:
-        figures = worker.run(**options)
-    except BaseException:
-        send(traceback.format_exc(), True)
-    else:
-        if figures:
-            send(figures, False)
+
+def _run_program(
+    rollouts: int, seed: int, sizes: Sequence[int], distill: bool, folder: str
+) -> dict[str, Any] | None:
+    """Run a program on this rank, report progress on rank 0, and return the figures there."""
+    import torch.distributed
+
+    # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
+    warnings.simplefilter("ignore")
+    # A GPU of its own for this rank, or the CPU if there is not one for each.
+    has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    with torch.cuda.device(int(os.environ["LOCAL_RANK"])) if has_gpu else cpu_backend():
+        torch.distributed.init_process_group("nccl", timeout=timedelta(seconds=60))
+        import megatron.core
+
+        figures = (DistillationFigures if distill else LearningFigures)(
+            patched=os.environ[VARIABLE] != "0",
+            patches="off",
+            ranks=torch.distributed.get_world_size(),
+            seed=seed,
+            backend=torch.distributed.get_backend(),
+            versions={
+                "megatron_rl_patches": __version__,
+                "megatron-core": megatron.core.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+        from . import policy, teachers
+
+        policy.initialize(seed, *sizes)
+        pool = teachers.Teachers(Path(folder), seed)
+        try:
+            if isinstance(figures, DistillationFigures):
+                _distill(figures, rollouts, pool)
+            else:
+                _learn(figures, rollouts, pool)
+        except AssertionError:  # expected without patches, and then a part of the figures
+            if figures.patched:
+                raise
+            figures.error = traceback.format_exc()
+        if figures.patched:
+            figures.patches = summary(status(), __version__)
+        is_first = is_rank_0()
+        # Skipped after an exception, since it may wait for a rank that has exited.
+        torch.distributed.destroy_process_group()
+        return asdict(figures) if is_first else None
+
+
+def _learn(figures: LearningFigures, count: int, teachers: Teachers) -> None:
+    from . import program
+
+    figures.set_memory(teachers.memory())
+    figures.logits = program.logits_bytes()
+    figures.makes_logits = not any(s.patch == "lean-head" and s.state == "applied" for s in status())
+    for rollout in _with_progress(program.learn(count, figures.seed, teachers), count):
+        figures.add(rollout)
+
+
+def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> None:
+    from . import program
+
+    scores = program.scores_of_teachers(teachers, figures.seed)
+    figures.teachers = {order: round(score, 4) for order, score in scores.items()}
+    for target, way in product(program.TARGETS, program.WAYS):
+        name, rollouts = f"{target}, {way}", program.distill(count, figures.seed, teachers, target, way)
+        for rollout in _with_progress(rollouts, count, f"{name}: "):
+            figures.add(name, rollout)
+
+
+def _with_progress(rollouts: Iterator[T], count: int, prefix: str = "") -> Iterator[T]:
+    """Yield the rollouts; move a progress bar and print a line for each, on rank 0 only."""
+
+    tqdm.set_lock(threading.RLock())  # tqdm's own is for several processes, and would be left behind
+    with tqdm(total=count, unit="rollout", disable=not is_rank_0()) as bar:
+        for rollout in rollouts:
+            yield rollout
+            bar.update()
+            if not bar.disable:
+                bar.write(f"rollout {bar.n:3d}  {prefix}{rollout}")
+            bar.set_postfix_str(f"{prefix}{rollout}", refresh=False)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state
 
+from ..common.ranks import is_rank_0
 from ..inference import (
     TeacherPool,
     build_inference_model,
@@ -22,7 +23,8 @@ from ..inference import (
 )
 from ..inference.memory.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
 from ..losses import FullDistribution, TopKDistribution
-from . import digits, policy
+from . import policy
+from .policy import DIGITS, ORDERS
 from .training import policy_loss, train
 
 _STEPS, _BATCH = 150, 64
@@ -33,19 +35,19 @@ class Teachers:
 
     def __init__(self, folder: Path, seed: int) -> None:
         """Load the teachers from ``folder``, which all ranks share; train those that are not in it."""
-        for number, order in enumerate(digits.ORDERS):
+        for number, order in enumerate(ORDERS):
             if not (folder / order).exists():
                 _train_and_save(order, seed + number, folder / order)
         self.model = build_inference_model(policy.provide, policy.config(), dtype="fp32")
         self.pool = TeacherPool(self.model)
-        for order in digits.ORDERS:
+        for order in ORDERS:
             self.pool.add(order, folder / order)
 
     def __call__(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         """Return the log-probabilities of the answers, ``[b, DIGITS]``, for prompts with answers."""
-        log_probs_bd = tokens_bs.new_empty(len(tokens_bs), digits.DIGITS, dtype=torch.float32)
-        for index, order in enumerate(digits.ORDERS):
-            selected_b = digits.order_of(tokens_bs) == index
+        log_probs_bd = tokens_bs.new_empty(len(tokens_bs), DIGITS, dtype=torch.float32)
+        for index, order in enumerate(ORDERS):
+            selected_b = policy.order_of(tokens_bs) == index
             batch = policy.microbatch(tokens_bs[selected_b])
             with self.pool.use(order) as model:
                 scores = forward_log_probs(model, [batch], output_device=tokens_bs.device, progress=False)
@@ -56,7 +58,7 @@ class Teachers:
     def full(self, tokens_bs: torch.Tensor) -> dict[str, list[FullDistribution]]:
         """Return each teacher's distributions over the whole vocabulary, as :meth:`topk` does."""
         distributions = {}
-        for order in digits.ORDERS:
+        for order in ORDERS:
             with self.pool.use(order) as model:
                 hidden = forward_hidden_states(model, [policy.microbatch(tokens_bs)], progress=False)
             head = self.pool.head(order)
@@ -69,7 +71,7 @@ class Teachers:
     ) -> dict[str, list[TopKDistribution]]:
         """Return each teacher's distributions of all answers by order, on the last pipeline stage."""
         distributions = {}
-        for order in digits.ORDERS:
+        for order in ORDERS:
             with self.pool.use(order) as model:
                 if scored := policy.topk(model, policy.microbatch(tokens_bs), at=at):
                     distributions[order] = scored
@@ -78,7 +80,7 @@ class Teachers:
     def score(self, order: str, prompts_bp: torch.Tensor) -> torch.Tensor:
         """Return the fraction of digits that a teacher gets right."""
         with self.pool.use(order) as model:
-            return digits.score(policy.answer(model, prompts_bp, None)[0]).mean()
+            return policy.score(policy.answer(model, prompts_bp, None)[0]).mean()
 
     def memory(self) -> MemoryEstimate:
         """Estimate a rank's memory: for training, for scoring, and for training with these teachers."""
@@ -95,31 +97,27 @@ class Teachers:
         )
 
 
-def _train_and_save(order: str, seed: int, folder: Path) -> None:
+def _train_and_save(order: str, seed: int, root: Path) -> None:
+    """Save model, optimizer and iteration as Megatron-LM does with ``--ckpt-format torch_dist``."""
     model, optimizer = policy.build(seed)
     batches = _solved_prompts(order, policy.make_generator(model, seed))
     train(model, optimizer, batches, [1] * _STEPS, _BATCH, policy_loss)
-    _save(model, optimizer, _STEPS, folder)
+    folder = root / f"iter_{_STEPS:07d}"
+    if is_rank_0():
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    state: dict[str, Any] = {"iteration": _STEPS, "model": model[0].module.sharded_state_dict()}
+    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
+    dist_checkpointing.save(state, str(folder))
+    if is_rank_0():
+        (root / "latest_checkpointed_iteration.txt").write_text(str(_STEPS))
+    torch.distributed.barrier()
 
 
 def _solved_prompts(order: str, generator: torch.Generator) -> Iterator[policy.Batch]:
     while True:
-        prompts_bp = digits.prompts(_BATCH, generator, order)
-        answers_bd = digits.solve(prompts_bp)
+        prompts_bp = policy.prompts(_BATCH, generator, order)
+        answers_bd = policy.solve(prompts_bp)
         tokens_bs = torch.cat([prompts_bp, answers_bd], dim=1)
         yield {"tokens": tokens_bs, "advantages": torch.ones_like(answers_bd, dtype=torch.float32)}
-
-
-def _save(model: list[Any], optimizer: Any, iteration: int, root: Path) -> None:
-    """Save model, optimizer and iteration as Megatron-LM does with ``--ckpt-format torch_dist``."""
-    folder = root / f"iter_{iteration:07d}"
-    if torch.distributed.get_rank() == 0:
-        folder.mkdir(parents=True)
-    torch.distributed.barrier()
-    state: dict[str, Any] = {"iteration": iteration, "model": model[0].module.sharded_state_dict()}
-    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
-    state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
-    dist_checkpointing.save(state, str(folder))
-    if torch.distributed.get_rank() == 0:
-        (root / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    torch.distributed.barrier()

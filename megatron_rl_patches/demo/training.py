@@ -19,17 +19,11 @@ from ..losses import (
     make_distillation_loss_func,
     make_loss_func,
 )
-from .digits import DIGITS, LENGTH
-from .policy import Batch
+from .policy import DIGITS, LENGTH, Batch
 
 #: Maps the logits of a batch to the loss, the number of tokens and metrics, as Megatron's schedules expect.
 LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
 Objective = Callable[[Batch], LossFunc]
-
-
-def shuffled(count: int, pieces: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-    """Return the indices of ``count`` answers in random order, in ``pieces`` pieces."""
-    return torch.randperm(count, generator=generator, device=generator.device).chunk(pieces)
 
 
 def train(

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import PatchError
-from . import installer as engine
-from . import registry
+from . import installer, registry
 from .judge import SiteStatus, judge_all, refuse_faults
 from .records import Claim
 from .settings import VARIABLE, Settings, parse_selection
@@ -42,7 +41,7 @@ def apply(
         PatchError: unknown name, or a patch that must take effect cannot. Exactly what this call did is
             undone; what other threads apply at the same time stays.
     """
-    engine.installer.keep(_apply(names, exclude, settings, strict))
+    installer.installer.keep(_apply(names, exclude, settings, strict))
     return status()
 
 
@@ -55,7 +54,7 @@ def applied(
     try:
         yield status()
     finally:
-        engine.installer.release(claim)
+        installer.installer.release(claim)
 
 
 def _apply(
@@ -67,7 +66,7 @@ def _apply(
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
         refuse_faults(judge_all(Environment(), patches, chosen))
-    return engine.installer.add(patches, chosen, required, replace_options=settings is not None)
+    return installer.installer.add(patches, chosen, required, replace_options=settings is not None)
 
 
 def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -88,10 +87,10 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
         _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
     if selection:
         # Options of an apply() that the program has called itself stay in force.
-        claim = engine.installer.add(
+        claim = installer.installer.add(
             selection.patches(), settings, required=settings.strict, replace_options=False
         )
-        engine.installer.keep(claim)
+        installer.installer.keep(claim)
 
 
 def revert(*names: str) -> None:
@@ -100,12 +99,12 @@ def revert(*names: str) -> None:
     Raises:
         PatchError: unknown name.
     """
-    engine.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
+    installer.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
 
 
 def status() -> list[SiteStatus]:
     """Return the state of every site of the patches selected so far, read from the live objects."""
-    return engine.installer.status()
+    return installer.installer.status()
 
 
 def available() -> dict[str, str]:

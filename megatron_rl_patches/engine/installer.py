@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from _megatron_rl_patches_startup import finder
+from _megatron_rl_patches_startup import Listener, finder
 
 from ..errors import PatchError
 from .announce import Announcer, without_logging_errors
@@ -27,7 +27,7 @@ _log = logging.getLogger("megatron_rl_patches")
 _LASTING = {required: Claim(required) for required in (True, False)}
 
 
-class Installer:
+class Installer(Listener):
     """The state of one process. All functions of :mod:`.api` act on one instance."""
 
     def __init__(self) -> None:

@@ -113,12 +113,12 @@ class Record:
         return status
 
     def settle(self, status: SiteStatus) -> None:
-        """Take a status that is final; a site that fits and is not wrapped waits for its module."""
+        """Take the status; a site that fits, and is not wrapped, waits for its module."""
         fits = status.state == "fits"
         self.status = _waiting(self.site, status.fingerprint) if fits else status
 
     def wrap(self, adapter: Callable[[Call], Any]) -> Moves:
-        """Put a wrapper in place that calls the adapter."""
+        """Put a wrapper in place that calls the adapter; return what moved."""
         self.owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
         current = vars(self.owner)[name]
         # An earlier revert may have switched a wrapper off and left it under another one.
@@ -131,7 +131,7 @@ class Record:
         return [(self.wrapper.__wrapped__, self.wrapper)]
 
     def unwrap(self) -> Moves:
-        """Put the original back."""
+        """Put the original back; return what moved."""
         wrapper = self.wrapper
         if wrapper is None:
             return []

@@ -43,36 +43,26 @@ def with_loss_type(call: Call) -> Callable[[Any], Any]:
 
 
 def validate(call: Call) -> Any:
-    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss."""
+    """Validate the framework's arguments, and with ``--loss-type opd_loss`` those of the loss.
+
+    The loss becomes the framework's custom loss, and the options of the patch become its arguments.
+    """
     args = call["args"]
     if args.loss_type != LOSS_TYPE:
         return call()
-    select_loss(args, asdict(call.options))
+    args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
+    _set_options(args, call.options)
     result = call()  # may read a file that overrides the options
     names = [field.name for field in fields(call.options)]
-    chosen = build(type(call.options), {name: getattr(args, name) for name in names})
-    set_options(args, asdict(chosen))
+    _set_options(args, build(type(call.options), {name: getattr(args, name) for name in names}))
     check_arguments(args)
     return result
 
 
-def select_loss(args: Any, options: Mapping[str, Any]) -> None:
-    """Select the loss as the framework's custom loss, and set its options on ``args``."""
-    args.loss_type, args.custom_loss_function_path = "custom_loss", LOSS_PATH
-    set_options(args, options)
-
-
-def set_options(args: Any, options: Mapping[str, Any]) -> None:
-    """Set the options on ``args``, with the teachers' paths by name."""
-    for name, value in options.items():
+def _set_options(args: Any, options: Any) -> None:
+    for name, value in asdict(options).items():
         setattr(args, name, value)
-    args.opd_teachers = dict(args.opd_teachers)
-
-
-def scores_teachers(args: Any) -> bool:
-    """Return whether the actor scores teachers; a teacher that comes with the rollout needs no scoring."""
-    is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
-    return is_selected and bool(getattr(args, "opd_teachers", None))
+    args.opd_teachers = dict(args.opd_teachers)  # path by name
 
 
 def check_arguments(args: Any) -> None:
@@ -88,10 +78,11 @@ def check_arguments(args: Any) -> None:
             raise InvalidInputError(
                 f"--{name} does not go with --loss-type {LOSS_TYPE}: {reason}; leave it out"
             )
-    name = getattr(args, "opd_divergence", "reverse_kl")
-    divergence = divergence_named(name, getattr(args, "opd_beta", 0.5))
-    if getattr(args, "opd_top_k", None) == "full" and not divergence.counts_tail:
-        raise InvalidInputError(f"opd_divergence={name!r} is over k ids: use reverse_kl with opd_top_k=full")
+    divergence = divergence_named(args.opd_divergence, getattr(args, "opd_beta", 0.5))
+    if args.opd_top_k == "full" and not divergence.counts_tail:
+        raise InvalidInputError(
+            f"opd_divergence={args.opd_divergence!r} is over k ids: use reverse_kl with opd_top_k=full"
+        )
     if not (temperature := getattr(args, "rollout_temperature", 1.0)) > 0:
         raise InvalidInputError(
             f"--rollout-temperature is {temperature}, expected a positive number: --loss-type {LOSS_TYPE} "

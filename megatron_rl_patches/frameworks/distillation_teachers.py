@@ -35,7 +35,7 @@ from ..losses import (
 from ..losses.logits.distributions import Distribution
 from ..losses.output_layer import deferring
 from ..losses.sequences.layout import SequenceLayout
-from .distillation_arguments import scores_teachers
+from .distillation_arguments import LOSS_PATH
 from .distillation_loss import KEYS, OLD, TEACHERS, layout_of, temperature_of
 
 _ACTOR = "actor"
@@ -245,8 +245,13 @@ scorer: Scope[TeacherScorer] = Scope("teacher_scorer")
 
 
 def train_actor(call: Call) -> Any:
-    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score."""
-    if not scores_teachers(call.instance.args):
+    """Train, with the actor known to :func:`train` and :func:`get_batch` if it has teachers to score.
+
+    A teacher that comes with the rollout needs no scoring.
+    """
+    args = call.instance.args
+    is_selected = getattr(args, "custom_loss_function_path", None) == LOSS_PATH
+    if not is_selected or not getattr(args, "opd_teachers", None):
         return call()
     with scorer.enter(TeacherScorer(call.instance)):
         return call()

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,9 @@ class InferenceRole:
 _scope: Scope[InferenceRole] = Scope("inference_role")
 
 
-@contextmanager
-def inference_role(role: str, framework_args: Any = None) -> Iterator[InferenceRole]:
+def inference_role(role: str, framework_args: Any = None) -> AbstractContextManager[InferenceRole]:
     """Build, until the end of the block and in this thread, the model of a role that only scores."""
-    with _scope.enter(InferenceRole(role, framework_args)) as current:
-        yield current
+    return _scope.enter(InferenceRole(role, framework_args))
 
 
 def in_inference_role() -> bool:

@@ -34,8 +34,11 @@ def on_megatron_init(args: Any = None) -> None:
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
     """
+    from ..engine.api import status
+    from ..engine.installer import installer
+
     switch_on()
-    _announce()
+    installer.announcer.once(status())
 
 
 def pre_wrap(model: list[Any]) -> list[Any]:
@@ -53,8 +56,7 @@ def pre_wrap(model: list[Any]) -> list[Any]:
     Raises:
         PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
     """
-    switch_on()
-    _announce()
+    on_megatron_init()
     return model
 
 
@@ -69,10 +71,3 @@ def switch_on() -> None:
     is_set = os.environ.get(VARIABLE, "").strip()
     if not (is_set and startup.has_fired()):  # type: ignore[no-untyped-call]
         activate_from_environment({**os.environ, VARIABLE: is_set or "all"})
-
-
-def _announce() -> None:
-    from ..engine.api import status
-    from ..engine.installer import installer
-
-    installer.announcer.once(status())

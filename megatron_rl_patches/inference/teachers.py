@@ -34,7 +34,7 @@ class TeacherPool:
 
     **Inside** :meth:`use` the model holds the named teacher; an inner ``use`` puts back, bit for bit, what
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
-    copy a turn. **If the model holds weights of its own**, no teacher's, the outermost ``use`` saves them in
+    copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
     host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
     them, are not saved.
 

@@ -1,4 +1,4 @@
-"""Logits that are never made: the output layer's product is computed inside the loss, in tiles.
+"""Logits that are never materialized: the output layer's product is computed inside the loss, in tiles.
 
 =============  ===============================  ==============================  ===========================
 framework      function                         in its place                    left alone when
@@ -10,11 +10,11 @@ megatron-core  ``MambaModel.forward``           the same                        
 megatron-core  ``HybridModel.forward``          the same                        the same
 megatron-core  ``ColumnParallelLinear.forward`` deferred logits, for a model's  it gathers its output, or
                                                 output layer                    does more than to multiply
-megatron-core  ``compute_language_model_loss``  the same in tiles, for MTP      its logits are made
+megatron-core  ``compute_language_model_loss``  the same in tiles, for MTP      its logits exist
 =============  ===============================  ==============================  ===========================
 
 The replacements are in :mod:`..losses.output_layer`. Losses that ``lean-loss`` patches take deferred logits
-as they are; any other code that reads their values gets the logits that the layer would have made.
+as they are; any other code that reads their values gets the logits that the layer would have returned.
 
 Not patched: value and reward heads, which are no language model's output layer, T5, BERT, and Megatron's
 schedule that overlaps the communication of experts, which does not call ``forward``.
@@ -58,26 +58,27 @@ class LeanHeadOptions:
 
 #: Functions of frameworks' losses that take deferred logits if `lean-loss` patches them.
 _LOG_PROB_FUNCTIONS = ("get_log_probs_and_entropy", "vocab_parallel_log_probs_from_logits")
+_MATERIALIZED = "the logits are materialized"
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
-    """Return for each framework whether its losses take deferred logits, or why the logits are made."""
+    """Return for each framework whether its losses take deferred logits, or why logits are materialized."""
     sites = [status for status in statuses if status.state != "absent"]
     models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
+    if models and not losses:
+        return [f"{_MATERIALIZED}: `lean-loss` is not selected, or knows no framework that is here"]
     notes = []
     for loss in losses:
         against = next((status for status in (*models, loss) if status.state != "fits"), None)
-        way = "its losses compute the logits in tiles" if not against else f"the logits are made: {against}"
+        way = f"{_MATERIALIZED}: {against}" if against else "its losses compute the logits in tiles"
         notes.append(f"{loss.framework}: {way}")
-    if models and not losses:
-        notes.append("the logits are made: `lean-loss` is not selected, or knows no framework that is here")
     return notes
 
 
 patch = Patch(
     name="lean-head",
-    summary="the logits are never made: the loss computes the output layer's product in tiles",
+    summary="the logits are never materialized: the loss computes the output layer's product in tiles",
     upstream=("THUDM/slime#2253", "THUDM/slime#2383", "radixark/miles#1068", "radixark/miles#1136"),
     options=LeanHeadOptions,
     notes=_notes,

@@ -116,16 +116,6 @@ def _rerun_state_machine() -> Any:
     return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
 
 
-def _python_function(target: Any) -> Any:
-    """Return the function behind decorators, partials, bound methods and objects with ``__call__``."""
-    target = inspect.unwrap(target)
-    if isinstance(target, functools.partial):
-        return _python_function(target.func)
-    if inspect.ismethod(target):
-        return _python_function(target.__func__)
-    return target if inspect.isroutine(target) else _python_function(type(target).__call__)
-
-
 @overload
 def reentrant_train(target: Function, **options: Any) -> Function: ...
 @overload
@@ -194,7 +184,8 @@ def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], di
     # The signature of a partial lacks the arguments that are bound already, so its function's is used.
     partial = functools.partial(target)
     function = partial.func
-    name = _python_function(function).__qualname__
+    called = function if inspect.isroutine(function) else type(function).__call__
+    name = getattr(inspect.unwrap(called), "__qualname__", repr(target))
 
     def refusal(reason: str) -> MegatronRLPatchesError:
         return MegatronRLPatchesError(f"{reason}; use 'with reentrant_train(model):' inside it instead")
@@ -206,7 +197,6 @@ def _model_binder(target: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], di
     parameter = signature.parameters.get("model")
     if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         raise refusal(f"{name}{signature} has no parameter named 'model' that takes the list of model chunks")
-    called = function if inspect.isroutine(function) else type(function).__call__
     runs_later = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
     if any(does(called) for does in runs_later):
         raise refusal(f"{name} is a generator or a coroutine function, whose body runs after the call")

@@ -4,9 +4,8 @@ Importing them loads neither torch nor megatron.
 """
 
 from .cpu_backend import cpu_backend
-from .mock_bucket_group import MockBucketGroup
 from .mock_ddp import MockDDP, MockOptimizer
-from .mock_modules import MockConfig, MockDDPConfig, MockFloat16Module, MockModule
+from .mock_modules import MockBucketGroup, MockConfig, MockDDPConfig, MockFloat16Module, MockModule
 from .ranks import RanksFailed, spawn_ranks
 
 __all__ = [

@@ -23,20 +23,16 @@ def _install() -> ExitStack:
 
     import torch
 
-    from . import cuda_redirect, gloo, without_transformer_engine
+    from . import cpu_adapters, cuda_redirect
 
     with ExitStack() as stack:
-        for owner, values in [
-            *cuda_redirect.replacements(),
-            *gloo.replacements(),
-            *without_transformer_engine.replacements(),
-        ]:
+        for owner, values in [*cuda_redirect.replacements(), *cpu_adapters.replacements()]:
             present = {name: value for name, value in values.items() if hasattr(owner, name)}
             stack.enter_context(mock.patch.multiple(owner, **present))
         if "torch._dynamo" in sys.modules:
             # Functions that the import of megatron.core has compiled already run eagerly inside the block.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(without_transformer_engine.filled())
+        stack.enter_context(cpu_adapters.filled_gaps())
         rng_logger = logging.getLogger("megatron.core.tensor_parallel.random")
         rng_logger.addFilter(_is_not_about_rng)
         stack.callback(rng_logger.removeFilter, _is_not_about_rng)

@@ -14,13 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import wrapt
 from torch.autograd import Variable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import DefaultDeviceType
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: An object, and the values that its attributes have while the redirect is on.
 Replacements = tuple[Any, dict[str, Any]]
@@ -32,7 +36,7 @@ def _constant(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def _names_cuda(device: object) -> bool:
+def names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
@@ -53,16 +57,16 @@ class CudaToCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device and isinstance(args[0], int):
             return torch.device("cuda", args[0])
-        if _names_cuda(kwargs.get("device")):
+        if names_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and names_cuda(args[1]):
             args = (args[0], "cpu", *args[2:])
         return func(*args, **kwargs)
 
 
-class _Engine:
+class _Engine(wrapt.ObjectProxy):  # type: ignore[type-arg]
     """Wraps the autograd engine, so that backward passes run with the redirect on.
 
     ``Tensor.backward`` is itself a torch function, and torch switches a function mode off while the mode
@@ -70,24 +74,31 @@ class _Engine:
     buffers, which would then not be redirected.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         with CudaToCpu():
-            return self._engine.run_backward(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+            return self.__wrapped__.run_backward(*args, **kwargs)
 
 
-class Stream:
+class _Context(ContextDecorator):
+    """A context that does nothing, any number of times, and a decorator, as those of ``torch.cuda`` are."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Stream(_Context):
     """Stands for every CUDA stream. Work is done when a call returns, so there is nothing to order."""
 
     cuda_stream = 0
     priority = 0
     device = torch.device("cpu")
-    __init__ = wait_stream = wait_event = synchronize = __exit__ = _constant(None)
+    wait_stream = wait_event = synchronize = _constant(None)
     query = _constant(True)
     is_capturing = _constant(False)
 
@@ -95,9 +106,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def __enter__(self) -> Stream:
-        return self
 
 
 class Event:
@@ -143,30 +151,8 @@ class _Generator(torch.Generator, metaclass=_GeneratorType):
         return cls.__base__()
 
 
-def _default_device(set_default: Callable[..., None]) -> Callable[..., None]:
-    """Make the CPU the default device in place of a GPU. torch adds it after the redirect."""
-
-    def set_default_device(device: Any) -> None:
-        set_default("cpu" if _names_cuda(device) else device)
-
-    return set_default_device
-
-
 def _itself(tensor: Any, *args: object, **kwargs: object) -> Any:
     return tensor
-
-
-class _NullContext(ContextDecorator):
-    """A context that can be entered any number of times, and a decorator, as those of ``torch.cuda`` are."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
 
 
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,17 +172,12 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type
 
 
-def _restoring_on_cpu(restore: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``torch.load`` put on the CPU what a file, or ``map_location``, puts on a GPU."""
-    return lambda storage, location: restore(storage, "cpu" if _names_cuda(location) else location)
-
-
 def _eager(model: Any = None, **options: object) -> Any:
     return model if model is not None else _itself
 
 
 def replacements() -> list[Replacements]:
-    """Return everything of torch, ``torch.distributed`` apart, that is replaced while the redirect is on."""
+    """Return what of torch is replaced while the redirect is on, besides that of ``cpu_adapters``."""
     cuda, stream = torch.cuda, _constant(Stream())
     properties = SimpleNamespace(
         name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
@@ -216,7 +197,7 @@ def replacements() -> list[Replacements]:
     ]
     cuda_functions = {
         **{name: _constant(value) for value, names in by_value for name in names.split()},
-        **dict.fromkeys(("device", "device_of", "stream"), _NullContext),
+        **dict.fromkeys(("device", "device_of", "stream"), _Context),
         **dict.fromkeys(("Stream", "ExternalStream"), Stream),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "Event": Event,
@@ -233,7 +214,7 @@ def replacements() -> list[Replacements]:
         "current_accelerator": _constant(torch.device("cuda")),
         "get_device_capability": _constant({"supported_dtypes": _DTYPES}),
         "get_memory_info": cuda_functions["mem_get_info"],
-        "device_index": _NullContext,
+        "device_index": _Context,
         **dict.fromkeys(("current_device_index", "current_device_idx"), _constant(0)),
         **dict.fromkeys(("set_device_index", "set_device_idx"), _constant(None)),
         **dict.fromkeys(("empty_host_cache", "reset_accumulated_memory_stats"), _constant(None)),
@@ -244,7 +225,6 @@ def replacements() -> list[Replacements]:
         "record_stream": _constant(None),
         "type": _tensor_type(torch.Tensor.type),
     }
-    restore = torch.serialization.default_restore_location
     return [
         (cuda, cuda_functions),
         (torch.accelerator, accelerator_functions),
@@ -252,12 +232,10 @@ def replacements() -> list[Replacements]:
         (DefaultDeviceType, {"_default_device_type": "cuda"}),
         (cuda.random, {"current_device": _constant(0), "device_count": _device_count}),
         (cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _constant(0))),
-        (cuda.nvtx, {"range": _NullContext}),
+        (cuda.nvtx, {"range": _Context}),
         (cuda.nccl, {"version": _constant((2, 0, 0))}),
         (torch.Tensor, tensor_methods),
         (torch.nn.Module, {"cuda": _itself}),
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
         (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
-        (torch, {"set_default_device": _default_device(torch.set_default_device)}),
-        (torch.serialization, {"default_restore_location": _restoring_on_cpu(restore)}),
     ]

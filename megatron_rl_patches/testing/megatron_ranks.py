@@ -24,7 +24,7 @@ def prepare(session: pytest.Session, rank: int, folder: Path) -> None:
     _capture_output_alone(manager.getplugin("capturemanager"))
     manager.unregister(name="terminalreporter")
     manager.unregister(name="megatron-tests-conductor")
-    manager.register(_Raised())
+    manager.register(_Reports(session.config), "megatron-tests-reports")
     # Megatron's conftest makes a folder beside that of the rank, which the ranks share.
     base = folder / f"rank{rank}"
     base.mkdir()
@@ -106,15 +106,9 @@ def run_test(session: pytest.Session, test: tuple[int, int | None], send: Send) 
     item = session.items[number]
     # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
     session.config.option.experimental = item.get_closest_marker("experimental") is not None
-    hook = session.config.hook
-    sender = _Sender(session.config, send)
-    session.config.pluginmanager.register(sender)
-    try:
-        hook.pytest_runtest_protocol(
-            item=item, nextitem=None if follower is None else session.items[follower]
-        )
-    finally:
-        session.config.pluginmanager.unregister(sender)
+    session.config.pluginmanager.getplugin("megatron-tests-reports").send = send
+    following = None if follower is None else session.items[follower]
+    session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
 def _seed() -> None:
@@ -127,18 +121,13 @@ def _seed() -> None:
     torch.manual_seed(torch.Generator().initial_seed())
 
 
-class _Sender:
-    def __init__(self, config: pytest.Config, send: Send) -> None:
+class _Reports:
+    """Adds to each report of a failure what was raised, and where, in few words; sends all reports."""
+
+    send: Send
+
+    def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.send = send
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.send(data, report.failed)
-
-
-class _Raised:
-    """Adds to each report of a failure what was raised, and where, in few words."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -150,6 +139,10 @@ class _Raised:
             raised = f"{call.excinfo.typename}: {call.excinfo.value}"
             report.raised = "\n".join([raised, *frames])  # type: ignore[attr-defined]
         return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.send(data, report.failed)
 
 
 def _place_of(frame: TracebackEntry) -> str:

@@ -12,25 +12,41 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
-from . import megatron_ranks, verdicts
+from . import megatron_ranks
+from .conformance import (
+    CUDA_KERNEL,
+    DATA,
+    FAILED,
+    GPU_TENSOR,
+    HANGS,
+    MORE_RANKS,
+    NOT_RUNNABLE,
+    OTHER_PACKAGE,
+    PASSED,
+    SKIPPED,
+    TRANSFORMER_ENGINE,
+    Result,
+    commit_of,
+    read_results,
+)
 from .cpu_backend import cpu_backend
 from .rank_pool import Outcome, RankPool, group_variables
-from .verdicts import Result
 
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -40,24 +56,18 @@ _until_exit = ExitStack()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megatron-lm", "unit tests of Megatron-LM on a CPU")
     group.addoption("--ranks", type=int, default=1, metavar="N", help="number of ranks (default: 1)")
-    group.addoption("--megatron-lm", metavar="DIR", help="checkout of Megatron-LM (default: the root folder)")
     group.addoption("--patches", default="", metavar="NAMES", help="patches to apply: names, or all")
-    group.addoption(
-        "--hang-after", type=float, default=60.0, metavar="SECONDS", help="cut a test off (default: 60)"
-    )
-    group.addoption(
-        "--results",
-        type=Path,
-        metavar="FILE",
-        help="append a JSON line per test; leave out tests that it has",
-    )
+    group.addoption("--hang-after", type=float, default=60.0, metavar="SECONDS", help="default: 60")
+    group.addoption("--results", type=Path, metavar="FILE", help="gets a line per test; leave out its tests")
     group.addoption("--only", type=Path, metavar="FILE", help="run only the tests that this file lists")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     options = early_config.known_args_namespace
-    checkout = _checkout(options.megatron_lm, early_config.rootpath)
+    checkout = early_config.rootpath
+    if not (checkout / "megatron" / "core").is_dir():
+        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM")
     os.environ.update(group_variables(options.ranks, port=0), RANK="0", LOCAL_RANK="0")
     # A group connects its ranks when it is used first. Most groups of a test never are.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
@@ -102,11 +112,12 @@ def pytest_unconfigure() -> None:
     _until_exit.close()
 
 
-def _checkout(option: str | None, rootpath: Path) -> Path:
-    checkout = Path(option).resolve() if option else rootpath
-    if not (checkout / "megatron" / "core").is_dir():
-        raise pytest.UsageError(f"{checkout} is no checkout of Megatron-LM; pass one with --megatron-lm")
-    return checkout
+class _Verdict(NamedTuple):
+    """Fields of a :class:`~.conformance.Result`."""
+
+    outcome: str
+    reason: str = ""
+    message: str = ""
 
 
 class _Conductor:
@@ -116,14 +127,14 @@ class _Conductor:
         self.config = config
         self.ranks: int = config.option.ranks
         self.patches: str = config.option.patches
-        self.commit = verdicts.commit_of(_checkout(config.option.megatron_lm, config.rootpath))
+        self.commit = commit_of(config.rootpath)
         results: Path | None = config.option.results
         if results and results.exists() and not results.read_bytes().endswith(b"\n"):
             with open(results, "a") as file:
                 file.write("\n")  # the last line was cut off
         self._known = {
             result.nodeid
-            for result in (verdicts.read_results(results) if results else ())
+            for result in (read_results(results) if results else ())
             if (result.ranks, result.patches, result.commit) == (self.ranks, self.patches, self.commit)
         }
 
@@ -156,11 +167,11 @@ class _Conductor:
         if report.outcome == "passed":
             return report
         message = _skip_reason(report) or _last_lines(report.longreprtext)
-        outcome, reason = _judged(report.outcome, message, self.ranks)
+        verdict = _judged(report.outcome, message, self.ranks)
         if report.nodeid not in self._known:
-            self._record(report.nodeid, outcome, reason, message, 0.0)
-        if outcome == verdicts.NOT_RUNNABLE:
-            _make_skipped(report, collector.path, f"{reason}: {message}")
+            self._record(report.nodeid, verdict, 0.0)
+        if verdict.outcome == NOT_RUNNABLE:
+            _make_skipped(report, collector.path, verdict)
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -185,7 +196,7 @@ class _Conductor:
                         if session.shouldfail or session.shouldstop:
                             return True
                 finally:
-                    pool.stop()
+                    pool.close()
         return True
 
     def _run(self, pool: RankPool, item: pytest.Item, test: tuple[int, int | None]) -> None:
@@ -193,25 +204,23 @@ class _Conductor:
         began = time.perf_counter()
         run = pool.run(test, self.config.option.hang_after)
         seconds = time.perf_counter() - began
-        reports = [(sent.rank, self._report(sent.value)) for sent in run.sent]
-        outcome, reason, message, shown = _judge(item, run, reports, seconds)
-        self._record(item.nodeid, outcome, reason, message, seconds)
+        to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
+        reports = [(sent.rank, to_report(data=sent.value)) for sent in run.sent]
+        verdict, shown = _judge(item, run, reports, seconds)
+        self._record(item.nodeid, verdict, seconds)
         for report in shown:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _report(self, data: dict[str, Any]) -> pytest.TestReport:
-        return self.config.hook.pytest_report_from_serializable(config=self.config, data=data)
-
-    def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
+    def _record(self, nodeid: str, verdict: _Verdict, seconds: float) -> None:
+        message = verdict.message
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        result = Result(
-            nodeid, self.ranks, self.patches, outcome, reason, message, round(seconds, 3), self.commit
-        )
+        verdict = verdict._replace(message=message)
+        result = Result(nodeid, self.ranks, self.patches, *verdict, round(seconds, 3), self.commit)
         if self.config.option.results:
             with open(self.config.option.results, "a") as file:
                 file.write(result.to_json() + "\n")
@@ -219,20 +228,20 @@ class _Conductor:
 
 def _judge(
     item: pytest.Item, run: Outcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
-) -> tuple[str, str, str, Iterable[pytest.TestReport]]:
-    """Return outcome, reason, message, and the reports that pytest is to show."""
-    of = f" of {item.config.option.ranks}"
+) -> tuple[_Verdict, list[pytest.TestReport]]:
+    """Return the verdict, and the reports that pytest is to show."""
+    ranks = item.config.option.ranks
+    of = f" of {ranks}"
     failed = next(((rank, report) for rank, report in reports if report.failed), None)
     if failed:
         rank, report = failed
         message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
-        outcome, reason = _judged("failed", message, item.config.option.ranks)
+        verdict = _judged("failed", message, ranks)
         report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
-        if outcome == verdicts.NOT_RUNNABLE:
-            _make_skipped(report, item.path, f"{reason}: {message}")
-        return outcome, reason, message, [report]
+        if verdict.outcome == NOT_RUNNABLE:
+            _make_skipped(report, item.path, verdict)
+        return verdict, [report]
     if run.died or run.stacks:
-        outcome = verdicts.FAILED if run.died else verdicts.HANGS
         texts = run.died or {
             rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
         }
@@ -247,15 +256,12 @@ def _judge(
         )
         lines = _MESSAGE_LENGTH // 100 // len(texts)
         message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
-        return outcome, "", message, [report]
+        return _Verdict(FAILED if run.died else HANGS, message=message), [report]
     by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
     skips = {rank: next(filter(None, map(_skip_reason, own)), "") for rank, own in by_rank.items()}
     ran = [rank for rank, reason in skips.items() if not reason]
     shown = by_rank[ran[0] if ran else 0]
-    if ran:
-        return verdicts.PASSED, "", "", shown
-    outcome, reason = _judged("skipped", skips[0], item.config.option.ranks)
-    return outcome, reason, skips[0], shown
+    return (_Verdict(PASSED) if ran else _judged("skipped", skips[0], ranks)), shown
 
 
 def _innermost(stacks: str, lines: int) -> str:
@@ -265,9 +271,9 @@ def _innermost(stacks: str, lines: int) -> str:
     return "\n".join([first, *thread.splitlines()[1 : lines + 2]])
 
 
-def _judged(outcome: str, message: str, ranks: int) -> tuple[str, str]:
-    reason = verdicts.reason_of(message, skipped=outcome == verdicts.SKIPPED, ranks=ranks)
-    return (verdicts.NOT_RUNNABLE if reason else outcome), reason
+def _judged(outcome: str, message: str, ranks: int) -> _Verdict:
+    reason = reason_of(message, skipped=outcome == SKIPPED, ranks=ranks)
+    return _Verdict(NOT_RUNNABLE if reason else outcome, reason, message)
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -277,12 +283,81 @@ def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     return text.removeprefix("Skipped: ") or "no reason given"
 
 
-def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, reason: str) -> None:
+def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, verdict: _Verdict) -> None:
     report.outcome = "skipped"
-    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}")
+    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {verdict.reason}: {verdict.message}")
 
 
 def _last_lines(text: str) -> str:
     """Return what was raised, which comes last in a traceback, and then the lines before it."""
     *before, raised = text.splitlines()[-4:] or [""]
     return "\n".join([raised.removeprefix("E").strip(), *before])
+
+
+# --- why a test cannot run here
+
+# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
+_KERNELS = (
+    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
+    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
+)
+# The first pattern that matches the message gives the reason.
+_RAISED = [
+    (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
+    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
+    (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
+    (
+        TRANSFORMER_ENGINE,
+        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+    ),
+    # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
+    (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
+    (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute"),
+    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating"),
+    (TRANSFORMER_ENGINE, r"str is not a Module subclass|isinstance\(\) arg 2 must be a type"),
+    (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
+    # Without fused norms Megatron uses torch's, which refuses some of their options.
+    (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d"),
+    (CUDA_KERNEL, r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'"),
+    # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
+    (
+        GPU_TENSOR,
+        r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
+    ),
+    (GPU_TENSOR, r"assert device\(type='cpu'\) == device\(type='cuda'"),
+    # These asserts stand before a kernel.
+    (CUDA_KERNEL, r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream =="),
+    (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
+    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient"),
+    (CUDA_KERNEL, r"SymmetricMemory MemPool did not find backend"),
+    (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
+    (
+        OTHER_PACKAGE,
+        r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
+    ),
+    (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
+    (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
+]
+# Reasons with which the authors of the tests skip them.
+_SKIPPED = [
+    (MORE_RANKS, r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b"),
+    (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
+    (
+        CUDA_KERNEL,
+        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+    ),
+    (CUDA_KERNEL, r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba"),
+    (OTHER_PACKAGE, r"(?i)could not import|is required|not installed|is not available"),
+    (DATA, r"(?i)does not exist|download"),
+]
+
+
+# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
+_RANKS_IN_CI = 8
+
+
+def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
+    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
+    rules = _SKIPPED if skipped else _RAISED
+    reason = next((reason for reason, pattern in rules if re.search(pattern, message)), "")
+    return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason

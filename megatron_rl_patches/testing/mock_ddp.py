@@ -17,8 +17,16 @@ from typing import Any
 
 from ..common.chunks import bucket_groups
 from ..reentry import forward_pre_hooks
-from .mock_bucket_group import MockBucketGroup, require
-from .mock_modules import MockConfig, MockDDPConfig, MockHandle, MockModule, MockParameter, MockProcessGroup
+from .mock_modules import (
+    MockBucketGroup,
+    MockConfig,
+    MockDDPConfig,
+    MockHandle,
+    MockModule,
+    MockParameter,
+    MockProcessGroup,
+    require,
+)
 
 
 def _hooks_are_patched() -> bool:

@@ -1,8 +1,8 @@
-"""The modules, parameters, configuration and process groups that :mod:`.mock_ddp` needs."""
+"""The parts of :class:`~megatron_rl_patches.testing.MockDDP`: modules, configuration, bucket groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,3 +120,112 @@ class MockFloat16Module(MockModule):
     def __init__(self, module: MockModule) -> None:
         super().__init__(module)
         self.module = module
+
+
+def require(condition: bool, message: str = "") -> None:
+    """Raise an AssertionError, as Megatron does, with a message that pytest leaves as it is."""
+    if not condition:
+        raise AssertionError(*([message] if message else []))
+
+
+class MockBucketGroup:
+    """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
+
+    The real class has no ``is_stale``, which is true when the optimizer has stepped and no parameter gather
+    has been completed since.
+    """
+
+    def __init__(
+        self, params: Sequence[MockParameter], ddp_config: MockDDPConfig, process_group: MockProcessGroup
+    ) -> None:
+        self.params = set(params)
+        self.ddp_config = ddp_config
+        if ddp_config.use_distributed_optimizer:
+            self.intra_distributed_optimizer_instance_group = process_group
+        else:
+            self.data_parallel_group = process_group
+        self.next_param_gather_bucket_group: MockBucketGroup | None = None
+        self.golden_per_param_grad_ready_counts: dict[MockParameter, int] = {}
+        self.per_param_grad_ready_counts: dict[MockParameter, int] = {}
+        self.is_last_microbatch = True
+        self.is_first_batch = True
+        self.param_gather_handle: MockHandle | None = None
+        self.param_gather_dispatched = False
+        self.grad_reduce_handle: MockHandle | None = None
+        self.is_stale = False
+
+    def reset(self) -> None:
+        if self.is_first_batch and self.per_param_grad_ready_counts:
+            require(len(self.per_param_grad_ready_counts) == len(self.params))
+            self.golden_per_param_grad_ready_counts = self.per_param_grad_ready_counts
+            self.is_first_batch = False
+        self.per_param_grad_ready_counts = {}
+        self.is_last_microbatch = True
+
+    def start_param_sync(self, force_sync: bool = False) -> None:
+        require(self.ddp_config.use_distributed_optimizer)
+        if not force_sync:
+            require(self.param_gather_handle is None)
+        elif self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            return
+        if self.ddp_config.overlap_param_gather and not force_sync:
+            self.param_gather_handle = MockHandle(self._gathered)
+        else:
+            self._gathered()
+        self.param_gather_dispatched = True
+
+    def _gathered(self) -> None:
+        self.is_stale = False
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
+        require(self.ddp_config.use_distributed_optimizer)
+        require(self.ddp_config.overlap_param_gather)
+        if not self.param_gather_dispatched:
+            self.start_param_sync()
+        if self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            following = self.next_param_gather_bucket_group
+            if following is None or skip_next_bucket_dispatch or following.param_gather_dispatched:
+                return
+            following.start_param_sync()
+
+    def start_grad_sync(self, force_all_reduce: bool = False) -> None:
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return
+        require(
+            self.grad_reduce_handle is None,
+            "Should not have multiple communication calls outstanding at once",
+        )
+        if self.ddp_config.overlap_grad_reduce:
+            self.grad_reduce_handle = MockHandle(lambda: None)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        self.param_gather_dispatched = False
+        if not self.ddp_config.overlap_grad_reduce:
+            self.start_grad_sync(force_all_reduce)
+            return
+        if self.is_first_batch:
+            self.start_grad_sync(force_all_reduce)
+        if self.grad_reduce_handle is None:
+            raise AssertionError(
+                "Communication call has not been issued for this bucket "
+                f"({len(self.per_param_grad_ready_counts)}/{len(self.params)} params have grad available)"
+            )
+        self.grad_reduce_handle.wait()
+        self.grad_reduce_handle = None
+
+    def register_grad_ready(self, param: MockParameter, force_all_reduce: bool = False) -> None:
+        require(
+            self.ddp_config.overlap_grad_reduce,
+            "register_grad_ready() should only be called when overlap_grad_reduce is True",
+        )
+        if not self.is_last_microbatch:
+            return
+        require(param in self.params, "Param is not in the bucket group")
+        counts = self.per_param_grad_ready_counts
+        counts[param] = counts.get(param, 0) + 1
+        if not self.is_first_batch and counts == self.golden_per_param_grad_ready_counts:
+            self.start_grad_sync(force_all_reduce)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
-from multiprocessing.context import BaseContext, ForkContext
+from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,13 +135,14 @@ class _Rank(NamedTuple):
         self.process.close()
 
 
+@dataclass
 class RankPool:
     """Ranks that are started for the first task, and again after each task that failed.
 
-    Args:
+    Attributes:
         size: how many ranks there are.
         folder: for the files of the ranks.
-        run: called in each rank as ``run(task, send)`` with the task that :meth:`run` gets;
+        run_task: called in each rank as ``run_task(task, send)`` with the task that :meth:`run` gets;
             ``send(value, is_failure)`` passes a value to the :class:`Outcome`.
         prepare: called in each rank when it has been started, with its number and a folder that is new and
             the same for all ranks.
@@ -149,21 +150,13 @@ class RankPool:
         env: environment variables of the ranks, besides those inherited and those that torchrun sets.
     """
 
-    def __init__(
-        self,
-        size: int,
-        folder: Path,
-        run: Callable[[Any, Send], None],
-        prepare: Callable[[int, Path], None] | None = None,
-        context: BaseContext | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.size = size
-        self._folder = folder
-        self._functions = run, prepare
-        self._context: Any = context or ForkContext()
-        self._env = env or {}
-        self._ranks: list[_Rank] = []
+    size: int
+    folder: Path
+    run_task: Callable[[Any, Send], None]
+    prepare: Callable[[int, Path], None] | None = None
+    context: Any = field(default_factory=ForkContext)
+    env: Mapping[str, str] = field(default_factory=dict)
+    _ranks: list[_Rank] = field(default_factory=list, init=False)
 
     def run(self, task: Any, timeout: float, once: bool = False) -> Outcome:
         """Run the task, which can be pickled, on all ranks, and cut off those that are not done in time.
@@ -188,27 +181,27 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         outcome.stacks.update({rank.number: rank.stacks() for rank in running})
         if not outcome.went_well:
-            self.stop()
+            self.close()
         return outcome
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the ranks, and the processes that they have started."""
         for rank in self._ranks:
             rank.kill()
         self._ranks = []
 
     def _start(self) -> None:
-        variables = {**group_variables(self.size, _free_port()), **self._env}
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        variables = {**group_variables(self.size, _free_port()), **self.env}
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         sys.stdout.flush()
         sys.stderr.flush()
         for number in range(self.size):
-            ours, theirs = self._context.Pipe()
+            ours, theirs = self.context.Pipe()
             stack_file = folder / f"stacks{number}"
             # A new interpreter needs variables from the start; a fork of a server gets them when it serves.
             with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
-                arguments = (theirs, dict(os.environ), self._folder, stack_file, *self._functions)
-                process = self._context.Process(target=_serve, args=arguments, name=f"rank {number}")
+                arguments = (theirs, dict(os.environ), self.folder, stack_file, self.run_task, self.prepare)
+                process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
                 process.start()
             theirs.close()
             self._ranks.append(_Rank(number, process, ours, stack_file))
@@ -219,7 +212,7 @@ def _serve(
     variables: Mapping[str, str],
     folder: Path,
     stack_file: Path,
-    run: Callable[[Any, Send], None],
+    run_task: Callable[[Any, Send], None],
     prepare: Callable[[int, Path], None] | None,
 ) -> None:
     """Run tasks in the process of a rank until the parent closes the pipe."""
@@ -236,7 +229,7 @@ def _serve(
             once = False
             while not once:
                 task, once = pipe.recv()
-                run(task, lambda value, is_failure: pipe.send((time.monotonic(), value, is_failure)))
+                run_task(task, lambda value, is_failure: pipe.send((time.monotonic(), value, is_failure)))
                 pipe.send(None)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -7,10 +7,11 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_start_method
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -69,50 +70,18 @@ def spawn_ranks(
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        pool = RankPool(
+        results = call_on_ranks(
+            partial(_call_in_a_group, payload, f"file://{folder}/rendezvous", timedelta(seconds=timeout / 2)),
             world_size,
             Path(folder),
-            partial(_call, f"file://{folder}/rendezvous", timedelta(seconds=timeout / 2)),
-            context=ForkServerContext() if forked else SpawnContext(),
-            env={"OMP_NUM_THREADS": "1", **(env or {})},
+            timeout,
+            {"OMP_NUM_THREADS": "1", **(env or {})},
+            ForkServerContext() if forked else SpawnContext(),
         )
-        try:
-            outcome = pool.run(payload, timeout, once=True)
-        finally:
-            pool.stop()
-    if not outcome.went_well:
-        raise failure(outcome, timeout)
-    values = {sent.rank: sent.value for sent in outcome.sent}
-    return [pickle.loads(values[rank]) for rank in range(world_size)]
+    return [pickle.loads(result) for result in results]
 
 
-def failure(outcome: Outcome, timeout: float) -> RanksFailed:
-    """Return the error for ranks that have failed, or have not been done in time."""
-    failed = outcome.failed
-    if failed:
-        message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
-    else:
-        message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
-    tracebacks = {sent.rank: sent.value for sent in outcome.sent if sent.is_failure}
-    for rank in failed:
-        message += f"\n--- rank {rank} ---\n{outcome.died.get(rank) or tracebacks[rank]}"
-    for rank, stacks in outcome.stacks.items():
-        message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
-    return RanksFailed(message, failed)
-
-
-def _call(rendezvous: str, collective_timeout: timedelta, payload: bytes, send: Send) -> None:
-    """Run the function on this rank, and send what it returns, or the traceback."""
-    try:
-        # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
-        result = pickle.dumps(_result(payload, rendezvous, collective_timeout))
-    except BaseException:
-        send(traceback.format_exc(), True)
-    else:
-        send(result, False)
-
-
-def _result(payload: bytes, rendezvous: str, collective_timeout: timedelta) -> Any:
+def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: timedelta) -> bytes:
     import torch.distributed
 
     torch.set_num_threads(1)
@@ -126,4 +95,50 @@ def _result(payload: bytes, rendezvous: str, collective_timeout: timedelta) -> A
     # A rank that is done at once would close connections that another rank is still making.
     torch.distributed.barrier()
     function, args, kwargs = pickle.loads(payload)
-    return function(*args, **kwargs)
+    # Pickled here, since a pipe would share the memory of tensors with a process that is about to end.
+    return pickle.dumps(function(*args, **kwargs))
+
+
+def call_on_ranks(
+    function: Callable[[], Any],
+    size: int,
+    folder: Path,
+    timeout: float,
+    env: Mapping[str, str],
+    context: BaseContext,
+) -> list[Any]:
+    """Call a function on ranks without a process group, and return what each returned, as :class:`RankPool`.
+
+    Raises:
+        RanksFailed: a rank raised, died, or was not done in time.
+    """
+    with closing(RankPool(size, folder, _send_result, context=context, env=env)) as pool:
+        outcome = pool.run(function, timeout, once=True)
+    if not outcome.went_well:
+        raise _failure(outcome, timeout)
+    results = {sent.rank: sent.value for sent in outcome.sent}
+    return [results[rank] for rank in range(size)]
+
+
+def _failure(outcome: Outcome, timeout: float) -> RanksFailed:
+    """Return the error for ranks that have failed, or have not been done in time."""
+    if failed := outcome.failed:
+        message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
+    else:
+        message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
+    tracebacks = {sent.rank: sent.value for sent in outcome.sent if sent.is_failure}
+    for rank in failed:
+        message += f"\n--- rank {rank} ---\n{outcome.died.get(rank) or tracebacks[rank]}"
+    for rank, stacks in outcome.stacks.items():
+        message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
+    return RanksFailed(message, failed)
+
+
+def _send_result(function: Callable[[], Any], send: Send) -> None:
+    """Send what the function returns, or the traceback of what it raises as a failure."""
+    try:
+        result = function()
+    except BaseException:
+        send(traceback.format_exc(), True)
+    else:
+        send(result, False)

@@ -25,9 +25,8 @@ import json, os, subprocess, sys
 from pathlib import Path
 
 name, arguments = Path(sys.argv[0]).name, sys.argv[1:]
-ours = {{key: value for key, value in os.environ.items() if key.startswith("MEGATRON_RL_PATCHES")}}
 with open({log!r}, "a") as log:
-    log.write(json.dumps({{"command": name, "arguments": arguments, "variables": ours}}) + "\\n")
+    log.write(json.dumps({{"command": name, "arguments": arguments}}) + "\\n")
 
 def launched(arguments, **variables):
     code = subprocess.run(arguments, env={{**os.environ, **variables}}).returncode
@@ -47,7 +46,6 @@ if name == "torchrun":
 class Call:
     command: str
     arguments: list[str]
-    variables: dict[str, str]
 
 
 class Sandbox:
@@ -74,7 +72,8 @@ class Sandbox:
     def run(self, code: str, *, checkout: str = "", timeout: float = 200) -> subprocess.CompletedProcess[str]:
         """Run the lines in a shell; ``checkout`` is a folder whose packages they can import."""
         inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
-        path = os.pathsep.join(filter(None, (self._place(checkout), str(ROOT), os.environ.get("PYTHONPATH"))))
+        folders = (checkout and str(self.folder / checkout), str(ROOT), os.environ.get("PYTHONPATH"))
+        path = os.pathsep.join(filter(None, folders))
         return subprocess.run(
             [shutil.which("bash") or "bash", "-eo", "pipefail", "-c", code],
             cwd=self.folder,
@@ -83,9 +82,6 @@ class Sandbox:
             capture_output=True,
             timeout=timeout,
         )
-
-    def _place(self, folder: str) -> str:
-        return str(self.folder / folder) if folder else ""
 
     def calls(self) -> list[Call]:
         """Return the calls since the last time that this method was called."""

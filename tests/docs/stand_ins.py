@@ -15,15 +15,9 @@ import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-import megatron_rl_patches
-from megatron_rl_patches import inference, reentry
-from megatron_rl_patches import losses as losses_of_ours
-from megatron_rl_patches.inference import build_inference_model
-from megatron_rl_patches.losses import (
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-)
+from megatron_rl_patches.inference import TeacherPool, build_inference_model
+from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
+from tests.docs.docstrings import public_names
 from tests.real import checkpoints, tiny_gpt
 
 TEACHERS = ("math", "code")
@@ -74,17 +68,6 @@ def samples() -> list[torch.Tensor]:
     return [torch.randint(tiny_gpt.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
-def microbatches() -> list[Names]:
-    return [
-        {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
-        for tokens, response in zip(samples(), RESPONSES, strict=True)
-    ]
-
-
-def layout() -> SequenceLayout:
-    return SequenceLayout.build(LENGTHS, RESPONSES)
-
-
 def loss_masks() -> list[torch.Tensor]:
     return [torch.ones(length) for length in RESPONSES]
 
@@ -94,13 +77,20 @@ def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any
     return logits_of(input_ids.shape[1])[None]
 
 
-def readme() -> Names:
+def common() -> Names:
+    """For every page that has nothing of its own."""
     (chunk,) = teacher_model(2)
+    pool = TeacherPool(teacher_model(3))
+    pool.add("math", "checkpoints/math")
     return {
         "ray": mock.Mock(),
+        "Trainer": mock.Mock(),
         "model_provider": provider,
         "config": tiny_gpt._transformer_config(OPTIONS),
-        "microbatches": microbatches(),
+        "microbatches": [
+            {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
+            for tokens, response in zip(samples(), RESPONSES, strict=True)
+        ],
         "logits": logits_of(8),
         "targets": torch.tensor([1, 4, 2]),
         "response_rows": torch.tensor([2, 5, 6]),
@@ -108,21 +98,14 @@ def readme() -> Names:
         "student": [chunk],
         "indices": [0, 1],
         "loss_masks": loss_masks(),
-        "layout": layout(),
+        "layout": SequenceLayout.build(LENGTHS, RESPONSES),
+        "pool": pool,
     }
 
 
 def after_readme(names: Names) -> None:
     names["ray"].init.assert_called_once_with(runtime_env=VARIABLE)
     names["train"](tiny_gpt.build(OPTIONS)[0], None, [])
-
-
-def distillation() -> Names:
-    from megatron_rl_patches.inference import TeacherPool
-
-    pool = TeacherPool(teacher_model(3))
-    pool.add("math", "checkpoints/math")
-    return readme() | {"pool": pool}
 
 
 def after_distillation(names: Names) -> None:
@@ -160,10 +143,6 @@ def after_losses(names: Names) -> None:
     loss, tokens, _ = loss_func(logits)
     loss.backward()
     assert loss.isfinite() and int(tokens) == sum(RESPONSES)
-
-
-def activation() -> Names:
-    return {"ray": mock.Mock(), "Trainer": mock.Mock()}
 
 
 def after_activation(names: Names) -> None:
@@ -204,9 +183,8 @@ def after_reentry_page(names: Names) -> None:
 def docstrings() -> Names:
     """For the examples in docstrings of public names."""
     model, optimizer = tiny_gpt.build(OPTIONS)
-    packages = (megatron_rl_patches, inference, losses_of_ours, reentry)
-    return readme() | {
-        **{name: getattr(package, name) for package in packages for name in package.__all__},
+    return common() | {
+        **public_names(),
         "model": model,
         "optimizer": optimizer,
         "teacher": teacher_model(4),
@@ -223,10 +201,10 @@ def docstrings() -> Names:
 
 # Page -> the names that its blocks find there, and what must hold after them.
 SETUPS = {
-    "README.md": (readme, after_readme),
-    "docs/activation.md": (activation, after_activation),
-    "docs/distillation.md": (distillation, after_distillation),
-    "docs/inference.md": (readme, lambda names: None),
+    "README.md": (common, after_readme),
+    "docs/activation.md": (common, after_activation),
+    "docs/distillation.md": (common, after_distillation),
+    "docs/inference.md": (common, lambda names: None),
     "docs/losses.md": (losses, after_losses),
     "docs/quickstart/own-loop.md": (own_loop, after_own_loop),
     "docs/reentry.md": (reentry_page, after_reentry_page),

@@ -21,14 +21,16 @@ FILES = {
     if block.page == PAGE and block.head.endswith(".py")
 }
 ENTRY_POINT = next(block.code for block in pages.in_language("toml") if block.page == PAGE)
-CORE = "megatron_rl_patches/quiet.py"
 PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
 
 FRAMEWORK = """
+def print_rank_0(text):
+    print(text)
+
 def evaluate(model):
-    print("evaluated")
+    print_rank_0("evaluated")
     return 1.0
 """
 
@@ -53,27 +55,16 @@ def _replace(file: Path, old: str, new: str) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy with the files of the page, and with the edits that it asks for."""
+    """A copy with the files of the page."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("megatron_rl_patches", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for name in ("_megatron_rl_patches_startup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in (CORE, PATCH, TEST):
-        (tmp_path / name).write_text(FILES[name])
-    arrows = tmp_path / "tests/unit/test_architecture.py"
-    opening = "ARROWS: dict[str, set[str]] = {\n"
-    _replace(arrows, opening, opening + '    "quiet": set(),\n')
-    _replace(arrows, '    "patches": {', '    "patches": {"quiet", ')
+    (tmp_path / TEST).write_text(FILES[TEST])
+    (tmp_path / PATCH).write_text(FILES[OURS])
+    _replace(tmp_path / PATCH, "from megatron_rl_patches import Patch", "from ..engine.patch import Patch")
     return tmp_path
-
-
-def _add_root(repository: Path) -> None:
-    _replace(
-        repository / "_megatron_rl_patches_startup.py",
-        '_ROOTS = ("megatron", ',
-        '_ROOTS = ("megatron", "framework", ',
-    )
 
 
 def _tests(repository: Path, chosen: str = "quiet or evaluate or root or arrows") -> str:
@@ -86,13 +77,14 @@ def _tests(repository: Path, chosen: str = "quiet or evaluate or root or arrows"
 
 
 def test_every_file_of_the_page_is_used() -> None:
-    assert set(FILES) == {CORE, PATCH, TEST, OURS}
+    assert set(FILES) == {TEST, OURS}
 
 
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     output = _tests(repository, "root")
     assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
-    _add_root(repository)
+    startup = repository / "_megatron_rl_patches_startup.py"
+    _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
     output = _tests(repository)
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
     assert "quiet-eval" in _run("-m", "megatron_rl_patches", "check", path=repository).stdout
@@ -119,7 +111,8 @@ def test_a_package_of_ones_own(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     code = "from framework.training.loop import evaluate; print(evaluate(None))"
     variables = {"MEGATRON_RL_PATCHES": "quiet-eval", "MEGATRON_RL_PATCHES_ROOTS": "framework"}
-    assert _run("-c", code, path=tmp_path).stdout == "evaluated\n1.0\n"
-    assert _run("-c", code, path=tmp_path, **variables).stdout == "1.0\n"
+    loud = _run("-c", code, path=tmp_path, MEGATRON_RL_PATCHES_LOUD_RANKS="0,1", RANK="1", **variables)
+    assert loud.stdout == _run("-c", code, path=tmp_path, RANK="1").stdout == "evaluated\n1.0\n"
+    assert _run("-c", code, path=tmp_path, RANK="1", **variables).stdout == "1.0\n"
     applied = f"import megatron_rl_patches; megatron_rl_patches.apply('quiet-eval'); {code}"
-    assert _run("-c", applied, path=tmp_path).stdout == "1.0\n"
+    assert _run("-c", applied, path=tmp_path, RANK="1").stdout == "1.0\n"

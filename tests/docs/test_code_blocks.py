@@ -1,25 +1,28 @@
 """Every code block of the README and the documentation runs, or is compared with what it quotes.
 
-Python runs on a rank with real megatron-core (``ranks.py``), tests under pytest, shell lines in a sandbox
+Python runs on a rank with real megatron-core (``stand_ins.py``), tests under pytest, shell lines in a sandbox
 (``sandbox.py``). A block that none of these follows is in a table here, with the reason, or the test fails.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator
+import traceback
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_rl_patches.testing import spawn_ranks
-from tests.docs import docstrings, pages, ranks
+import megatron_rl_patches
+from megatron_rl_patches.errors import InferenceOnlyError
+from tests.docs import docstrings, pages
 from tests.docs.pages import ROOT, Block
+from tests.ranks import on_ranks
 
 LANGUAGES = {"bash", "console", "mermaid", "python", "text", "toml"}
 
@@ -27,8 +30,6 @@ ADDING = "docs/adding-a-patch.md"
 QUICKSTARTS = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
-    (ADDING, "# megatron_rl_patches/patches/quiet_eval.py"): "test_adding_a_patch.py",
-    (ADDING, "# megatron_rl_patches/quiet.py"): "test_adding_a_patch.py",
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
@@ -66,48 +67,52 @@ TESTS = [block for block in PYTHON if _is_test(block)]
 PROGRAMS = [block for block in PYTHON if not _is_test(block)]
 
 
-def test_every_block_names_a_language_that_is_followed() -> None:
+def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
     assert [block.place for block in pages.blocks() if block.language not in LANGUAGES] == []
-
-
-def test_no_table_has_an_entry_too_many() -> None:
+    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
     for table in (FOLLOWED_ELSEWHERE, NOT_COMPARED):
         used = {_entry(table, block) for block in pages.blocks()}
         assert set(table) - used == set()
-
-
-def test_every_toml_is_followed() -> None:
-    assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
 
 
 # --- Python
 
 
 @pytest.mark.slow
+@on_ranks(1, timeout=200)
 def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
-    """One rank runs every page, every example of a docstring, and looks up every dotted name."""
-    by_page = defaultdict(list)
-    for block in PROGRAMS:
-        by_page[block.page].append((block.line, block.code))
-    [failures] = spawn_ranks(
-        ranks.follow,
-        1,
-        dict(by_page),
-        docstrings.examples(),
-        pages.dotted_names(),
-        str(tmp_path),
-        timeout=200,
-    )
-    assert not failures, "\n".join(f"{name}: {failure}" for name, failure in failures.items())
+    """The blocks of each page in one namespace, each example of a docstring in its own, every dotted name."""
+    from tests.docs import stand_ins
+
+    os.chdir(tmp_path)
+    stand_ins.initialize()
+    stand_ins.save_teachers(tmp_path)
+    failures = {}
+    for page, blocks in groupby(PROGRAMS, key=lambda block: block.page):
+        set_up, check = stand_ins.SETUPS.get(page, (dict, lambda names: None))
+        failures[page] = _run([(block.line, block.code) for block in blocks], page, set_up, check)
+    examples = docstrings.examples()
+    assert {"TeacherPool", "checkpointed", "make_loss_func", "reentrant_train"} <= examples.keys()
+    for name, example in examples.items():
+        failures[name] = _run([(1, example)], name, stand_ins.docstrings)
+    for name in pages.dotted_names():
+        failures[name] = _run([(1, f"import pkgutil; pkgutil.resolve_name({name!r})")], name)
+    failed = [f"{name}: {failure}" for name, failure in failures.items() if failure]
+    assert not failed, "\n".join(failed)
 
 
-def test_docstrings_have_examples() -> None:
-    assert {
-        "TeacherPool",
-        "checkpointed",
-        "make_loss_func",
-        "reentrant_train",
-    } <= docstrings.examples().keys()
+def _run(blocks: list[tuple[int, str]], name: str, set_up: Any = dict, check: Any = bool) -> str:
+    """Run the blocks, each with its first line in the page; return the traceback of what fails."""
+    try:
+        names = {"__name__": "page", **set_up()}
+        for line, code in blocks:
+            exec(compile("\n" * (line - 1) + code, name, "exec", dont_inherit=True), names)
+        check(names)
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        megatron_rl_patches.revert()
+    return ""
 
 
 @pytest.mark.slow
@@ -138,30 +143,24 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 # --- text
 
 
+@on_ranks(1)
 def test_text_is_what_it_quotes() -> None:
-    """A text is the startup file, or an error message of ours or of the demo's own assertion."""
+    """A text is the startup file, or the error of a model that only scores."""
+    from megatron_rl_patches.inference.models.refusal import refuse_to_train, refuse_training
+
+    from megatron_rl_patches.frameworks.inference_roles import SETTING
+
+    startup = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
+    chunk = torch.nn.Module()
+    refuse_training([chunk], "prm_teacher", SETTING)
+    with pytest.raises(InferenceOnlyError) as caught:
+        refuse_to_train([chunk], "train")
+    quoted = {" ".join(text.split()) for text in (startup, f"InferenceOnlyError: {caught.value}")}
     followed = {**FOLLOWED_ELSEWHERE, **NOT_COMPARED}
-    texts = [block for block in pages.in_language("text") if not _entry(followed, block)]
-    assert [block.place for block in texts if not _is_quoted(block)] == [], "compare it, or say why not"
-
-
-def _is_quoted(block: Block) -> bool:
-    if block.head.startswith("import os;"):
-        return block.code == (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
-    name, _, message = " ".join(block.code.split()).partition(": ")
-    is_error = bool(re.fullmatch(r"[A-Z]\w*(Error|Failed)", name))
-    return is_error and any(re.fullmatch(text, message) for text in _texts_of_the_package())
-
-
-def _texts_of_the_package() -> Iterator[str]:
-    """Patterns of the texts in the sources in which values stand; anything can stand for a value."""
-    for path in (ROOT / "megatron_rl_patches").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.JoinedStr) and len(node.values) > 1:
-                parts = (part.value if isinstance(part, ast.Constant) else None for part in node.values)
-                pattern = "".join(".*" if part is None else re.escape(str(part)) for part in parts)
-                if len(pattern) > 40:
-                    yield pattern
+    texts = {
+        " ".join(block.code.split()) for block in pages.in_language("text") if not _entry(followed, block)
+    }
+    assert texts == quoted, "compare it, or say why not"
 
 
 def test_diagrams_are_well_formed() -> None:

@@ -9,20 +9,14 @@ from tests.docs.pages import ROOT
 DOCS = ROOT / "docs"
 
 
-def _rows(page: str, section: str) -> list[list[str]]:
-    """Return the cells of the rows of all tables in a section of a page."""
+def _cell(page: str, section: str, row: str, column: str) -> str:
+    """Return a cell of a table in a section of a page."""
     _, found, text = (DOCS / page).read_text("utf-8").partition(f"\n## {section}\n")
     assert found, f"{page} has no section {section}"
-    lines = text.partition("\n## ")[0].splitlines()
-    return [
-        [cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")
-    ]
-
-
-def _cell(page: str, section: str, row: str, column: str) -> str:
-    header, *rows = _rows(page, section)
-    (found,) = (cells for cells in rows if cells[0] == row)
-    return found[header.index(column)]
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    header, *rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+    (cells,) = (cells for cells in rows if cells[0] == row)
+    return cells[header.index(column)]
 
 
 def _cards() -> list[tuple[str, str, str]]:

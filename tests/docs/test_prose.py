@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl_patches import available
 from megatron_rl_patches.engine import settings
-from megatron_rl_patches.engine.settings import Settings, parse_selection
+from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
 from tests.docs import pages
 from tests.docs.pages import ROOT
 
@@ -24,24 +24,15 @@ def test_variables_exist() -> None:
     assert unknown == {}
 
 
-def test_values_of_the_variable_select_patches() -> None:
-    for page, code in pages.inline_code():
-        for value in re.findall(r"^MEGATRON_RL_PATCHES=(\S+)$", code):
-            unknown = parse_selection(value, available()).unknown
-            assert unknown in ((), ("-NAME",)), (page, code)
-
-
-def test_settings_parse() -> None:
+def test_values_of_variables_parse() -> None:
     for page, code in pages.inline_code():
         name, equals, value = code.partition("=")
-        if equals and name in VARIABLES and not re.search(r"\.\.\.|…", value):
-            assert Settings.from_environment({name: value}), page
-
-
-def test_json_parses() -> None:
-    for _, code in pages.inline_code():
         if code.startswith('{"'):
             json.loads(code)
+        elif equals and name == VARIABLE and " " not in value:
+            assert parse_selection(value, available()).unknown in ((), ("-NAME",)), (page, code)
+        elif equals and name in VARIABLES and not re.search(r"\.\.\.|…", value):
+            assert Settings.from_environment({name: value}), page
 
 
 def test_every_variable_is_explained() -> None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
-from types import ModuleType
+import runpy
 
 from tests.docs.pages import ROOT
 
 OUTDATED = "run: make screenshots"
-
-
-def _screenshots() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _text(svg: str) -> str:
@@ -27,8 +18,8 @@ def _text(svg: str) -> str:
 
 
 def test_doctor() -> None:
-    screenshots = _screenshots()
-    drawn = (screenshots.IMAGES / "doctor.svg").read_text("utf-8")
-    assert _text(drawn) == _text(screenshots.doctor()), OUTDATED
+    screenshots = runpy.run_path(str(ROOT / "docs" / "screenshots.py"))
+    drawn = (screenshots["IMAGES"] / "doctor.svg").read_text("utf-8")
+    assert _text(drawn) == _text(screenshots["doctor"]()), OUTDATED
     assert "unset MEGATRON_RL_PATCHES_STRIKT; export MEGATRON_RL_PATCHES_STRICT=1" in _text(drawn)
     assert str(ROOT) not in drawn and "url(http" not in drawn

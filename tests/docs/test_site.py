@@ -1,4 +1,4 @@
-"""The site builds without a warning, and its API pages name everything public."""
+"""The site builds without a warning, and has every public name and what its readers' browsers draw."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tests.docs.pages import ROOT
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -32,41 +33,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_every_page_is_built(site: Path) -> None:
-    built = {str(path.parent.relative_to(site)) for path in site.rglob("index.html")}
-    for path in (ROOT / "docs").rglob("*.md"):
-        name = path.relative_to(ROOT / "docs").with_suffix("")
-        assert str(name.parent if name.stem == "index" else name) in built
-
-
-@pytest.mark.slow
 def test_the_api_has_every_public_name(site: Path) -> None:
     documented = set()
     for page in (site / "api").rglob("*.html"):
         documented.update(re.findall(r'id="megatron_rl_patches\.([\w.]+)"', page.read_text("utf-8")))
     names = {anchor.split(".")[-1] for anchor in documented}
-    assert docstrings.public_names() - names == set()
+    assert docstrings.public_names().keys() - names == set()
 
 
-@pytest.mark.slow
-def test_nothing_is_fetched_at_build_time(site: Path) -> None:
-    page = (site / "index.html").read_text("utf-8")
-    assert "fonts.googleapis.com" not in page
+def test_diagrams_and_equations_are_marked_and_no_font_is_fetched(site: Path) -> None:
+    assert "fonts.googleapis.com" not in (site / "index.html").read_text("utf-8")
     assert '<pre class="mermaid">' in (site / "reentry" / "index.html").read_text("utf-8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", ["losses", "distillation"])
-def test_equations_are_marked_for_mathjax(site: Path, page: str) -> None:
-    text = (site / page / "index.html").read_text("utf-8")
-    assert "javascripts/mathjax.js" in text
-    assert '<div class="arithmatex">\\[' in text
-    prose = re.sub(r"<(pre|script|code)\b.*?</\1>", "", text, flags=re.DOTALL)
-    assert "$" not in prose
-
-
-def test_the_navigation_has_every_page_once() -> None:
-    listed = re.findall(r"^\s+- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    existing = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(listed) == sorted(existing)
+    for page in ("losses", "distillation"):
+        text = (site / page / "index.html").read_text("utf-8")
+        assert "javascripts/mathjax.js" in text
+        assert '<div class="arithmatex">\\[' in text
+        prose = re.sub(r"<(pre|script|code)\b.*?</\1>", "", text, flags=re.DOTALL)
+        assert "$" not in prose

@@ -31,7 +31,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at
-from tests.unit.losses.objectives.test_full_vocabulary import dense as dense_divergence
+from tests.unit.losses.objectives.test_divergences import dense as dense_divergence
 
 pytestmark = pytest.mark.slow
 

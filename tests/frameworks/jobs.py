@@ -95,7 +95,15 @@ def scheduler_for(optimizer: Any) -> OptimizerParamScheduler:
 
 
 class Job:
-    """A model under training through one framework; subclasses call the framework's functions."""
+    """A model under training through one framework; subclasses call the framework's functions.
+
+    Attributes:
+        homes: modules that hold what is patched, the defining one first.
+        patched: names of what is patched there.
+    """
+
+    homes: tuple[str, ...]
+    patched: tuple[str, ...] = ("train", "save")
 
     def __init__(self, **options: Any) -> None:
         self.options = tiny_gpt.Options(**options)
@@ -144,10 +152,10 @@ class Job:
     def checksum(self) -> str:
         return tiny_gpt.checksum(self.model, self.optimizer)
 
-    @staticmethod
-    def functions() -> dict[str, tuple[ModuleType, ...]]:
-        """Names that are patched -> the modules that hold them, the defining one first."""
-        raise NotImplementedError
+    @classmethod
+    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:
+        """Return the modules that hold a function by its name."""
+        return dict.fromkeys(cls.patched, tuple(map(importlib.import_module, cls.homes)))
 
     def _set_global_variables(self) -> None:
         set_global_variables(self.args)
@@ -159,39 +167,35 @@ class Job:
 class _ActorJob(Job):
     """slime and miles: through the actor, which holds copies of the functions."""
 
-    package: str
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        actor = importlib.import_module(f"{self.package}.actor")
+        actor = importlib.import_module(self.homes[1])
         self.actor = actor.MegatronTrainRayActor(self.args, self.model, self.optimizer, self.scheduler)
 
     def save(self) -> None:
         self.actor.save_model(self.steps)
-
-    @classmethod
-    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
-        modules = tuple(importlib.import_module(f"{cls.package}.{name}") for name in ("model", "actor"))
-        return {"train": modules, "save": modules}
 
     def _train(self, steps: int) -> Any:
         return self.actor.train(0, [self.batches], [MICROBATCHES] * steps)
 
 
 class SlimeJob(_ActorJob):
-    package = "slime.backends.megatron_utils"
+    homes = ("slime.backends.megatron_utils.model", "slime.backends.megatron_utils.actor")
 
 
 class MilesJob(_ActorJob):
-    package = "miles.backends.megatron_utils"
+    homes = ("miles.backends.megatron_utils.model", "miles.backends.megatron_utils.actor")
 
 
 class MegatronJob(Job):
     """Megatron-LM: ``train`` counts iterations in ``args``, which its caller keeps up to date."""
 
+    homes = ("megatron.training.training",)
+    patched = ("train", "save_checkpoint_and_time")
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.training = importlib.import_module("megatron.training.training")
+        [self.training] = map(importlib.import_module, self.homes)
         self.iterator = RerunDataIterator(self.batches)
 
     @property
@@ -203,25 +207,11 @@ class MegatronJob(Job):
             self.steps, self.model, self.optimizer, self.scheduler, 0.0, checkpointing_context=None
         )
 
-    @staticmethod
-    def functions() -> dict[str, tuple[ModuleType, ...]]:
-        training = importlib.import_module("megatron.training.training")
-        return {"train": (training,), "save_checkpoint_and_time": (training,)}
-
     def _train(self, steps: int) -> Any:
         self.args.iteration, self.args.train_iters = self.steps, self.steps + steps
-        return self.training.train(
-            tiny_gpt.forward_step,
-            self.model,
-            self.optimizer,
-            self.scheduler,
-            self.iterator,
-            self.iterator,
-            None,
-            self.config,
-            {},
-            None,
-        )
+        state = self.model, self.optimizer, self.scheduler
+        iterators = self.iterator, self.iterator
+        return self.training.train(tiny_gpt.forward_step, *state, *iterators, None, self.config, {}, None)
 
 
 class BridgeJob(Job):

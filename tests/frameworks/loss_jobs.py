@@ -17,21 +17,12 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-SCORES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
-}
-LOSSES = {
-    "slime": "slime.backends.megatron_utils.loss",
-    "vime": "vime.backends.megatron_utils.loss",
-    "miles": "miles.backends.training_utils.loss",
-}
-CP_UTILS = {
-    "slime": "slime.backends.megatron_utils.cp_utils",
-    "vime": "vime.backends.megatron_utils.cp_utils",
-    "miles": "miles.backends.training_utils.cp_utils",
-}
+_SLIME = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
+_MILES = "miles.backends.training_utils"
+SCORES = {name: f"{home}.loss" for name, home in _SLIME.items()}
+SCORES["miles"] = f"{_MILES}.loss_hub.logit_processors"
+LOSSES = {**SCORES, "miles": f"{_MILES}.loss"}
+CP_UTILS = {name: f"{home}.cp_utils" for name, home in {**_SLIME, "miles": _MILES}.items()}
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
@@ -51,22 +42,25 @@ def initialize(tp: int = 1, cp: int = 1) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
 
 
-def _miles_parallel_state() -> None:
-    """With the groups that a loss asks for; every other one has one rank."""
+def set_parallel_state_of_miles() -> None:
+    """Hand Megatron's groups to miles; those that it has besides have one rank."""
     home = importlib.import_module("miles.backends.training_utils.parallel")
-
-    def info(group: Any) -> Any:
-        return home.GroupInfo(rank=group.rank(), size=group.size(), group=group)
-
-    cp = info(parallel_state.get_context_parallel_group())
-    groups = {"tp": info(parallel_state.get_tensor_model_parallel_group()), "cp": cp, "intra_dp_cp": cp}
+    groups = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "intra_dp": parallel_state.get_data_parallel_group(),
+        "intra_dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
     one = home.GroupInfo(rank=0, size=1, group=None)
-    required = [
-        name
+    infos = {
+        name: home.GroupInfo(rank=groups[name].rank(), size=groups[name].size(), group=groups[name])
+        if name in groups
+        else one
         for name, parameter in inspect.signature(home.ParallelState).parameters.items()
         if parameter.default is inspect.Parameter.empty
-    ]
-    home.set_parallel_state(home.ParallelState(**{name: groups.get(name, one) for name in required}))
+    }
+    home.set_parallel_state(home.ParallelState(**infos))
 
 
 class LossJob:
@@ -86,7 +80,7 @@ class LossJob:
         self.deferred = deferred
         self.framework = framework
         if framework == "miles":
-            _miles_parallel_state()
+            set_parallel_state_of_miles()
         self.args = Arguments(
             framework=framework,
             qkv_format="thd",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_patches.cli.compatibility import LEGEND, markdown_table, sections
-from megatron_rl_patches.testing.verdicts import FAILED, HANGS, PASSED, REASONS
+from megatron_rl_patches.cli.commands import LEGEND, markdown_table, sections
+from megatron_rl_patches.testing.conformance import FAILED, HANGS, PASSED, REASONS
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
@@ -170,16 +170,10 @@ def _line(run: Run, names: dict[str, str]) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for suite, ranks in run["suites"].items():
         by_ranks.setdefault(tuple(ranks), []).append(suite)
-    suites = "; ".join(
-        f"{', '.join(suites)} ({_ranks(ranks)})"
-        for ranks, suites in sorted(by_ranks.items(), key=_most_ranks_first)
-    )
+    most_ranks_first = sorted(by_ranks.items(), key=lambda item: -len(item[0]))
+    suites = "; ".join(f"{', '.join(suites)} ({_ranks(ranks)})" for ranks, suites in most_ranks_first)
     on = "" if run["megatron"] == run["source"] else f" on {names[run['megatron']]}"
     return f"{suites}{on}, {run['date']}"
-
-
-def _most_ranks_first(item: tuple[tuple[int, ...], list[str]]) -> int:
-    return -len(item[0])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

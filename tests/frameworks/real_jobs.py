@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import partial
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,13 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.training import arguments, global_vars
 
 from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
-from tests.frameworks.loss_jobs import SCORES, Arguments, call, takes_packed_tokens
+from tests.frameworks.loss_jobs import (
+    SCORES,
+    Arguments,
+    call,
+    set_parallel_state_of_miles,
+    takes_packed_tokens,
+)
 from tests.real import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
@@ -36,22 +41,15 @@ def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -
 class _RolloutJob(Job):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
-    package: str
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for chunk in self.model:
             takes_packed_tokens(chunk.module)
-        self.module = importlib.import_module(f"{self.package}.model")
+        [self.module] = map(importlib.import_module, self.homes)
         self.module.save_checkpoint = partial(_write, self)
 
     def save(self) -> None:
         self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
-
-    @classmethod
-    def functions(cls) -> dict[str, tuple[ModuleType, ...]]:  # type: ignore[override]
-        module = importlib.import_module(f"{cls.package}.model")
-        return {"train": (module,), "save": (module,)}
 
     def _set_global_variables(self) -> None:
         self.args = Arguments(
@@ -78,7 +76,7 @@ class _RolloutJob(Job):
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
         returned = call(
             self.module.forward_only,
-            f=importlib.import_module(SCORES[self.package.partition(".")[0]]).get_log_probs_and_entropy,
+            f=importlib.import_module(SCORES[self.homes[0].partition(".")[0]]).get_log_probs_and_entropy,
             args=self.args,
             model=self.model,
             data_iterator=[self._rollout(steps=1)],
@@ -124,26 +122,15 @@ class _RolloutJob(Job):
 
 
 class RealSlimeJob(_RolloutJob):
-    package = "slime.backends.megatron_utils"
+    homes = ("slime.backends.megatron_utils.model",)
 
 
 class RealVimeJob(_RolloutJob):
-    package = "vime.backends.megatron_utils"
-
-
-def set_parallel_state_of_miles() -> None:
-    parallel = importlib.import_module("miles.backends.megatron_utils.parallel")
-    current = importlib.import_module("miles.backends.training_utils.parallel")
-    groups = importlib.import_module("miles.utils.ft_utils.process_group_utils")
-    # The tiny model is built without: on a CPU the usual groups are gloo groups.
-    mpu._DATA_PARALLEL_GROUP_GLOO = mpu.get_data_parallel_group()
-    mpu._DATA_PARALLEL_GROUP_WITH_CP_GLOO = mpu.get_data_parallel_group(with_context_parallel=True)
-    alone = groups.GroupInfo(rank=0, size=1, group=None)
-    current.set_parallel_state(parallel.create_megatron_parallel_state(indep_dp=alone))
+    homes = ("vime.backends.megatron_utils.model",)
 
 
 class RealMilesJob(_RolloutJob):
-    package = "miles.backends.megatron_utils"
+    homes = ("miles.backends.megatron_utils.model",)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -18,16 +18,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training import checkpointing
 
-from tests.frameworks.loss_jobs import Arguments
-from tests.frameworks.real_jobs import set_megatron_arguments, set_parallel_state_of_miles
+from tests.frameworks.loss_jobs import Arguments, set_parallel_state_of_miles
+from tests.frameworks.real_jobs import set_megatron_arguments
+from tests.frameworks.role_jobs import ITERATION, provider
 from tests.real import tiny_gpt
 
-ITERATION, GLOBAL_BATCH = 7, 4
-
-
-def provider(pre_process: bool = True, post_process: bool = True, vp_stage: Any = None, **unused: Any) -> Any:
-    options = tiny_gpt.Options(bf16=True)
-    return tiny_gpt.provider(options)()
+GLOBAL_BATCH = 4
 
 
 def framework_model(framework: str) -> ModuleType:

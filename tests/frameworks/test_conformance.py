@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_patches.testing import conformance, verdicts
+from megatron_rl_patches.testing import conformance
 from tests.frameworks.checkouts import Checkouts
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,10 +64,10 @@ def test_patches_change_no_verdict(checkouts: Checkouts, tmp_path: Path) -> None
     results = tmp_path / "results.jsonl"
     select = tuple(name for name in SUBSET if Path(checkout, name).exists())
     assert run(checkout, select, "all", results) == []
-    outcomes = Counter(result.outcome for result in verdicts.final_of(results))
-    assert outcomes[verdicts.PASSED] > 90
-    assert outcomes[verdicts.HANGS] == 0
-    assert len(verdicts.final_of(results, "all")) >= outcomes[verdicts.PASSED]
+    outcomes = Counter(result.outcome for result in conformance.final_of(results))
+    assert outcomes[conformance.PASSED] > 90
+    assert outcomes[conformance.HANGS] == 0
+    assert len(conformance.final_of(results, "all")) >= outcomes[conformance.PASSED]
 
 
 def test_a_fault_of_a_patch_changes_verdicts(

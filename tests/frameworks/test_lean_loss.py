@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from megatron_rl_patches import apply, revert
-from megatron_rl_patches.testing import RanksFailed
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 from tests.unit.losses.live_bytes import live_bytes
@@ -170,9 +169,8 @@ def test_candidates_of_a_top_k_loss() -> None:
 
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     """Return by number of samples and entropy coefficient which values require grad on this rank."""
-    from tests.frameworks.loss_jobs import LossJob, distance, initialize
+    from tests.frameworks.loss_jobs import LossJob, distance
 
-    initialize(cp=2)
     requires_grad = {}
     # In the first layout one rank has the whole response, in the second each lacks one of the samples.
     for layout in ({"totals": (24,), "responses": (6,)}, {}):
@@ -187,23 +185,14 @@ def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:
     return requires_grad
 
 
-@on_ranks(2, timeout=30)
-def _unpatched(backward: bool) -> None:
-    requires_grad = _redistributed(backward)
-    without_response = torch.distributed.get_rank() == 0
-    assert requires_grad[1, 0.0] == [True, without_response]
-
-
-@slow
-def test_unpatched_all_gather_cp_has_a_backward_on_some_ranks_only() -> None:
-    _unpatched(backward=False)
-    # The other one waits for it, or, as here, finds it gone.
-    with pytest.raises(RanksFailed, match="rank 0"):
-        _unpatched(backward=True)
-
-
 @on_ranks(2)
 def test_all_gather_cp() -> None:
+    from tests.frameworks.loss_jobs import initialize
+
+    initialize(cp=2)
+    # Unpatched, the rank that has the response has no backward, and the other one waits for it.
+    without_response = torch.distributed.get_rank() == 0
+    assert _redistributed(backward=False)[1, 0.0] == [True, without_response]
     apply(PATCH)
     for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]

@@ -144,15 +144,29 @@ import_stubs.install()
 import verl
 print("loaded:", "megatron_rl_patches.engine.installer" in sys.modules)
 """
+WRONG = {"MEGATRON_RL_PATCHES": "no-such-patch"}
 
 
-def _import_verl(verl: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process that reads no startup file, as after ``pip install --target``."""
+@pytest.mark.parametrize(
+    ("variables", "code", "printed"),
+    [
+        ({}, 0, "loaded: False"),
+        ({"MEGATRON_RL_PATCHES": "1"}, 0, "loaded: True"),
+        (WRONG, 0, "unknown patch 'no-such-patch'"),
+        (
+            {**WRONG, "MEGATRON_RL_PATCHES_STRICT": "1"},
+            1,
+            "not activated: MEGATRON_RL_PATCHES: unknown patch 'no-such-patch'",
+        ),
+    ],
+)
+def test_the_plugin(verl: str, variables: dict[str, str], code: int, printed: str) -> None:
+    """It arms what the variable names, in a process without startup files (``pip install --target``)."""
     folders = [verl, str(ROOT), sysconfig.get_path("purelib")]
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")
     }
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-S", "-W", "ignore", "-c", _IMPORT_VERL],
         env={**environ, "PYTHONPATH": os.pathsep.join(folders), **variables},
         capture_output=True,
@@ -160,21 +174,5 @@ def _import_verl(verl: str, **variables: str) -> subprocess.CompletedProcess[str
         timeout=120,
         check=False,
     )
-
-
-@pytest.mark.parametrize(("value", "loaded"), [("", False), ("1", True)])
-def test_the_plugin_arms_what_the_variable_names(verl: str, value: str, loaded: bool) -> None:
-    done = _import_verl(verl, MEGATRON_RL_PATCHES=value)
-    assert done.returncode == 0, done.stderr
-    assert f"loaded: {loaded}" in done.stdout
-
-
-def test_a_plugin_that_fails_is_heard(verl: str) -> None:
-    wrong = {"MEGATRON_RL_PATCHES": "no-such-patch"}
-    done = _import_verl(verl, **wrong)
-    assert done.returncode == 0, done.stderr
-    assert "unknown patch 'no-such-patch'" in done.stderr
-    done = _import_verl(verl, **wrong, MEGATRON_RL_PATCHES_STRICT="1")
-    assert done.returncode == 1
-    assert "not activated: " in done.stderr
-    assert "unknown patch 'no-such-patch'" in done.stderr
+    assert done.returncode == code, done.stderr
+    assert printed in done.stdout + done.stderr

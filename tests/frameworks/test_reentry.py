@@ -104,37 +104,6 @@ def test_hooks_are_as_found_when_saving_raises(framework: str) -> None:
 
 @slow
 @on_ranks(1)
-def test_megatron_recovers_from_a_broken_evaluation() -> None:
-    from megatron.core.rerun_state_machine import (
-        RerunMode,
-        get_rerun_state_machine,
-        initialize_rerun_state_machine,
-    )
-
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    from tests.frameworks.jobs import MICROBATCHES, BrokenBatch, MegatronJob
-
-    apply(PATCH)
-    job = MegatronJob()
-    job.args.eval_interval = job.args.save_interval = 1
-    job.train(2)
-    assert len(job.disk.checksums) == 2
-    # Two steps and their evaluations take four times two batches; the next breaks in an evaluation.
-    job.batches.break_with(BrokenBatch(), at=5 * MICROBATCHES + 1)
-    assert outcome(job.train) == "BrokenBatch: "
-    assert all(chunk.training for chunk in job.model)
-    machine = get_rerun_state_machine()
-    assert (machine.mode.name, machine.state.name) == ("VALIDATE_RESULTS", "NOT_RUNNING_YET")
-    assert job.timers_running == []
-    assert job.config.timers is not None
-    assert gc.isenabled()
-    job.steps = 3
-    assert outcome(job.train) == FINE
-    assert outcome(job.save) == FINE
-
-
-@slow
-@on_ranks(1)
 def test_megatron_saves_before_any_train() -> None:
     from tests.frameworks.jobs import MegatronJob
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.cli.compatibility import Judged
+from megatron_rl_patches.cli.commands import Judged
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.judge import SiteStatus, judge_all
 from megatron_rl_patches.engine.sources import open_source

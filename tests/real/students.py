@@ -45,13 +45,13 @@ def distill(
 
 def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, count: int) -> Student:
     with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
-        from megatron_rl_patches.demo import distillation, policy, teachers
+        from megatron_rl_patches.demo import policy, program, teachers
 
         policy.initialize(0, **sizes)
         with _attention_for_context_parallelism(policy):
             pool = teachers.Teachers(Path(folder), 0)
-            scores = distillation.scores_of_teachers(pool, 0)
-            rollouts = list(distillation.rollouts(count, 0, pool, target, way))
+            scores = program.scores_of_teachers(pool, 0)
+            rollouts = list(program.distill(count, 0, pool, target, way))
     return Student(
         scores,
         {order: [rollout.reverse_kl[order] for rollout in rollouts] for order in scores},

@@ -6,31 +6,31 @@ These need the package to be installed (an editable install will do): the startu
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 
 from megatron_rl_patches import MegatronRLPatchesError, Settings, applied
 from megatron_rl_patches.demo import launch, run_demo
-from megatron_rl_patches.demo.figures import DistillationFigures, LearningFigures
 from megatron_rl_patches.doctor import Startup
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 ROLLOUTS = 14
 UPSTREAM = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
-PROGRAM = ("digits", "policy", "training", "program", "distillation", "teachers")
+PROGRAM = ("policy", "training", "program", "teachers")
 
 
 class Run(NamedTuple):
-    code: int
-    figures: LearningFigures | None
+    figures: Any
     out: str
     err: str
 
@@ -41,28 +41,15 @@ def _one_folder_of_teachers(monkeypatch: pytest.MonkeyPatch, teachers_folder: st
     monkeypatch.setattr(launch.tempfile, "TemporaryDirectory", lambda **_: nullcontext(teachers_folder))
 
 
-def run(
-    capture: pytest.CaptureFixture[str],
-    folder: Path,
-    *,
-    rollouts: int = ROLLOUTS,
-    ranks: int = 2,
-    without_patches: bool = False,
-    without_lean_head: bool = False,
-    **parallel_sizes: int,
-) -> Run:
+def run(capture: pytest.CaptureFixture[str], folder: Path, code: int = 0, **options: Any) -> Run:
+    """Run the demo, as the command does, and read the figures that it writes."""
     file = folder / "figures.json"
-    code = run_demo(
-        rollouts=rollouts,
-        ranks=ranks,
-        seed=0,
-        json_file=file,
-        plot_file=folder / "reward.png",
-        without_patches=without_patches,
-        without_lean_head=without_lean_head,
-        **parallel_sizes,
-    )
-    return Run(code, LearningFigures.read(file) if file.exists() else None, *capture.readouterr())
+    defaults = {"rollouts": ROLLOUTS, "ranks": 2, "seed": 0, "plot_file": folder / "plot.png"}
+    exit_code = run_demo(json_file=file, **{**defaults, **options})
+    out, err = capture.readouterr()
+    assert exit_code == code, err
+    figures = json.loads(file.read_text()) if file.exists() else None
+    return Run(figures and SimpleNamespace(**figures), out, err)
 
 
 def _two_small_rollouts(folder: str) -> list[float]:
@@ -72,9 +59,9 @@ def _two_small_rollouts(folder: str) -> list[float]:
         policy.initialize(0)
         with (
             mock.patch.multiple(teachers, _STEPS=2),
-            mock.patch.multiple(program, _PROMPTS=16, _STEPS=2, _MICROBATCH=32),
+            mock.patch.multiple(program, _PROMPTS=16, _STEPS=2),
         ):
-            rollouts = program.rollouts(2, 0, teachers.Teachers(Path(folder), 0))
+            rollouts = program.learn(2, 0, teachers.Teachers(Path(folder), 0))
             return [rollout.exact_match for rollout in rollouts]
 
 
@@ -87,9 +74,7 @@ def test_the_program_runs(tmp_path: Path) -> None:
 def test_the_reward_rises_over_repeated_calls_of_train(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, out, err = run(capfd, tmp_path)
-    assert code == 0, err
-    assert figures is not None
+    figures, out, err = run(capfd, tmp_path)
     rewards = figures.reward_per_rollout
     assert len(rewards) == len(figures.solved_per_rollout) == ROLLOUTS
     # Of chance, 1/12 or less, to about 0.4.
@@ -121,7 +106,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
     assert f"rollout {ROLLOUTS:3d}  reward {rewards[-1]:.3f}" in out
     assert f"{ROLLOUTS}/{ROLLOUTS}" in err  # the progress bar
     assert "wall time" in out
-    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -129,9 +114,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
 def test_the_reward_rises_where_the_model_is_split(
     split: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=5, **{split: 2})
-    assert code == 0, err
-    assert figures is not None
+    figures, _, _ = run(capfd, tmp_path, rollouts=5, **{split: 2})
     assert figures.reward_per_rollout[-1] > 1.1 * figures.reward_per_rollout[0]
     # Half of the parameters and a few that both ranks have, and all of the optimizer's state for them.
     training = figures.memory["training, device"]
@@ -148,43 +131,26 @@ def test_the_reward_rises_where_the_model_is_split(
 def test_sizes_that_do_not_fit_are_refused(ranks: int, sizes: tuple[int, int], message: str) -> None:
     with pytest.raises(MegatronRLPatchesError, match=message):
         run_demo(
-            rollouts=1,
-            ranks=ranks,
-            seed=0,
-            tensor_parallel_size=sizes[0],
-            pipeline_parallel_size=sizes[1],
+            rollouts=1, ranks=ranks, seed=0, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]
         )
 
 
 @pytest.mark.slow
 def test_distillation(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What it learns is tested in ``test_distillation.py``."""
-    code = run_demo(
-        rollouts=1,
-        ranks=1,
-        seed=0,
-        distill=True,
-        json_file=tmp_path / "figures.json",
-        plot_file=tmp_path / "nats.png",
-        without_patches=False,
-    )
-    out, err = capfd.readouterr()
-    assert code == 0, err
-    figures = DistillationFigures.read(tmp_path / "figures.json")
+    figures, out, _ = run(capfd, tmp_path, rollouts=1, ranks=1, distill=True)
     for by_order in (*figures.divergence_per_rollout.values(), *figures.score_per_rollout.values()):
         assert [len(values) for values in by_order.values()] == [1, 1]
     targets = {"routed, top-k", "routed, full", "mixture, top-k", "mixture, full"}
     assert figures.divergence_per_rollout.keys() == figures.bytes_per_token.keys() == targets
     assert min(figures.teachers.values()) > 0.9
     assert "mixture, full, descending: reverse KL" in out
-    assert (tmp_path / "nats.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, figures, out, err = run(capfd, tmp_path, ranks=1, without_patches=True)
-    assert code == 0, err
-    assert figures is not None
+    figures, out, _ = run(capfd, tmp_path, ranks=1, without_patches=True)
     assert not figures.patched
     assert len(figures.reward_per_rollout) == 1
     assert figures.error is not None
@@ -197,10 +163,8 @@ def test_without_patches_the_second_train_fails(capfd: pytest.CaptureFixture[str
 def test_without_patches_a_run_that_does_not_fail_is_a_failure(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, without_patches=True)
-    assert code == 1
+    figures, _, err = run(capfd, tmp_path, rollouts=1, ranks=1, code=1, without_patches=True)
     assert "did not appear" in err
-    assert figures is not None
     assert figures.error is None
 
 
@@ -208,11 +172,8 @@ def test_without_patches_a_run_that_does_not_fail_is_a_failure(
 def test_without_lean_head_the_rewards_are_the_same(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code, figures, _, err = run(capfd, tmp_path, rollouts=4, ranks=1)
-    assert code == 0, err
-    code, others, _, err = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
-    assert code == 0, err
-    assert figures is not None and others is not None
+    figures, _, _ = run(capfd, tmp_path, rollouts=4, ranks=1)
+    others, _, _ = run(capfd, tmp_path, rollouts=4, ranks=1, without_lean_head=True)
     assert (figures.makes_logits, others.makes_logits) == (False, True)
     assert figures.reward_per_rollout == pytest.approx(others.reward_per_rollout, abs=0.01)
 
@@ -222,8 +183,7 @@ def test_a_failing_rank_surfaces(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_TRAIN_FUNCTION", "megatron_rl_patches.demo.training:another")
-    code, figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1)
-    assert code == 1
+    figures, _, err = run(capfd, tmp_path, rollouts=2, ranks=1, code=1)
     assert figures is None
     assert UPSTREAM in err
     assert "see the root cause above" in err

@@ -1,6 +1,6 @@
 """On-policy distillation on real megatron-core: a student learns from two teachers, on any layout.
 
-``benchmarks/bench_students.py`` does the same on all layouts, and to the end.
+``benchmarks/students.py`` does the same on all layouts, and to the end.
 """
 
 from __future__ import annotations

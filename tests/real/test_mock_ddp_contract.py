@@ -96,29 +96,23 @@ REDUCE_ONLY = (
 )
 
 
-def _options(reduce: bool, gather: bool, distributed_optimizer: bool = True) -> dict[str, bool]:
-    return {
-        "overlap_grad_reduce": reduce,
-        "overlap_param_gather": gather,
-        "use_distributed_optimizer": distributed_optimizer,
-    }
+def _only(*names: str) -> dict[str, Script]:
+    return {name: ALL[name] for name in names}
 
 
-CASES: list[tuple[str, dict[str, bool], bool, str, Script]] = [
-    *(("overlapped", _options(True, True), False, name, script) for name, script in ALL.items()),
-    *(("plain", _options(False, False), False, name, script) for name, script in PLAIN.items()),
-    *(
-        ("gather_only", _options(False, True), False, name, ALL[name])
-        for name in ("one_training_call", "disabling_twice", *list(GUARDED)[:2])
+# Kind of case -> overlap_grad_reduce, overlap_param_gather and use_distributed_optimizer; scripts.
+KINDS: dict[str, tuple[tuple[bool, bool, bool], dict[str, Script]]] = {
+    "overlapped": ((True, True, True), ALL),
+    "plain": ((False, False, True), PLAIN),
+    "gather_only": (
+        (False, True, True),
+        _only("one_training_call", "disabling_twice", *list(GUARDED)[:2]),
     ),
-    *(("reduce_only", _options(True, False), False, name, ALL[name]) for name in REDUCE_ONLY),
-    *(("no_optimizer", _options(True, False, False), False, name, ALL[name]) for name in REDUCE_ONLY),
-    *(
-        ("experts", _options(True, True), True, name, ALL[name])
-        for name in ("one_training_call", *list(GUARDED)[:3])
-    ),
-    *(("patched", _options(True, True), False, name, script) for name, script in PATCHED.items()),
-]
+    "reduce_only": ((True, False, True), _only(*REDUCE_ONLY)),
+    "no_optimizer": ((True, False, False), _only(*REDUCE_ONLY)),
+    "experts": ((True, True, True), _only("one_training_call", *list(GUARDED)[:3])),
+    "patched": ((True, True, True), PATCHED),
+}
 
 
 class Run:
@@ -128,14 +122,10 @@ class Run:
         self.ddp = ddp
         self._no_sync = ExitStack()
         self._calls: dict[str, Callable[[], object]] = {
-            "enable": lambda: ddp.enable_forward_pre_hook(),
-            "disable": lambda: ddp.disable_forward_pre_hook(),
+            "enable": ddp.enable_forward_pre_hook,
+            "disable": ddp.disable_forward_pre_hook,
             "disable_without_sync": lambda: ddp.disable_forward_pre_hook(param_sync=False),
-            "start_param_sync": lambda: ddp.start_param_sync(),
             "force_param_sync": lambda: ddp.start_param_sync(force_sync=True),
-            "start_grad_sync": lambda: ddp.start_grad_sync(),
-            "finish_grad_sync": lambda: ddp.finish_grad_sync(),
-            "zero_grad_buffer": lambda: ddp.zero_grad_buffer(),
             "enter_no_sync": lambda: self._no_sync.enter_context(ddp.no_sync()) and None,
             "exit_no_sync": self._no_sync.close,
             "guarded_enable": lambda: hooks.enable(ddp.enable_forward_pre_hook, ddp),
@@ -158,7 +148,7 @@ class Run:
             assert self.ddp.config.no_sync_func is None
             self.ddp.config.no_sync_func = self.ddp.no_sync
             for call in STEP:
-                self._calls[call]()
+                self._call(call)
 
     def _be_interrupted(self) -> None:
         with suppress(ZeroDivisionError), reentrant_train(self.ddp):
@@ -166,12 +156,15 @@ class Run:
             self.ddp.force_all_reduce = True
             raise ZeroDivisionError
 
+    def _call(self, name: str) -> object:
+        return (self._calls.get(name) or getattr(self.ddp, name))()
+
     def play(self, script: Script) -> list[tuple[str, object, State]]:
         return [(call, self._outcome(call), self._state()) for call in script]
 
     def _outcome(self, call: str) -> object:
         try:
-            return self._calls[call]()
+            return self._call(call)
         except KeyError as error:
             # The key is a module: say which.
             return "KeyError", list(self.ddp.module.modules()).index(error.args[0])
@@ -220,7 +213,6 @@ def run_mock(options: dict[str, bool], expert: bool, script: Script) -> Any:
 
     calls: dict[str, Callable[[], object]] = {
         "forward": ddp,
-        "backward": ddp.backward,
         "forward_first_module": first,
         "backward_of_last_module": backward_of_last_module,
         "add_module": lambda: module.children.append(MockModule()),
@@ -228,10 +220,11 @@ def run_mock(options: dict[str, bool], expert: bool, script: Script) -> Any:
     return Run(ddp, calls).play(script)
 
 
-def _run(run: Callable[[dict[str, bool], bool, Script], Any], case: Any) -> Any:
-    kind, options, expert, _, script = case
+def _run(run: Callable[[dict[str, bool], bool, Script], Any], kind: str, script: Script) -> Any:
+    names = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+    options = dict(zip(names, KINDS[kind][0], strict=True))
     with applied("reentrant-train") if kind == "patched" else nullcontext():
-        return run(options, expert, script)
+        return run(options, kind == "experts", script)
 
 
 def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> Any:
@@ -269,12 +262,12 @@ def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> An
 def test_same_outcomes() -> None:
     parallel_state.initialize_model_parallel()
     real: dict[tuple[str, str], Any] = {}
-    for case in CASES:
-        kind, _, _, name, script = case
-        real[kind, name] = outcomes = _run(_run_real_case, case)
-        assert _run(run_mock, case) == outcomes, (kind, name)
-        if kind == "patched" or name in GUARDED:
-            assert [outcome for _, outcome, _ in outcomes] == [None] * len(script), (kind, name)
+    for kind, (_, scripts) in KINDS.items():
+        for name, script in scripts.items():
+            real[kind, name] = outcomes = _run(_run_real_case, kind, script)
+            assert _run(run_mock, kind, script) == outcomes, (kind, name)
+            if kind == "patched" or name in GUARDED:
+                assert [outcome for _, outcome, _ in outcomes] == [None] * len(script), (kind, name)
     for name, error in FAILING.items():
         assert error in [outcome for _, outcome, _ in real["overlapped", name]], name
 

@@ -9,9 +9,9 @@ from typing import Any
 
 
 def succeed(dry: bool) -> Any:
-    from benchmarks._gpu_steps import Result
+    from benchmarks.gpu_steps import StepResult
 
-    return Result(figures={"answer": 42})
+    return StepResult(figures={"answer": 42})
 
 
 def fail(dry: bool) -> Any:

@@ -57,27 +57,34 @@ def _modules() -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Dotted names, relative to the package, of what a module imports from it."""
-    here = path.relative_to(PACKAGE).with_suffix("").parts
+    """Dotted names, relative to the package, of the modules that a module imports, or imports names from."""
+    folder = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[: len(here) - node.level]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            yield from (".".join((*base, *name.split("."))) for name in names)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE.name):
-            yield (node.module or "").removeprefix(PACKAGE.name).lstrip(".") or "__init__"
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module.split(".") if node.module else []
+        if node.level:
+            module = [*folder[: len(folder) - node.level + 1], *module]
+        elif module.pop(0) != PACKAGE.name:
+            continue
+        for name in (alias.name for alias in node.names):
+            file = PACKAGE.joinpath(*module, name)
+            is_module = file.is_dir() or file.with_suffix(".py").exists()
+            yield ".".join([*module, name] if is_module else module) or "__init__"
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _part(dotted: str) -> str:
-    part = dotted.split(".")[0]
-    known = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
-    return part if known else "__init__"
+    return dotted.partition(".")[0]
 
 
 def test_arrows_point_one_way() -> None:
     wrong = {}
     for path in _modules():
-        part = _part(path.relative_to(PACKAGE).with_suffix("").parts[0])
+        part = _part(_dotted(path))
         if extra := {_part(name) for name in _imports(path)} - {part} - ARROWS[part]:
             wrong[str(path.relative_to(PACKAGE))] = extra
     assert wrong == {}, "these imports point the wrong way; see ARROWS"
@@ -94,35 +101,21 @@ def test_arrows_within_the_engine() -> None:
 
 def test_no_circle_of_imports() -> None:
     """Neither of modules nor of folders; what only type checkers import counts, too."""
-    graph = {_dotted(path): set(_imported_modules(path)) for path in _modules()}
+    graph = {_dotted(path): set(_imports(path)) for path in _modules()}
     graphlib.TopologicalSorter(graph).prepare()
     folders: dict[str, set[str]] = {}
     for name, imported in graph.items():
-        folders.setdefault(_folder(name), set()).update({_folder(other) for other in imported})
+        folders.setdefault(_folder(name), set()).update(map(_folder, imported))
     for name, others in folders.items():
         others.discard(name)
     graphlib.TopologicalSorter(folders).prepare()
 
 
 def _folder(dotted: str) -> str:
-    """The folder of a module; those of the package itself count alone."""
-    is_folder = PACKAGE.joinpath(*dotted.split(".")).is_dir()
-    return dotted if is_folder or "." not in dotted else dotted.rpartition(".")[0]
-
-
-def _dotted(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _imported_modules(path: Path) -> Iterator[str]:
-    """The modules of the package that a module imports, or imports names from."""
-    folder = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = ".".join((*folder[: len(folder) - node.level + 1], *filter(None, [node.module])))
-            for name in (f"{base}.{alias.name}".lstrip(".") for alias in node.names):
-                file = PACKAGE.joinpath(*name.split("."))
-                yield name if file.is_dir() or file.with_suffix(".py").exists() else base or "__init__"
+    """The innermost folder of a module. Modules beside folders, and what a folder exports, count alone."""
+    folder = PACKAGE.joinpath(*dotted.split(".")).parent
+    has_folders = any(folder.glob("*/__init__.py"))
+    return dotted if has_folders else f"{dotted.rpartition('.')[0]}/"
 
 
 def test_frameworks_know_of_the_engine_only_the_calls_that_they_get() -> None:

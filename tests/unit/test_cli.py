@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from megatron_rl_patches import __version__
 from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
-from megatron_rl_patches.cli.output import check_writable
+from megatron_rl_patches.cli.screens import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
 
@@ -206,13 +206,17 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")],
+    [
+        *(("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")),
+        *(("conformance", "--json"), ("conformance", "--results")),
+    ],
 )
 def test_output_that_cannot_be_written_is_refused_at_once(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.png").mkdir()
-    source = [framework(tmp_path / "framework")] if command == "check" else []
+    source = [framework(tmp_path / "framework")] if command in ("check", "conformance") else []
+    (tmp_path / "framework" / "tests" / "unit_tests").mkdir(parents=True)
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
         message = refuse(capsys, command, *source, option, tmp_path / file)
         assert message.splitlines() == [

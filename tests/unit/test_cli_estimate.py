@@ -98,19 +98,9 @@ def test_flags_of_the_model(counter: Counter) -> None:
     invoke(*SMALL)
     assert counter.description == GPTDescription(2, 64, 4, 100)
     assert counter.dtype == "bf16"
-    fields = {"swiglu": "true", "add_bias_linear": "false", "normalization": "RMSNorm", "num_experts": 8}
-    invoke(*SMALL, *assign(**fields, moe_layer_freq=[0, 1]), "--dtype=fp16")
-    assert counter.description == GPTDescription(
-        2,
-        64,
-        4,
-        100,
-        swiglu=True,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        num_experts=8,
-        moe_layer_freq=[0, 1],
-    )
+    fields: dict[str, Any] = {"normalization": "RMSNorm", "num_experts": 8, "moe_layer_freq": [0, 1]}
+    invoke(*SMALL, *assign(swiglu="true", add_bias_linear="false", **fields), "--dtype=fp16")
+    assert counter.description == GPTDescription(2, 64, 4, 100, swiglu=True, add_bias_linear=False, **fields)
     assert counter.dtype == "fp16"
 
 
@@ -152,7 +142,6 @@ def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
     assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
-    assert "cannot be written" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'none' / 'memory.png'}")
 
 
 def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:

@@ -44,14 +44,7 @@ DIAGNOSIS = Diagnosis(
 def screen(show: object, *facts: object, width: int = 80, terminal: bool = False) -> list[str]:
     """Return the lines that are printed, without trailing blanks and colors."""
     file = io.StringIO()
-    console = Console(
-        file=file,
-        width=width,
-        force_terminal=terminal,
-        color_system=None,
-        highlight=False,
-        legacy_windows=False,
-    )
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=None)
     show(*facts, console)  # type: ignore[operator]
     return [line.rstrip() for line in file.getvalue().splitlines()]
 

@@ -34,60 +34,41 @@ def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
     return patch
 
 
-class TestChoice:
-    @pytest.mark.parametrize(
-        ("environ", "message", "remedy"),
-        [
-            (
-                {"MEGATRON_RL_PATCHES": "lean-los,reentrant-train,nonsense"},
-                "unknown patch 'lean-los', 'nonsense'; known: ",
-                "export MEGATRON_RL_PATCHES=lean-loss,reentrant-train",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES": "all,-lean-los"},
-                "unknown patch '-lean-los'; known: ",
-                "export MEGATRON_RL_PATCHES=all,-lean-loss",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES": "nonsense"},
-                "unknown patch 'nonsense'; known: ",
-                "export MEGATRON_RL_PATCHES=all",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES_STRICT": "maybe"},
-                "expected 1 or 0",
-                "unset MEGATRON_RL_PATCHES_STRICT",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": "nonsense"},
-                "expected 'module:function'",
-                "unset MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES_STRIKT": "1"},
-                "MEGATRON_RL_PATCHES_STRIKT: no such variable; there is MEGATRON_RL_PATCHES_STRICT",
-                "unset MEGATRON_RL_PATCHES_STRIKT; export MEGATRON_RL_PATCHES_STRICT=1",
-            ),
-            (
-                {"MEGATRON_RL_PATCHES_XYZ": "1"},
-                "MEGATRON_RL_PATCHES_XYZ: no such variable; known: MEGATRON_RL_PATCHES, ",
-                "unset MEGATRON_RL_PATCHES_XYZ",
-            ),
-        ],
-    )
-    def test_problems(self, environ: dict[str, str], message: str, remedy: str) -> None:
-        (problem,) = choice_of(environ).problems
-        assert message in problem.message
-        assert problem.remedy == remedy
+NAME = "MEGATRON_RL_PATCHES"
 
-    def test_every_bad_value_is_a_problem(self) -> None:
-        problems = choice_of(
-            {"MEGATRON_RL_PATCHES_STRICT": "maybe", "MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES": "-1"}
-        ).problems
-        assert {problem.remedy for problem in problems} == {
-            "unset MEGATRON_RL_PATCHES_STRICT",
-            "unset MEGATRON_RL_PATCHES_LEAN_HEAD_TILE_BYTES",
-        }
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message", "remedy"),
+    [
+        (
+            NAME,
+            "lean-los,reentrant-train,nonsense",
+            "unknown patch 'lean-los', 'nonsense'; known: ",
+            f"export {NAME}=lean-loss,reentrant-train",
+        ),
+        (NAME, "all,-lean-los", "unknown patch '-lean-los'; known: ", f"export {NAME}=all,-lean-loss"),
+        (NAME, "nonsense", "unknown patch 'nonsense'; known: ", f"export {NAME}=all"),
+        (f"{NAME}_STRICT", "maybe", "expected 1 or 0", f"unset {NAME}_STRICT"),
+        (
+            f"{NAME}_TRAIN_FUNCTIONS",
+            "nonsense",
+            "expected 'module:function'",
+            f"unset {NAME}_TRAIN_FUNCTIONS",
+        ),
+        (
+            f"{NAME}_STRIKT",
+            "1",
+            f"{NAME}_STRIKT: no such variable; there is {NAME}_STRICT",
+            f"unset {NAME}_STRIKT; export {NAME}_STRICT=1",
+        ),
+        (f"{NAME}_XYZ", "1", f"{NAME}_XYZ: no such variable; known: {NAME}, ", f"unset {NAME}_XYZ"),
+    ],
+)
+def test_problems_of_variables(variable: str, value: str, message: str, remedy: str) -> None:
+    (problem,) = choice_of({variable: value}).problems
+    assert message in problem.message and problem.remedy == remedy
+    both = choice_of({variable: value, f"{NAME}_LEAN_HEAD_TILE_BYTES": "-1"}).problems
+    assert {one.remedy for one in both} == {remedy, f"unset {NAME}_LEAN_HEAD_TILE_BYTES"}
 
 
 FIRES = Startup("file", True, "")
@@ -96,47 +77,31 @@ BESIDE_IT = replace(FAULT, target="slime.save", reason="another site cannot take
 INSTALL_WRAPT = f"{shlex.quote(sys.executable)} -m pip install 'wrapt>=1.16,<3'"
 
 
+REINSTALL = f"{shlex.quote(sys.executable)} -m pip install --no-deps --editable {shlex.quote(str(ROOT))}"
+DEAD = Startup(None, False, "of -S")
+
+
 @pytest.mark.parametrize(
-    ("patches", "findings", "startup", "wrapt", "problem", "remedy"),
+    ("patch", "statuses", "startup", "wrapt", "message", "remedy"),
     [
-        ((), [FAULT], Startup(None, False, ""), "2.5.2", "", ""),
-        (("patch",), [], FIRES, "2.5.2", "", ""),
-        (
-            ("patch",),
-            [FAULT, BESIDE_IT],
-            FIRES,
-            "2.5.2",
-            "patch: slime.train: drifted: why",
-            "export MEGATRON_RL_PATCHES=0",
-        ),
-        (("another",), [FAULT], FIRES, "2.5.2", "", ""),
-        (
-            ("patch",),
-            [],
-            Startup(None, False, "of -S"),
-            "2.5.2",
-            "startup file does not fire: of -S",
-            f"{shlex.quote(sys.executable)} -m pip install --no-deps --editable {shlex.quote(str(ROOT))}",
-        ),
-        ((), [], FIRES, None, "wrapt is not installed", INSTALL_WRAPT),
-        ((), [], FIRES, "1.15.0", "wrapt 1.15.0 is out of range", INSTALL_WRAPT),
-        ((), [], FIRES, "1.16.0rc1", "", ""),
-        ((), [], FIRES, "3.0.0", "wrapt 3.0.0 is out of range", INSTALL_WRAPT),
+        ("", [FAULT], DEAD, "2.5.2", "", ""),
+        ("patch", [], FIRES, "2.5.2", "", ""),
+        ("another", [FAULT], FIRES, "2.5.2", "", ""),
+        ("patch", [FAULT, BESIDE_IT], FIRES, "2.5.2", "patch: slime.train: drifted: why", f"export {NAME}=0"),
+        ("patch", [], DEAD, "2.5.2", "startup file does not fire: of -S", REINSTALL),
+        ("", [], FIRES, None, "wrapt is not installed", INSTALL_WRAPT),
+        ("", [], FIRES, "1.15.0", "wrapt 1.15.0 is out of range", INSTALL_WRAPT),
+        ("", [], FIRES, "1.16.0rc1", "", ""),
+        ("", [], FIRES, "3.0.0", "wrapt 3.0.0 is out of range", INSTALL_WRAPT),
     ],
 )
 def test_problems_of(
-    patches: tuple[str, ...],
-    findings: list[SiteStatus],
-    startup: Startup,
-    wrapt: str | None,
-    problem: str,
-    remedy: str,
+    patch: str, statuses: list[SiteStatus], startup: Startup, wrapt: str | None, message: str, remedy: str
 ) -> None:
-    problems = problems_of(
-        Choice(patches, Settings(), (), {"MEGATRON_RL_PATCHES": "1"}), findings, startup, wrapt
-    )
-    assert len(problems) == bool(problem)
-    assert all(problem in found.message and found.remedy == remedy for found in problems)
+    choice = Choice((patch,) if patch else (), Settings(), (), {NAME: "1"})
+    problems = problems_of(choice, statuses, startup, wrapt)
+    assert len(problems) == bool(message)
+    assert all(message in problem.message and problem.remedy == remedy for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -345,36 +310,33 @@ class TestConfiguredFunctions:
         return examine
 
     @pytest.mark.parametrize(
-        ("functions", "problem", "remedy"),
+        ("functions", "problem", "mended"),
         [
             (
                 "mrp_single:train,mrp_framework.loop:trian",
                 "loop does not define trian",
-                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_single:train,mrp_framework.loop:train",
+                "mrp_single:train,mrp_framework.loop:train",
             ),
             (
                 "mrp_framework.loop:Trainer.run",
                 "loop does not define Trainer.run",
-                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:Trainer.fit",
+                "mrp_framework.loop:Trainer.fit",
             ),
-            (
-                "mrp_framework.lop:train",
-                "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
-                "export MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS=mrp_framework.loop:train",
-            ),
+            ("mrp_framework.lop:train", f"{NAME}_TRAIN_FUNCTIONS names it", "mrp_framework.loop:train"),
             (
                 "mrp_nowhere.loop:train,mrp_framework.loop:train",
-                "no mrp_nowhere in this environment; MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS names it",
-                'export PYTHONPATH="FOLDER_OF_mrp_nowhere:$PYTHONPATH"',
+                f"no mrp_nowhere in this environment; {NAME}_TRAIN_FUNCTIONS names it",
+                "",
             ),
         ],
     )
     def test_one_that_is_not_there(
-        self, problems: Callable[[str], list[Problem]], functions: str, problem: str, remedy: str
+        self, problems: Callable[[str], list[Problem]], functions: str, problem: str, mended: str
     ) -> None:
         (only,) = problems(functions)
         assert problem in only.message
-        assert only.remedy == remedy
+        path = 'export PYTHONPATH="FOLDER_OF_mrp_nowhere:$PYTHONPATH"'
+        assert only.remedy == (f"export {NAME}_TRAIN_FUNCTIONS={mended}" if mended else path)
 
     def test_those_that_are_there(self, problems: Callable[[str], list[Problem]]) -> None:
         assert problems("mrp_framework.loop:train,mrp_framework.loop:Trainer.fit,mrp_single:train") == []

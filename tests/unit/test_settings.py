@@ -103,31 +103,29 @@ def test_an_unknown_option_is_refused_and_the_known_ones_are_listed() -> None:
 # --- ranges, which the patches declare
 
 
-@pytest.mark.parametrize("path", ["train", ".model:train", "my.model.train", "my.model:", "my model:train"])
-def test_a_train_function_must_name_module_and_function(path: str) -> None:
-    with pytest.raises(PatchError, match="expected 'module:function'"):
-        Settings(train_functions=(path,))
-
-
 @pytest.mark.parametrize(
-    "weights", [(-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (float("inf"), 1.0), (1.0,)]
-)
-def test_weights_are_those_of_a_mixture(weights: tuple[float, ...]) -> None:
-    with pytest.raises(PatchError, match="expected one each, not negative"):
-        Settings(opd_teachers=(("a", "/a"), ("b", "/b")), opd_teacher_weights=weights)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("options", "message"),
     [
-        ("opd_top_k", 0, "opd_top_k=0: expected at least 1, or full"),
-        ("opd_teachers", [("a", "/b"), ("a", "/c")], "expected distinct names"),
-        ("opd_teachers", [("a", "")], "each with a path"),
+        *(
+            ({"train_functions": (path,)}, "expected 'module:function'")
+            for path in ("train", ".model:train", "my.model.train", "my.model:", "my model:train")
+        ),
+        *(
+            (
+                {"opd_teachers": (("a", "/a"), ("b", "/b")), "opd_teacher_weights": weights},
+                "expected one each, not negative",
+            )
+            for weights in ((-1.0, 2.0), (0.0, 0.0), (float("nan"), 1.0), (float("inf"), 1.0), (1.0,))
+        ),
+        ({"opd_top_k": 0}, "opd_top_k=0: expected at least 1, or full"),
+        ({"opd_teachers": [("a", "/b"), ("a", "/c")]}, "expected distinct names"),
+        ({"opd_teachers": [("a", "")]}, "each with a path"),
     ],
+    ids=str,
 )
-def test_values_out_of_range(option: str, value: Any, message: str) -> None:
+def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PatchError, match=message):
-        Settings(**{option: value})
+        Settings(**options)
 
 
 def test_values_that_do_not_go_together() -> None:

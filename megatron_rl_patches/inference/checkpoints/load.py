@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 
 from ...common.chunks import as_chunks, unwrap
+from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError, first, one_line
 from ..weights import Differences, describe, differences
 from .location import FORMATS, TORCH, Location, detect_format, locate
@@ -139,7 +140,7 @@ def _read_torch_dist(
     names = checkpoint.names()
     bits = sum(1 << position for position, name in enumerate(names) if name in requested)
     all_bits, all_differing, all_paddings = zip(*_gather((bits, differing, paddings)), strict=True)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+    if is_rank_0():
         for name, rows in functools.reduce(operator.or_, all_paddings).items():
             # It might be another vocabulary, which shows nowhere else.
             _log.warning("%s has %d rows in the checkpoint and %d in the model", name, *rows)

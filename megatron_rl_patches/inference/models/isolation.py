@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -17,14 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...common.scopes import Scope, restore, snapshot
+from ...common.scopes import restore, snapshot
 
 _lock = threading.Lock()
-_Place = tuple[int, str]
 #: The functions that somebody replaces now, by the identity of their owner and their name.
-_replaced: dict[_Place, _Replaced] = {}
-#: What the current thread calls in their place.
-_substitutes: Scope[Mapping[_Place, Callable[..., Any]]] = Scope("substitutes")
+_replaced: dict[tuple[int, str], _Replaced] = {}
 #: For each open :func:`rng_tracker_that_does_not_fork` its tracker, if such a block has made it.
 _made_trackers: list[Any] = []
 
@@ -43,14 +40,17 @@ def replaced_in_this_thread(owner: Any, name: str, substitute: Callable[..., Any
     with _lock:
         if place not in _replaced:
             _replaced[place] = _Replaced(owner, name)
-        _replaced[place].blocks += 1
+        replaced = _replaced[place]
+        replaced.blocks += 1
+    outer = getattr(replaced.thread, "substitute", replaced.original)
+    replaced.thread.substitute = substitute
     try:
-        with _substitutes.enter({**(_substitutes.get() or {}), place: substitute}):
-            yield
+        yield
     finally:
+        replaced.thread.substitute = outer
         with _lock:
-            _replaced[place].blocks -= 1
-            if _replaced[place].blocks == 0:
+            replaced.blocks -= 1
+            if replaced.blocks == 0:
                 _replaced.pop(place).put_back()
 
 
@@ -65,13 +65,13 @@ class _Replaced:
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
         self.blocks = 0
+        self.thread = threading.local()
         self.original: Callable[..., Any] = getattr(owner, name)
         self._before = snapshot(owner, name)
-        place, original = (id(owner), name), self.original
 
-        @wraps(original)
+        @wraps(self.original)
         def choose(*args: Any, **kwargs: Any) -> Any:
-            return (_substitutes.get() or {}).get(place, original)(*args, **kwargs)
+            return getattr(self.thread, "substitute", self.original)(*args, **kwargs)
 
         is_static = name == "__new__" or isinstance(self._before[name], staticmethod)
         self._installed = staticmethod(choose) if is_static else choose

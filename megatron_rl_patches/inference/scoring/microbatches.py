@@ -138,7 +138,7 @@ def _check_tokens(
 
 
 def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
-    """Return lowest and highest id, and what was expected, if one is not of the vocabulary; else nothing."""
+    """Return lowest and highest id, and what was expected, if one is not of the vocabulary; else ""."""
     lowest, highest = map(int, torch.aminmax(ids)) if ids.numel() else (0, 0)
     if lowest >= 0 and (vocabulary is None or highest < vocabulary):
         return ""

@@ -15,6 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
 from ...common.chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
+from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
@@ -77,7 +78,7 @@ def forward_only(
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
     schedule = [*batches, *[smallest] * (-len(batches) % group_size)]
-    hide = not progress or torch.distributed.get_rank() != 0
+    hide = not (progress and is_rank_0())
     with (
         torch.no_grad(),
         _evaluating(chunks),

@@ -25,12 +25,7 @@ class VocabParallelOptions:
     """How to read logits ``[T, V / tp]`` and where to put their gradient.
 
     Attributes:
-        tp_group: ranks that hold the other columns of the vocabulary; ``None``: there are none.
-        temperature: logits are divided by it.
-        inplace_backward: backward overwrites the logits with their gradient.
-        block_bytes: scratch memory for a block of rows; ``None``: chosen by size and device.
-        fused: ``True``: compile the functions that work on a block; ``False``: run them as they are;
-            ``"auto"``: compile for large logits, where there is a compiler.
+        tp_group: see :func:`.vocab_parallel_log_probs`, as for all that is not explained here.
         ignore_index: target, or entry of ``indices``, that stands for no token.
         with_entropy: compute entropies beside log-probabilities.
         entropy_grad: entropies require grad.

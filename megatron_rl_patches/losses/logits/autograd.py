@@ -45,7 +45,7 @@ class LogitFunction(ABC):
 
     def apply(self, source: LogitSource, **tensors: Tensor | None) -> tuple[Any, ...]:
         """Return the results, with a graph to the source's inputs."""
-        return _Function.apply(self, source, tensors, *source.inputs)  # type: ignore[no-any-return, no-untyped-call]
+        return _Function.apply(self, source, tensors, *source.inputs)  # type: ignore[no-untyped-call]
 
 
 class _Function(torch.autograd.Function):
@@ -114,7 +114,7 @@ def gradients_of_inputs(
 def _saved(ctx: Any) -> tuple[Any, ...]:
     """Return the saved tensors, or raise an error that names those that were overwritten."""
     try:
-        return ctx.saved_tensors  # type: ignore[no-any-return]
+        return ctx.saved_tensors
     except RuntimeError as error:
         current = [(name, reference(), version) for name, reference, version in ctx.versions]
         names = [

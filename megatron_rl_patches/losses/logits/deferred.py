@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...errors import InvalidInputError
 from .arguments import VocabParallelOptions, check_group, check_logits, check_mask, valid_rows
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
-from .deferred_contents import Contents, Origin
+from .deferred_contents import Contents, LazyValues, Origin
 from .overwriting import check_not_overwritten
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
 from .tiles import OutputLayerRows, SumOfLogits, TileOptions, largest_logits
@@ -188,7 +188,7 @@ def hide_columns(logits: Tensor, start: int) -> Tensor:
         return values
 
     origin = replace(old.origin, all_rows=replace(layer, bias=bias).detached())
-    contents = Contents(origin, old.rows, old.dtype, old.divisor, hidden)
+    contents = Contents(origin, old.rows, old.dtype, old.divisor, LazyValues(origin, hidden))
     lazy.copies.add(contents.lazy)
     return DeferredLogits(contents, logits._positions)
 
@@ -201,7 +201,7 @@ class DeferredLogits(Tensor):
     what they need from hidden states and weight; so do the sum of all and the largest of each row. Any other
     operation that reads values materializes the logits: once, by the output layer's own code, with a warning
     that names the operation and the line that called it. All views of them share these values, and what is
-    written there is what losses read. So does a division of 16-bit logits, since its quotient is rounded.
+    written there is what losses read. A division materializes 16-bit logits, too: its quotient is rounded.
 
     They may also be rows of logits that exist, see :func:`rows_of_existing`. Then nothing is ever computed.
 
@@ -412,8 +412,8 @@ class _Defer(torch.autograd.Function):
         if not origin.exists:
             save_source(ctx, origin.all_rows, {})
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
-        contents = Contents(origin, None, origin.dtype, 1.0, origin.values)
-        contents.are_existing = origin.exists
+        lazy = LazyValues(origin, origin.values)
+        contents = Contents(origin, None, origin.dtype, 1.0, lazy, are_existing=origin.exists)
         return DeferredLogits(contents, positions, has_gradient=True)
 
     @staticmethod
@@ -448,7 +448,7 @@ def _sum(input: Any, *others: Any, **options: Any) -> Tensor | None:
     if not isinstance(input, DeferredLogits) or others or options or not input._is_product:
         return None
     (total,) = SumOfLogits().apply(input.source())
-    return (total / input.divisor).to(input.dtype)  # type: ignore[no-any-return]
+    return (total / input.divisor).to(input.dtype)
 
 
 def _largest(input: Any, dim: Any = None, keepdim: bool = False, **others: Any) -> Any:

@@ -110,6 +110,7 @@ class LazyValues:
         return values.reshape(-1, values.shape[-1])
 
 
+@dataclass(eq=False)
 class Contents:
     """Some rows of logits, which all views of them share.
 
@@ -126,19 +127,16 @@ class Contents:
         are_existing: whether their values lie in the memory of the origin's logits, which exist.
     """
 
-    def __init__(
-        self,
-        origin: Origin,
-        rows: Tensor | None,
-        dtype: torch.dtype,
-        divisor: float,
-        compute: Callable[[], Tensor],
-    ) -> None:
-        self.origin, self.rows, self.dtype, self.divisor = origin, rows, dtype, divisor
-        self.lazy = LazyValues(origin, compute)
-        self.has_graph, self.are_rows = False, True
-        self.num_divisions, self.counts_writes = 0, True
-        self.are_existing = False
+    origin: Origin
+    rows: Tensor | None
+    dtype: torch.dtype
+    divisor: float
+    lazy: LazyValues
+    has_graph: bool = False
+    are_rows: bool = True
+    num_divisions: int = 0
+    counts_writes: bool = True
+    are_existing: bool = False
 
     @property
     def values(self) -> Tensor | None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .arguments import in_float32
 from .deferred import DeferredLogits
-from .deferred_contents import Contents
+from .deferred_contents import Contents, LazyValues
 from .rows import on_device
 
 aten = torch.ops.aten
@@ -48,18 +49,20 @@ def _derived(
         order.sort(key=lambda dim: -strides[dim])
     in_memory = rows.permute(order)
     is_all = rows is parents[0]._positions and rows.is_contiguous() and len(old) == rows.numel()
+    lazy = LazyValues(old.origin, lambda: compute(*(value() for value in values)).permute(*order, rows.dim()))
+    for parent in parents:
+        parent._contents.lazy.copies.add(lazy)
     contents = Contents(
         old.origin,
         None if is_all else in_memory.flatten(),
         dtype or old.dtype,
         old.divisor if divisor is None else divisor,
-        lambda: compute(*(value() for value in values)).permute(*order, rows.dim()),
+        lazy,
+        has_graph=has_gradient,
+        are_rows=all(parent.are_rows for parent in parents),
     )
-    for parent in parents:
-        parent._contents.lazy.copies.add(contents.lazy)
-    contents.has_graph, contents.are_rows = has_gradient, all(parent.are_rows for parent in parents)
     if any(parent._contents.lazy.is_shared for parent in parents):
-        contents.lazy.get()  # before other code overwrites what it is made of
+        lazy.get()  # before other code overwrites what it is made of
     positions = torch.arange(rows.numel(), device=rows.device).view(in_memory.shape)
     positions = positions.permute([order.index(dim) for dim in range(rows.dim())])
     return type(parents[0])(contents, positions, has_gradient)
@@ -103,20 +106,19 @@ def _keeps_strides(memory_format: torch.memory_format | None) -> bool:
 
 
 def _index(func: Any, logits: DeferredLogits, indices: Sequence[Tensor | None]) -> DeferredLogits | None:
-    if not _selects_rows(indices, logits.dim()):
-        return None
-    indices = [_own(index) for index in indices]
-    rows = _rows_beside(logits, *indices)
-    return _derived([logits], func(rows, indices), lambda values: func(values, indices))
+    return _taken(func, logits, indices) if _selects_rows(indices, logits.dim()) else None
 
 
 def _index_select(func: Any, logits: DeferredLogits, dim: int, index: Tensor) -> DeferredLogits | None:
     dim %= logits.dim()
-    if dim == logits.dim() - 1:
-        return None
-    index = _own(index)
-    rows = _rows_beside(logits, index)
-    return _derived([logits], func(rows, dim, index), lambda values: func(values, dim, index))
+    return _taken(func, logits, dim, index) if dim < logits.dim() - 1 else None
+
+
+def _taken(func: Any, logits: DeferredLogits, *args: Any) -> DeferredLogits | None:
+    """Return what the operation takes from the logits, whose columns it leaves complete."""
+    args = tree_map_only(Tensor, _own, args)
+    rows = _rows_beside(logits, *tree_leaves(args))
+    return _derived([logits], func(rows, *args), lambda values: func(values, *args))
 
 
 def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLogits | None:
@@ -130,9 +132,9 @@ def _cat(func: Any, parts: Sequence[DeferredLogits], dim: int = 0) -> DeferredLo
     return _derived(parts, func(rows, dim), lambda *values: func(values, dim))
 
 
-def _rows_beside(logits: DeferredLogits, *others: Tensor | None) -> Tensor:
+def _rows_beside(logits: DeferredLogits, *others: Any) -> Tensor:
     """Return the numbers of the rows in host memory, or on the GPU if one of the other tensors is there."""
-    on_gpu = any(other is not None and other.device.type != "cpu" for other in others)
+    on_gpu = any(isinstance(other, Tensor) and other.device.type != "cpu" for other in others)
     return on_device(logits.row_numbers, logits.device) if on_gpu else logits.row_numbers
 
 
@@ -171,7 +173,7 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     """
     if isinstance(divisor, Tensor):
         per_row = divisor.dim() == 0 or (divisor.shape[-1] == 1 and divisor.dtype == logits.dtype)
-        per_row = per_row and _broadcasts(divisor, logits)
+        per_row = per_row and torch.broadcast_shapes(divisor.shape, logits.shape) == logits.shape  # type: ignore[no-untyped-call]
         if not per_row or divisor.requires_grad or isinstance(divisor, type(logits)) or not divisor.numel():
             return None
         lowest, highest = torch.stack(torch.aminmax(divisor)).tolist()
@@ -182,13 +184,6 @@ def _number(divisor: Any, logits: DeferredLogits) -> float | None:
     if divisor != 1 and logits.dtype not in (torch.float32, torch.float64):
         return None
     return float(divisor)
-
-
-def _broadcasts(divisor: Tensor, logits: Tensor) -> bool:
-    """Return whether the quotient has the shape of the logits."""
-    if divisor.dim() > logits.dim():
-        return False
-    return all(a in (1, b) for a, b in zip(divisor.shape[::-1], logits.shape[::-1], strict=False))
 
 
 def _convert(func: Any, logits: DeferredLogits, *, dtype: Any = None, **kwargs: Any) -> DeferredLogits | None:

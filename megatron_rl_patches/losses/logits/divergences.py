@@ -75,18 +75,22 @@ class LogProbs(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        # Rounding the normalizer first, and its remainder after, leaves an error relative to log p.
-        rounded = self.normalizer.to(self.x.dtype)
-        remainder = (self.normalizer - rounded).to(self.x.dtype)
-        return (self.x - rounded[:, None]) - remainder[:, None]
+        rounded, remainder = self._rounded_normalizer()
+        return (self.x - rounded).sub_(remainder)
 
     def minus(self, other: LogProbs) -> Tensor:
         """Return ``log p - log q``, exactly zero where both have the same bits."""
-        normalizer = self.normalizer - other.normalizer
-        # As in values: the error is relative to the difference, which may be small.
-        rounded = normalizer.to(self.x.dtype)
-        remainder = (normalizer - rounded).to(self.x.dtype)
-        return (self.x - other.x).sub_(rounded[:, None]).sub_(remainder[:, None])
+        difference = LogProbs(self.x - other.x, self.normalizer - other.normalizer)
+        rounded, remainder = difference._rounded_normalizer()
+        return difference.x.sub_(rounded).sub_(remainder)
+
+    def _rounded_normalizer(self) -> tuple[Tensor, Tensor]:
+        """Return the normalizer in the dtype of ``x``, and what is lost by that, ``[b, 1]`` each.
+
+        Subtracting one after the other leaves an error relative to the result, which may be small.
+        """
+        rounded = self.normalizer.to(self.x.dtype)
+        return rounded[:, None], (self.normalizer - rounded).to(self.x.dtype)[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +164,10 @@ class Divergence:
         """Return what each column adds to the divergence, and to what :meth:`derivative` subtracts."""
         raise NotImplementedError
 
+    def slope(self, compared: Compared) -> Tensor:
+        """Return the derivative by the student's probability of each column, up to a constant of the row."""
+        raise NotImplementedError
+
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         """Return the derivative of the divergence by the student's ``x``, ``[b, w]``.
 
@@ -167,7 +175,7 @@ class Divergence:
             expected: the sum of the second value of :meth:`terms` over all columns, ``[b, 1]``, with which
                 the derivatives of a row add up to zero; 0 for the derivative by log-probabilities.
         """
-        raise NotImplementedError
+        return compared.p * (self.slope(compared) - expected)
 
     def weights(self, compared: Compared) -> Tensor:
         """Return with which probability a part of the columns counts, by the chain rule."""
@@ -182,8 +190,8 @@ class ReverseKL(Divergence):
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
         return _relative_entropy(compared.p, compared.q, compared.gap)
 
-    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
-        return compared.p * (compared.gap - expected)
+    def slope(self, compared: Compared) -> Tensor:
+        return compared.gap
 
     def without_rounding(self, value: Tensor, expected: Tensor) -> Tensor:
         return _without_square(value, expected - value)  # the sum of p - q
@@ -221,8 +229,8 @@ class JensenShannon(Divergence):
         of_student, expected = _relative_entropy(compared.p, middle, gap)
         return of_student.lerp_(of_teacher, self.beta), (1.0 - self.beta) * expected
 
-    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
-        return compared.p * ((1.0 - self.beta) * compared.gap_to_middle(self.beta) - expected)
+    def slope(self, compared: Compared) -> Tensor:
+        return (1.0 - self.beta) * compared.gap_to_middle(self.beta)
 
 
 class SkewedForwardKL(Divergence):
@@ -233,9 +241,8 @@ class SkewedForwardKL(Divergence):
         value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap - compared.gap)
         return value, compared.p * self._slope(compared, gap)
 
-    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
-        slope = self._slope(compared, compared.gap_to_middle(self.beta))
-        return compared.p * (slope - expected)
+    def slope(self, compared: Compared) -> Tensor:
+        return self._slope(compared, compared.gap_to_middle(self.beta))
 
     def _slope(self, compared: Compared, gap: Tensor) -> Tensor:
         return (self.beta - 1.0) * (gap - compared.gap).expm1()  # (1 - beta) (1 - q / m)
@@ -249,8 +256,8 @@ class SkewedReverseKL(Divergence):
         value, _ = _relative_entropy(compared.p, compared.middle(self.beta), gap)
         return value, compared.p * self._slope(gap)
 
-    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
-        return compared.p * (self._slope(compared.gap_to_middle(self.beta)) - expected)
+    def slope(self, compared: Compared) -> Tensor:
+        return self._slope(compared.gap_to_middle(self.beta))
 
     def _slope(self, gap: Tensor) -> Tensor:
         return gap - (1.0 - self.beta) * gap.expm1()  # log (p / m) - (1 - beta) (p / m - 1)
@@ -260,13 +267,12 @@ class ImportanceWeightedReverseKL(Divergence):
     needs_old = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        assert compared.old_gap is not None
-        value = compared.p * compared.old_gap
+        value = compared.p * self.slope(compared)
         return value, value
 
-    def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
+    def slope(self, compared: Compared) -> Tensor:
         assert compared.old_gap is not None
-        return compared.p * (compared.old_gap - expected)
+        return compared.old_gap
 
 
 DIVERGENCES: dict[str, type[Divergence]] = {

@@ -16,6 +16,7 @@ out that another does not: what that costs cannot be said of a part alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
 from typing import NamedTuple
@@ -36,7 +37,6 @@ _MINUS_INF = float("-inf")
 # had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BUFFERS = 2
 
-Gather = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
 #: Restores the rows of a teacher or of the old policy from so many saved tensors; and its temperature.
 _Restore = tuple[Callable[..., LogitSource], int, float]
 
@@ -82,53 +82,46 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
         restores.append((restore, len(of_other), other.temperature))
     function = _FullDivergence(student.temperature, restores, options, student.source.claim())
     (divergence,) = function.apply(student.source, **tensors)
-    return divergence  # type: ignore[no-any-return]
+    return divergence
 
 
+@dataclass(eq=False)
 class _FullDivergence(LogitFunction):
-    def __init__(
-        self,
-        temperature: float,
-        restores: Sequence[_Restore],
-        options: DivergenceOptions,
-        claim: StorageClaim,
-    ) -> None:
-        self._temperature, self._restores, self._options, self._claim = temperature, restores, options, claim
-        self._masks_ruled_out = False
+    temperature: float
+    restores: Sequence[_Restore]
+    options: DivergenceOptions
+    claim: StorageClaim
+    masks_ruled_out: bool = False
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        pairs, options, divergence = self._pairs(source, tensors), self._options, self._options.divergence
+        pairs, options, divergence = self._pairs(source, tensors), self.options, self.options.divergence
         in_one_pass = False
         if options.needs_normalizers:
-            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self._temperature))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, partial(all_gather, claim=self._claim))
+            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self.temperature))
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, self.claim)
         else:
             of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
-            *parts, differ = _reduced(pairs, of_block, merge, partial(all_gather, claim=self._claim))
-            normalizers, (value, expected), in_one_pass = (
-                torch.stack(parts[:-2]),
-                parts[-2:],
-                not differ.any(),
-            )
+            parts = _reduced(pairs, of_block, merge, self.claim)
+            normalizers, (value, expected, differ) = parts[:-3], parts[-3:]
+            in_one_pass = not differ.any()
         if not in_one_pass:
-            of_block = partial(_sums, normalizers, options)
-            value, expected, *lost = _reduced(pairs, of_block, _add, all_gather)
+            value, expected, *lost = _reduced(pairs, partial(_sums, normalizers, options), _add)
             value = divergence.without_rounding(value, expected)
             expected = expected + lost[0] if lost else expected
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
-        self._masks_ruled_out = divergence.covers_mass and not in_one_pass
+        self.masks_ruled_out = divergence.covers_mass and not in_one_pass
         return [value.to(source.dtype)], {"normalizers": normalizers, "expected": expected, **tensors}
 
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        (gradient,), options = gradients, self._options
+        (gradient,), options = gradients, self.options
         assert gradient is not None
         normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
         pairs = self._pairs(source, saved)
-        weights = (gradient / self._temperature)[:, None]
+        weights = (gradient / self.temperature)[:, None]
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
@@ -137,7 +130,7 @@ class _FullDivergence(LogitFunction):
                 compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
                 expected_n1 = expected[block.rows, None].to(source.dtype)
                 derivative = options.divergence.derivative(compared, expected_n1)
-                if self._masks_ruled_out:
+                if self.masks_ruled_out:
                     is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
                     derivative = derivative.masked_fill(is_constant, 0.0)
                 # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
@@ -150,9 +143,9 @@ class _FullDivergence(LogitFunction):
     def _pairs(self, source: LogitSource, tensors: Tensors) -> _Pairs:
         remaining = iter(tensors.values())
         others = [
-            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self._restores
+            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self.restores
         ]
-        return _Pairs(Logits(source, self._temperature), others, self._options)
+        return _Pairs(Logits(source, self.temperature), others, self.options)
 
 
 # --- blocks
@@ -227,7 +220,7 @@ def _reduced(
     pairs: _Pairs,
     of_block: Callable[[_Block], Tensor],
     merge: Callable[[Sequence[Tensor]], Tensor],
-    gather: Gather,
+    claim: StorageClaim | None = None,
 ) -> Tensor:
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
@@ -235,7 +228,7 @@ def _reduced(
         for tile in pairs.student.source.tiles():
             yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
 
-    return merge(gather(reduced(of_tiles(), merge), pairs.options.tp_group).unbind())
+    return merge(all_gather(reduced(of_tiles(), merge), pairs.options.tp_group, claim).unbind())
 
 
 # --- parts of the divergence

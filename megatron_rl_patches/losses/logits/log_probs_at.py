@@ -15,7 +15,6 @@ no tail; OpenClaw-RL computes a cross entropy for each of k ids.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Literal, NamedTuple, overload
 
 import torch
@@ -116,11 +115,11 @@ class _LogProbsAt(LogitFunction):
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
         indices, options = tensors["indices"], self._options
-        parts = _statistics_of_tiles(source, indices, options)
-        local = reduced(parts, partial(_merged_statistics, temperature=options.temperature))
+        local = reduced(self._statistics_of_tiles(source, indices), self._merged)
         # Until the loop, log_probs holds the logits at the ids.
-        log_probs, local_tail = local[:-2].T.contiguous(), local[-2:].clone()
-        tail = _sum_over_ranks(log_probs, local_tail, options, self._claim)
+        log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
+        local_tail = local[-2:].clone()
+        tail = self._sum_over_ranks(log_probs, local_tail)
         max_logit = tail.new_empty(source.n)
         log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
         log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
@@ -163,20 +162,38 @@ class _LogProbsAt(LogitFunction):
 
         return source.gradients(of_tile, needed)
 
+    def _statistics_of_tiles(self, source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
+        ids = _Ids(indices, self._options.tp_rank * source.width)
+        for tile in source.tiles():
+            logits, tail = _statistics(tile.logits, ids.in_tile(tile), self._options.temperature)
+            yield tile.rows, torch.cat([logits.T, tail])
 
-def _statistics_of_tiles(
-    source: LogitSource, indices: Tensor, options: VocabParallelOptions
-) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
-    ids = _Ids(indices, options.tp_rank * source.width)
-    for tile in source.tiles():
-        logits, tail = _statistics(tile.logits, ids.in_tile(tile), options.temperature)
-        yield tile.rows, torch.cat([logits.T, tail])
+    def _merged(self, parts: Sequence[Tensor]) -> Tensor:
+        tail = merged_tail([part[-2:] for part in parts], self._options.temperature)
+        return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
 
+    def _sum_over_ranks(self, logits: Tensor, tail: Tensor) -> Tensor:
+        """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
 
-def _merged_statistics(parts: Sequence[Tensor], temperature: float) -> Tensor:
-    tail = merged_tail([part[-2:] for part in parts], temperature)
-    return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
+        This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks
+        have the same bits.
+        """
+        options, claim, size = self._options, self._claim, self._options.tp_size
+        marker = claim.marker(logits, int(claim.asked_for))
+        if size == 1:
+            if claim.asked_for:
+                claim.check(marker)
+            return tail[None]
+        sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(marker)))])
+        tails, markers = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(marker)])
+        tails.view(size, *tail.shape)[options.tp_rank] = tail
+        markers.view(size, -1)[options.tp_rank] = marker
+        dist.all_reduce(sent, group=options.tp_group)
+        if claim.asked_for:
+            claim.check(markers)
+        logits.copy_(sent[: logits.numel()].view_as(logits))
+        return tails.view(size, *tail.shape).clone()
 
 
 def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
@@ -185,31 +202,6 @@ def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
     masses = log_masses(tails.unbind(1), max_logit, options.temperature)
     z = (tails[options.tp_rank, 0].double() - max_logit[:, 0]) / options.temperature
     return (z - masses.logsumexp(1)).exp()
-
-
-def _sum_over_ranks(
-    logits: Tensor, tail: Tensor, options: VocabParallelOptions, claim: StorageClaim
-) -> Tensor:
-    """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
-
-    This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks have
-    the same bits.
-    """
-    size = options.tp_size
-    marker = claim.marker(logits, int(claim.asked_for))
-    if size == 1:
-        if claim.asked_for:
-            claim.check(marker)
-        return tail[None]
-    sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(marker)))])
-    tails, markers = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(marker)])
-    tails.view(size, *tail.shape)[options.tp_rank] = tail
-    markers.view(size, -1)[options.tp_rank] = marker
-    dist.all_reduce(sent, group=options.tp_group)
-    if claim.asked_for:
-        claim.check(markers)
-    logits.copy_(sent[: logits.numel()].view_as(logits))
-    return tails.view(size, *tail.shape).clone()
 
 
 def _repeated_or_none(indices: Tensor) -> Tensor:

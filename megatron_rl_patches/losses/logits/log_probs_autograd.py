@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from .arguments import VocabParallelOptions
 from .autograd import LogitFunction, Tensors, all_gather
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, Tile, reduced
-from .softmax import NO_SOFTMAX, SoftmaxGradient, exp_floor
+from .softmax import NO_SOFTMAX, RowGradients, SoftmaxGradient, exp_floor
 from .tiles import OutputLayerRows, add_product
 
 
@@ -127,7 +126,9 @@ class LogProbsAndEntropy(LogitFunction):
             Targets(saved["column"], valid, saved.get("keep_mask")),
         )
         of_log_prob = _Softmax(*saved["softmax"])
-        of_entropy = _Softmax(*saved.get("softmax of the entropy", saved["softmax"]))
+        of_entropy = of_log_prob
+        if "softmax of the entropy" in saved:
+            of_entropy = _Softmax(*saved["softmax of the entropy"])
         if targets.keep_mask is None:
             masked, unmasked = NO_SOFTMAX, of_log_prob.gradient(grad_log_prob, grad_entropy, temperature)
         else:
@@ -147,18 +148,11 @@ class LogProbsAndEntropy(LogitFunction):
         has_grad &= valid
         at_target = torch.where(has_grad, at_target / temperature, 0.0)
 
+        of_rows = RowGradients(unmasked, masked, at_target, has_grad)
+
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             column, mask = targets.in_tile(tile)
-            return softmax.gradient(
-                tile.logits,
-                softmax.of_rows(unmasked, tile.rows),
-                softmax.of_rows(masked, tile.rows),
-                column,
-                at_target[tile.rows],
-                mask,
-                has_grad[tile.rows],
-                replace(self.options, inplace_backward=in_place),
-            )
+            return softmax.gradient(tile.logits, of_rows.of(tile.rows), column, mask, self.options, in_place)
 
         return source.gradients(of_tile, needed)
 
@@ -196,7 +190,7 @@ class _Softmax(NamedTuple):
 def _softmaxes(statistics: Tensor, has_mask: bool) -> list[Tensor]:
     """Return the statistics of each softmax from all ``[..., m, n]``; those of kept columns come first."""
     size = statistics.shape[-2]
-    return list(statistics.split([2, size - 2] if has_mask and size > 2 else [size], -2))
+    return list(torch.split(statistics, [2, size - 2] if has_mask and size > 2 else [size], -2))
 
 
 class _FrozenDerivative:
@@ -213,7 +207,7 @@ class _FrozenDerivative:
     """
 
     def __init__(self, layer: OutputLayerRows, options: VocabParallelOptions) -> None:
-        self._layer, self._options = layer, replace(options, inplace_backward=True)
+        self._layer, self._options = layer, options
         weight = layer.weight
         self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
@@ -242,10 +236,10 @@ class _FrozenDerivative:
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
         ones = torch.ones_like(reference)
-        of_tile: SoftmaxGradient = (reference[:, None], ones[:, None], None)
-        weights = softmax.gradient(
-            tile.logits, of_tile, NO_SOFTMAX, column, torch.zeros_like(ones), None, ones.bool(), self._options
+        of_rows = RowGradients(
+            (reference[:, None], ones[:, None], None), NO_SOFTMAX, torch.zeros_like(ones), ones.bool()
         )
+        weights = softmax.gradient(tile.logits, of_rows, column, None, self._options, in_place=True)
         add_product(self._exp[rows], weights, self._layer.weight.detach()[tile.columns], may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:

@@ -42,8 +42,7 @@ class LogitSource(ABC):
 
     Attributes:
         index: which of the ``T`` rows.
-        block_bytes: size of the scratch buffers for one block of rows together; ``None``: the default.
-        inplace_backward: whether backward may overwrite logits that exist.
+        block_bytes: see :func:`.vocab_parallel_log_probs`, as for ``inplace_backward``.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 
@@ -79,9 +78,11 @@ class LogitSource(ABC):
         return torch.float64 if first is not None and first.dtype == torch.float64 else torch.float32
 
     @property
-    @abstractmethod
     def device(self) -> torch.device:
         """Where the logits are, or would be."""
+        first = self.inputs[0]
+        assert first is not None
+        return first.device
 
     @abstractmethod
     def tiles(self) -> Iterator[Tile]:
@@ -104,8 +105,7 @@ class LogitSource(ABC):
 
     def select(self: S, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False) -> S:
         """Return these rows of the ``T``, in place of those that are selected now."""
-        changes: dict[str, Any] = {"block_bytes": block_bytes, "inplace_backward": inplace_backward}
-        return replace(self, index=index, **changes)  # type: ignore[type-var]
+        return replace(self, index=index, block_bytes=block_bytes, inplace_backward=inplace_backward)  # type: ignore[type-var]
 
     def sharing(self: S, count: int) -> S:
         """Return the same rows with smaller tiles, of which so many take the memory of one."""
@@ -172,10 +172,6 @@ class SelectedRows(LogitSource):
     @property
     def width(self) -> int:
         return self.logits.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
     def tiles(self) -> Iterator[Tile]:
         yield Tile(self.detached(), slice(0, self.n), slice(0, self.width))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,27 @@ SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_SOFTMAX: SoftmaxGradient = (None, None, None)
 
 
-def of_rows(softmax: SoftmaxGradient, rows: slice) -> SoftmaxGradient:
-    """Return the contribution to some rows."""
+class RowGradients(NamedTuple):
+    """From what the gradient of rows is computed.
+
+    Attributes:
+        unmasked: contribution of the softmax over all columns.
+        masked: contribution of the softmax over the columns in a keep-mask.
+        at_target: the gradient at the targets, which is not the sum of the contributions; ``[n]``.
+        has_grad: bool ``[n]``; a row where it is false has no gradient, whatever its logits are.
+    """
+
+    unmasked: SoftmaxGradient
+    masked: SoftmaxGradient
+    at_target: Tensor
+    has_grad: Tensor
+
+    def of(self, rows: slice) -> RowGradients:
+        unmasked, masked = (_of_rows(softmax, rows) for softmax in (self.unmasked, self.masked))
+        return RowGradients(unmasked, masked, self.at_target[rows], self.has_grad[rows])
+
+
+def _of_rows(softmax: SoftmaxGradient, rows: slice) -> SoftmaxGradient:
     max_logit, a, b = (None if values is None else values[rows] for values in softmax)
     return max_logit, a, b
 
@@ -160,24 +180,19 @@ def merge(parts: Tensor, temperature: float) -> Tensor:
 
 def gradient(
     rows: SelectedRows,
-    unmasked: SoftmaxGradient,
-    masked: SoftmaxGradient,
+    of_rows: RowGradients,
     local_target: Tensor,
-    at_target: Tensor,
     keep_mask: Tensor | None,
-    has_grad: Tensor,
     options: VocabParallelOptions,
+    in_place: bool,
 ) -> Tensor:
     """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected.
 
     Args:
-        unmasked: contribution of the softmax over all columns.
-        masked: contribution of the softmax over the columns in ``keep_mask``.
         local_target: ``[n]``, a column of this rank; -1 where another rank has the target.
-        at_target: the gradient at the targets, which is not the sum of the contributions; ``[n]``.
-        has_grad: bool ``[n]``; a row where it is false has no gradient, whatever its logits are.
     """
-    gradient = rows.new_gradient(options.inplace_backward)
+    unmasked, masked, at_target, has_grad = of_rows
+    gradient = rows.new_gradient(in_place)
     call = BlockFunction(block_gradient, rows, options.fused)
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
     buffers = for_block + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
@@ -192,8 +207,8 @@ def gradient(
         call(
             x,
             out,
-            of_rows(unmasked, block),
-            of_rows(masked, block),
+            _of_rows(unmasked, block),
+            _of_rows(masked, block),
             None if masked[1] is None or keep_mask is None else keep_mask[block],
             None if all_have_grad else has_grad[block, None],
             temperature,

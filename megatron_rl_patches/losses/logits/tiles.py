@@ -75,9 +75,7 @@ class OutputLayerRows(LogitSource):
 
     Attributes:
         hidden: ``[T, h]``.
-        weight: ``[V / tp, h]``, this rank's part. Where nothing has a gradient it may be on another device
-            than the hidden states, which gets one tile's part of it at a time.
-        bias: ``[V / tp]``, where the weight is.
+        weight: ``[V / tp, h]``, this rank's part; see :func:`.deferred_logits`, as for the bias ``[V / tp]``.
         keeps_tiles: whether tiles may be kept for a backward.
         kept_tiles: the tiles that have been kept, by their first row and column.
     """
@@ -103,13 +101,9 @@ class OutputLayerRows(LogitSource):
         return len(self.weight)
 
     @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
     def is_elsewhere(self) -> bool:
         """Whether the weight has to be copied to the device; a tile's part of it is no larger than a tile."""
-        return self.weight.device != self.device
+        return self.weight.device != self.hidden.device
 
     @property
     def is_frozen(self) -> bool:
@@ -157,10 +151,10 @@ class OutputLayerRows(LogitSource):
     def _layer(self, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias of some columns, on the device of the hidden states."""
         # A copy to host memory must have ended before it is read.
-        is_gpu = self.device.type == "cuda"
-        weight = self.weight.detach()[columns].to(self.device, non_blocking=is_gpu)
+        is_gpu = self.hidden.device.type == "cuda"
+        weight = self.weight.detach()[columns].to(self.hidden.device, non_blocking=is_gpu)
         bias = None if self.bias is None else self.bias.detach()[columns]
-        return weight, None if bias is None else bias.to(self.device, non_blocking=is_gpu)
+        return weight, None if bias is None else bias.to(self.hidden.device, non_blocking=is_gpu)
 
     def selected_hidden(self) -> Tensor:
         """Return the hidden states of the selected rows, ``[n, h]``, without a graph."""

@@ -264,10 +264,10 @@ def _full_comparison(
         how = {**how, "inplace_backward": False}
 
     def compare(logits: Tensor) -> Tensor:
-        total: Tensor | None = None
+        divergences = []
         for weight, places, positions, distribution in groups:
             teacher = distribution[positions].to(device)
-            divergence_n = full_vocabulary_divergence(
+            divergence = full_vocabulary_divergence(
                 logits,
                 teacher.logits(),
                 divergence=options.divergence,
@@ -278,10 +278,10 @@ def _full_comparison(
                 num_ids=options.num_ids,
                 **how,
             )
-            if total is None:
-                total = divergence_n.new_zeros(len(index))
-            total = total.index_add(0, places.to(device), weight * divergence_n)
-        assert total is not None
+            divergences.append((places.to(device), weight * divergence))
+        total = divergences[0][1].new_zeros(len(index))
+        for places, divergence in divergences:
+            total = total.index_add(0, places, divergence)
         return total[:, None]
 
     return compare

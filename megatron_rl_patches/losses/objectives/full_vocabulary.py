@@ -204,11 +204,12 @@ def full_vocabulary_divergence(
     measure = divergence_named(divergence, beta)
     if not measure.counts_tail:
         raise InvalidInputError(f"divergence is {divergence!r}, which is over k ids: use 'reverse_kl'")
-    if not teachers:
-        raise InvalidInputError("there are no teachers; pass at least one")
-    if measure.needs_old and old is None:
-        raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
     counted = weighted([(f"teacher {n}", logits) for n, logits in enumerate(teachers)], teacher_weights)
+    named = [teacher for _, teacher in counted]
+    if measure.needs_old:
+        if old is None:
+            raise InvalidInputError(f"divergence is {divergence!r}: old is needed, and missing")
+        named.append(("old", old))
     options = VocabParallelOptions(
         tp_group=tp_group,
         temperature=temperature,
@@ -216,9 +217,6 @@ def full_vocabulary_divergence(
         block_bytes=block_bytes,
     )
     source, student_options = checked_source(student, rows, None, options)
-    named = [teacher for _, teacher in counted]
-    if measure.needs_old and old is not None:
-        named.append(("old", old))
     others = []
     for name, logits in named:
         of_other, other_options = checked_source(

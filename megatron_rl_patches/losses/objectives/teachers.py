@@ -29,8 +29,9 @@ def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) 
         InvalidInputError: there are no teachers, they are of different kinds, the weights are invalid, or the
             indices differ.
     """
+    weights = normalize_weights(weights, len(teachers))
     check_one_kind(teachers)
-    return type(teachers[0]).mixture(teachers, normalize_weights(weights, len(teachers)))
+    return type(teachers[0]).mixture(teachers, weights)
 
 
 def route_teachers(
@@ -69,6 +70,8 @@ def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tup
 
 def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Return ``count`` weights that add up to one, the same for all if ``weights`` is ``None``."""
+    if count == 0:
+        raise InvalidInputError("there are no teachers; pass at least one")
     weights = [1.0] * count if weights is None else list(weights)
     total = sum(weights)
     if len(weights) != count or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
@@ -80,11 +83,9 @@ def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float
 
 def check_one_kind(distributions: Sequence[Distribution]) -> None:
     """Raise :class:`InvalidInputError` unless there are distributions, all of one kind."""
-    if not distributions:
-        raise InvalidInputError("there are no teachers; pass at least one")
     kinds = {type(distribution) for distribution in distributions}
-    if len(kinds) > 1 or not isinstance(distributions[0], Distribution):
-        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+    if len(kinds) != 1 or not all(issubclass(kind, Distribution) for kind in kinds):
+        names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "none"
         raise InvalidInputError(
             f"the distributions are {names}; pass one kind, TopKDistribution or FullDistribution"
         )

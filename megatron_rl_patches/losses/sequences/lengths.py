@@ -56,16 +56,16 @@ def pad(
 ) -> tuple[Lengths, tuple[int, int]]:
     """Return each sample's padded length, and the shape of one rank's logits without the vocabulary."""
     if qkv_format == "bshd":
-        if max_seq_lens is None or padded_lengths is not None:
-            raise InvalidInputError("qkv_format 'bshd' needs max_seq_lens, and takes no padded_lengths")
+        if max_seq_lens is None or padded_lengths is not None or num_rows is not None:
+            raise InvalidInputError(
+                "qkv_format 'bshd' needs max_seq_lens, and takes no padded_lengths and no num_rows"
+            )
         maximum = integers(max_seq_lens)
         if len(maximum) != len(totals) or len(set(maximum)) != 1 or maximum[0] < max(totals):
             raise InvalidInputError(
                 f"max_seq_lens are {list(maximum)} for samples of {list(totals)} tokens; "
                 "pass the same length for every sample, no less than the longest"
             )
-        if num_rows is not None:
-            raise InvalidInputError("num_rows is for qkv_format 'thd'; 'bshd' takes max_seq_lens only")
         length = _round_up(maximum[0], multiple)
         return (length,) * len(totals), (len(totals), length // cp_size)
     if max_seq_lens is not None:

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron_rl_patches import __version__, apply
+from megatron_rl_patches.common.ranks import is_rank_0
+from megatron_rl_patches.engine import announce
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.judge import SiteStatus
 from megatron_rl_patches.engine.patch import Patch
@@ -221,44 +224,36 @@ class TestOfUsedFrameworks:
         assert line.endswith("nothing was patched there: used.train, used.save")
 
 
-class TestRank:
-    @pytest.mark.parametrize(
-        ("variable", "speaks"),
-        [("0", True), ("1", False), ("-1", True), ("x", True), ("²", True), ("9" * 5000, True), (None, True)],
-    )
-    def test_by_variable(
-        self,
-        variable: str | None,
-        speaks: bool,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        monkeypatch.setenv("RANK", variable) if variable else monkeypatch.delenv("RANK", raising=False)
-        Announcer().warn([site("one", "framework", "missing")])
-        assert bool(caplog.messages) is speaks
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(announce, "is_rank_0", lambda: False)
+    Announcer().warn([site("one", "framework", "missing")])
+    assert caplog.messages == []
 
-    @pytest.mark.parametrize(
-        ("available", "initialized", "speaks"),
-        [(True, True, False), (True, False, True), (False, True, True)],
-    )
-    def test_by_process_group(
-        self,
-        available: bool,
-        initialized: bool,
-        speaks: bool,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-    ) -> None:
-        distributed = SimpleNamespace(
-            is_available=lambda: available, is_initialized=lambda: initialized, get_rank=lambda: 2
-        )
-        monkeypatch.setitem(sys.modules, "torch.distributed", distributed)  # type: ignore[arg-type]
-        monkeypatch.setenv("RANK", "0")
-        Announcer().warn([site("one", "framework", "missing")])
-        assert bool(caplog.messages) is speaks
 
-    def test_without_torch(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("variable", "is_first"),
+    [("0", True), ("1", False), ("-1", True), ("x", True), ("²", True), ("9" * 5000, True), (None, True)],
+)
+@pytest.mark.parametrize("has_torch", [True, False])
+def test_the_rank_by_its_variable(
+    variable: str | None, is_first: bool, has_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", variable) if variable else monkeypatch.delenv("RANK", raising=False)
+    if not has_torch:
         monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
-        monkeypatch.setenv("RANK", "1")
-        Announcer().warn([site("one", "without", "missing")])
-        assert caplog.messages == []
+    assert is_rank_0() is is_first
+
+
+@pytest.mark.parametrize(
+    ("available", "initialized", "is_first"),
+    [(True, True, False), (True, False, True), (False, True, True)],
+)
+def test_the_rank_by_the_process_group(
+    available: bool, initialized: bool, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distributed: Any = SimpleNamespace(
+        is_available=lambda: available, is_initialized=lambda: initialized, get_rank=lambda: 2
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    monkeypatch.setenv("RANK", "0")
+    assert is_rank_0() is is_first

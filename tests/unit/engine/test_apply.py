@@ -6,10 +6,11 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
 from .conftest import Engine, Framework, Tagged, patch_of, sites_in, tag
 
+ORDERS = sorted(set(itertools.permutations(("import", "apply", "apply", "revert", "revert", "apply"))))
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 
 
@@ -43,6 +45,24 @@ def test_applies_before_and_after_the_import(tagged: Tagged, imported_first: boo
     assert (f"{name}.model" in sys.modules) is imported_first
     assert load(f"{name}.model").train("m") == PATCHED
     assert states() == {"train": "applied"}
+
+
+@pytest.mark.parametrize("qualname", ["train", "Trainer.step"])
+def test_every_order_wraps_at_most_once_and_restores_identity(tagged: Tagged, qualname: str) -> None:
+    name = f"{tagged(qualname)}.model"
+    owner_name, _, attribute = qualname.rpartition(".")
+    for order in ORDERS:
+        sys.modules.pop(name, None)
+        for action in order:
+            {"import": lambda: load(name), "apply": apply, "revert": revert}[action]()
+        owner = getattr(load(name), owner_name) if owner_name else load(name)
+        now = vars(owner)[attribute]
+        is_on = [action for action in order if action != "import"][-1] == "apply"
+        assert (type(now) is SwitchableWrapper) is is_on, order
+        original = now.__wrapped__ if is_on else now
+        assert type(original) is FunctionType, order
+        revert()
+        assert vars(owner)[attribute] is original, order
 
 
 @pytest.mark.parametrize("qualname", ["train", "Trainer.step", "Trainer.scale", "Trainer.build"])
@@ -180,22 +200,16 @@ def train(model):
 """
 
 
-def test_a_half_imported_module_is_patched_later(tagged: Tagged) -> None:
+@pytest.mark.parametrize("by", ["another import", "status()"])
+def test_a_half_imported_module_is_patched_later(tagged: Tagged, by: str) -> None:
     name = tagged("train", files={"model": HALF, "later": ""})
     module = load(f"{name}.model")
     assert module.SEEN == ["waiting"]
     assert module.train("m") == PLAIN
-    load(f"{name}.later")
+    load(f"{name}.later") if by == "another import" else status()
     assert module.train("m") == PATCHED
     revert()
     assert module.train("m") == PLAIN
-
-
-def test_a_half_imported_module_is_patched_when_status_is_called(tagged: Tagged) -> None:
-    name = tagged("train", files={"model": HALF})
-    module = load(f"{name}.model")
-    assert states() == {"train": "applied"}
-    assert module.train("m") == PATCHED
 
 
 def test_applied_is_scoped(engine: Engine, tagged: Tagged) -> None:
@@ -231,14 +245,15 @@ def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
     for order in (("tagging", "other"), ("other", "tagging"), ()):
         name = tagged("train")
         engine["other"] = patch_of(name, "train", name="other")
-        module = load(f"{name}.model")
+        module, actor = load(f"{name}.model"), load(f"{name}.actor")
         original = module.train
         apply()
         assert module.train("m") == ("patched", PATCHED)
+        assert actor.train is module.train
         for patch in order:
             revert(patch)
         revert()
-        assert module.train is original
+        assert module.train is actor.train is original
 
 
 def test_copies_are_rebound_again_when_reapplied_under_a_third_party(tagged: Tagged) -> None:

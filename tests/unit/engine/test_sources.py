@@ -174,17 +174,13 @@ class TestEnvironment:
         yield
         assert not [name for name in sys.modules if name.startswith("mrp_")]
 
-    def test_reads_without_importing(self) -> None:
+    def test_reads_without_importing(self, tmp_path: Path) -> None:
         assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
         assert Environment().read("mrp_framework.sub.absent") is None
         assert Environment().has_package("mrp_framework")
         assert Environment().has_package("mrp_space.core")
         assert not Environment().has_package("mrp_framework.absent.deeper")
-
-    def test_a_checkout_in_the_current_folder_is_not_an_installed_package(self) -> None:
-        assert not Environment().has_package("mrp_checkout")
-
-    def test_file_of(self, tmp_path: Path) -> None:
+        assert not Environment().has_package("mrp_checkout"), "a checkout in the current folder is no package"
         assert Environment().file_of("mrp_space.core") == str(tmp_path / "site/mrp_space/core/__init__.py")
         assert Environment().file_of("mrp_space") is None
 
@@ -223,24 +219,30 @@ class TestEnvironment:
         assert Environment().read("mrp_framework.sub.model") == "raise AssertionError('imported')\n"
         assert Environment().has_package("mrp_space.core")
 
-    def test_asks_finders_that_are_instances(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """scikit-build-core's finder for editable installs, and Bazel's, are; they map names to files."""
-        files = write(
-            tmp_path / "elsewhere", {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"}
-        )
+    @pytest.mark.parametrize("is_instance", [True, False])
+    def test_asks_the_finders_of_editable_installs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_instance: bool
+    ) -> None:
+        """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
+        folder = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
+        package = folder / "mrp_editable"
+        places: dict[str, tuple[Path, list[str] | None]] = {
+            "mrp_editable": (package / "__init__.py", [str(package)]),
+            "mrp_space.tool": (package / "it.py", None),  # of a namespace
+        }
 
         class EditableFinder:
-            def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                if name != "mrp_editable":
-                    return None
-                folder = files / "mrp_editable"
-                return spec_from_file_location(
-                    name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-                )
+            @staticmethod
+            def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+                file, inside = places.get(name, (None, None))
+                return file and spec_from_file_location(name, file, submodule_search_locations=inside)
 
-        monkeypatch.setattr(sys, "meta_path", [EditableFinder(), *sys.meta_path])
+        finder = EditableFinder() if is_instance else EditableFinder
+        monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
         assert Environment().has_package("mrp_editable")
         assert Environment().read("mrp_editable.it") == "text = 3\n"
+        # An instance may be an import hook, so it is not asked for names whose parent is not imported.
+        assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
 
     def test_a_finder_that_raises_and_one_of_the_old_kind_are_passed_over(
         self, monkeypatch: pytest.MonkeyPatch
@@ -267,21 +269,6 @@ class TestEnvironment:
 
         monkeypatch.setattr(sys, "meta_path", [Rewriting(), *sys.meta_path])
         assert Environment().read("mrp_framework") == "raise AssertionError('imported')\n"
-
-    def test_asks_the_finders_of_editable_installs(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """setuptools puts a class on sys.meta_path that maps names, those of namespace members included."""
-        (tmp_path / "tool.py").write_text("text = 2\n")
-
-        class EditableFinder:
-            @classmethod
-            def find_spec(cls, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-                known = name == "mrp_space.tool"
-                return spec_from_file_location(name, tmp_path / "tool.py") if known else None
-
-        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, EditableFinder])
-        assert Environment().read("mrp_space.tool") == "text = 2\n"
 
     def test_a_loaded_module_without_a_spec(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not Environment().has_package("__main__.nothing")

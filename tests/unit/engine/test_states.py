@@ -10,6 +10,7 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch
 
@@ -32,7 +33,6 @@ def test_an_absent_framework_is_never_an_error(engine: Engine) -> None:
         ("run", {}, "missing", "does not define run"),
         ("Trainer.run", {}, "missing", "does not define Trainer.run"),
         ("train", {"parameters": ("model", "optimizer")}, "drifted", "it no longer takes optimizer"),
-        ("train", {"requires_names": ("no_sync_func",)}, "drifted", "its body no longer uses no_sync_func"),
         ("train", {"skip_if": lambda facts: 1 / 0}, "failed", "judging it raised ZeroDivisionError"),
     ],
 )
@@ -130,11 +130,12 @@ def test_a_live_fault_holds_back_whatever_is_imported_first(
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
 
-def test_by_name_after_all_is_a_must(tagged: Tagged) -> None:
+@pytest.mark.parametrize("calls", [[(), ("tagging",)], [("tagging",), ()]])
+def test_by_name_is_a_must_whatever_else_is_asked_for(tagged: Tagged, calls: list[tuple[str, ...]]) -> None:
     replaced = MODEL + "\nimport posixpath\nglobals()['train'] = posixpath.join"
     name = tagged("train", files={"model": replaced})
-    apply()
-    apply("tagging")
+    for names in calls:
+        apply(*names)
     for _ in range(2):
         with pytest.raises(PatchError, match="conflict"):
             importlib.import_module(f"{name}.model")
@@ -216,10 +217,9 @@ def test_for_all_is_a_may_unless_strict(framework: Framework, engine: Engine) ->
     apply(strict=False, settings=Settings(strict=True))
 
 
-def test_strict_raises_at_the_import(engine: Engine, tagged: Tagged) -> None:
+def test_strict_raises_at_the_import(tagged: Tagged) -> None:
     name = tagged("run")
-    # As the variable does: nothing is judged before the framework is imported.
-    installer.installer.add(list(engine.values()), Settings(), required=True)
+    activate_from_environment({"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_STRICT": "1"})
     with pytest.raises(PatchError, match="missing"):
         importlib.import_module(f"{name}.model")
     assert f"{name}.model" not in sys.modules

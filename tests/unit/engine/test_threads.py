@@ -14,6 +14,8 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
+from megatron_rl_patches.engine.api import activate_from_environment
+from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 
 from .conftest import Engine, Framework, Tagged, patch_of, roles
 
@@ -195,15 +197,51 @@ def test_a_revert_meanwhile_is_not_undone(framework: Framework, engine: Engine, 
     assert states() == {"good": "reverted"}
 
 
+@pytest.fixture
+def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
+    """A function whose adapter returns an option."""
+    name = framework()
+    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
+    engine["tagging"] = patch_of(name, "save")
+    module = importlib.import_module(f"{name}.model")
+    return lambda: module.train("m")
+
+
+def chosen(role: str) -> Settings:
+    return Settings(inference_roles=(role,))
+
+
+class TestOptions:
+    """Adapters get the options that their patch was last applied with."""
+
+    def test_the_last_that_were_given(self, train: Callable[[], Any]) -> None:
+        apply(settings=chosen("a"))
+        assert train() == ("a",)
+        apply(settings=chosen("b"))
+        assert train() == ("b",)
+        apply()  # says nothing of settings
+        assert train() == ("b",)
+        apply("tagging", settings=chosen("a"))  # of another patch
+        assert train() == ("b",)
+
+    def test_the_variable_leaves_those_of_a_call_in_force(self, train: Callable[[], Any]) -> None:
+        apply(settings=chosen("a"))
+        activate_from_environment({VARIABLE: "all", variable_of("inference_roles"): "b"})
+        assert train() == ("a",)
+
+    def test_refused_settings_do_not_stay(
+        self, train: Callable[[], Any], engine: Engine, framework: Framework
+    ) -> None:
+        apply(settings=chosen("a"))
+        broken = patch_of(framework(), "train", name="broken", parameters=("no such",))
+        importlib.import_module(broken.sites[0].module)
+        with pytest.raises(PatchError):
+            installer.installer.add([engine["roles"], broken], chosen("b"), required=True)
+        assert train() == ("a",)
+
+
 class TestApplied:
     """Blocks of two threads that overlap."""
-
-    @pytest.fixture
-    def train(self, framework: Framework, engine: Engine) -> Callable[[], Any]:
-        name = framework()
-        engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
-        module = importlib.import_module(f"{name}.model")
-        return lambda: module.train("m")
 
     def test_the_last_one_out_takes_the_patch_away(self, train: Callable[[], Any]) -> None:
         first, second = (applied("roles", settings=Settings(inference_roles=(role,))) for role in "ab")
@@ -217,8 +255,8 @@ class TestApplied:
         assert train() == PLAIN
 
     def test_an_inner_block_gives_the_options_back(self, train: Callable[[], Any]) -> None:
-        with applied("roles", settings=Settings(inference_roles=("a",))):
-            with applied("roles", settings=Settings(inference_roles=("b",))):
+        with applied("roles", settings=chosen("a")):
+            with applied("roles", settings=chosen("b")):
                 assert train() == ("b",)
             assert train() == ("a",)
             with applied("roles"):  # says nothing of options
@@ -226,15 +264,15 @@ class TestApplied:
             assert train() == ("a",)
 
     def test_an_apply_inside_a_block_stays(self, train: Callable[[], Any]) -> None:
-        with applied("roles", settings=Settings(inference_roles=("a",))):
-            apply("roles", settings=Settings(inference_roles=("b",)))
+        with applied("roles", settings=chosen("a")):
+            apply("roles", settings=chosen("b"))
             assert train() == ("b",)
         assert train() == ("b",)
-        with applied("roles", settings=Settings(inference_roles=("a",))):
+        with applied("roles", settings=chosen("a")):
             apply("roles")
             assert train() == ("a",)
-            apply("roles", settings=Settings(inference_roles=("c",)))
-            with applied("roles", settings=Settings(inference_roles=("d",))):
+            apply("roles", settings=chosen("c"))
+            with applied("roles", settings=chosen("d")):
                 assert train() == ("d",)
             assert train() == ("c",)
         assert train() == ("c",)
@@ -243,19 +281,19 @@ class TestApplied:
         self, train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("MEGATRON_RL_PATCHES_INFERENCE_ROLES", "env")
-        with applied("roles", settings=Settings(inference_roles=("a",))):
+        with applied("roles", settings=chosen("a")):
             apply("roles")
             assert train() == ("a",)
         assert train() == ("a",)
         revert("roles")
-        apply("roles")
+        apply("roles")  # the environment counts when none are given
         assert train() == ("env",)
 
     def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
         with applied("roles"):
             revert("roles")
             assert train() == PLAIN
-            apply("roles", settings=Settings(inference_roles=("c",)))
+            apply("roles", settings=chosen("c"))
         assert train() == ("c",)
 
     def test_required_for_the_length_of_a_block_only(

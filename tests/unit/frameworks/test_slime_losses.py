@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,30 +66,61 @@ def naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = Fa
     return log_probs, -(log_softmax.exp() * log_softmax).sum(-1) if with_entropy else None
 
 
-class Framework:
-    """``get_log_probs_and_entropy`` on top of a ``calculate``, as the frameworks have them."""
+def with_need_entropy_grad(
+    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, need_entropy_grad: bool = False
+) -> tuple[Tensor, Any]:
+    log_probs, entropy = naive(logits, tokens, tp_group, with_entropy)
+    return log_probs, entropy if need_entropy_grad else entropy.detach()
 
-    def __init__(self, layout: Layout, finish: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self.layout, self.finish, self.calls = layout, finish, 0
+
+def with_keep_mask(
+    logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False, log_prob_keep_mask: Any = None
+) -> tuple[Tensor, Any]:
+    kept = logits.masked_fill(~log_prob_keep_mask.scatter(1, tokens[:, None], True), float("-inf"))
+    return naive(kept, tokens, tp_group)[0], naive(logits, tokens, tp_group, with_entropy)[1]
+
+
+class Framework:
+    """``get_log_probs_and_entropy`` on top of a ``calculate``, as the frameworks have them.
+
+    Attributes:
+        passes: how often it has gone over the samples.
+        calls: how often its own ``calculate`` has run while it was patched.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        finish: Callable[[Tensor], Tensor] = lambda x: x,
+        calculate: Callable[..., tuple[Tensor, Any]] = naive,
+        **passed: Any,
+    ) -> None:
+        self.layout, self.finish, self._calculate, self.passed = layout, finish, calculate, passed
+        self.passes = self.calls = 0
 
     def score(
         self, calculate: Callable[..., Any], logits: Tensor, args: Namespace
     ) -> dict[str, list[Tensor]]:
-        self.calls += 1
+        self.passes += 1
         log_probs, entropies = [], []
         for chunk, tokens in self.layout(logits, args.rollout_temperature):
-            assert chunk.size(-1) == V and len(chunk.shape) == 2
-            log_prob, entropy = calculate(chunk, tokens, None, with_entropy=True)
+            assert chunk.size(-1) >= V and len(chunk.shape) == 2
+            log_prob, entropy = calculate(chunk, tokens, None, with_entropy=True, **self.passed)
             log_probs.append(self.finish(log_prob.squeeze(-1)))
             entropies.append(entropy)
         return {"log_probs": log_probs, "entropy": entropies}
 
     def unpatched(self, logits: Tensor, temperature: float = 0.7) -> dict[str, list[Tensor]]:
-        return self.score(naive, logits, Namespace(rollout_temperature=temperature))
+        return self.score(self._calculate, logits, Namespace(rollout_temperature=temperature))
 
     def patched(self, logits: Tensor, temperature: float = 0.7, **args: Any) -> dict[str, list[Tensor]]:
+        @functools.wraps(self._calculate)
+        def own(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return self._calculate(*args, **kwargs)
+
         def calculate(*args: Any, **kwargs: Any) -> Any:
-            return slime_losses.calculate_log_probs_and_entropy(Call(naive, args, kwargs))
+            return slime_losses.calculate_log_probs_and_entropy(Call(own, args, kwargs))
 
         def get_log_probs_and_entropy(logits: Tensor, *, args: Namespace) -> Any:
             return self.score(calculate, logits, args)
@@ -111,41 +143,142 @@ def reused_buffer(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, 
         yield logits[0, start : start + 4] / temperature, buffer.copy_(TOKENS[start : start + 4])
 
 
-LAYOUTS = {"packed": packed, "padded": padded, "zigzag": zigzag, "all-gather": all_gather}
+LAYOUTS = (packed, padded, zigzag, all_gather, overlapping)
+
+
+def compare(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]], **tolerance: Any) -> None:
+    for name in ("log_probs", "entropy"):
+        for value, reference in zip(found[name], expected[name], strict=True):
+            assert type(value) is Tensor and value.requires_grad
+            torch.testing.assert_close(value, reference, **tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_have_the_scores_and_the_gradient_of_the_framework(
     layout: Layout, temperature: float
 ) -> None:
-    logits, framework = (
-        model_logits(2 if layout is padded else 1, T // (1 + (layout is padded)), V),
-        Framework(layout),
-    )
+    shape = (2, T // 2, V) if layout is padded else (1, T, V)
+    logits, framework = model_logits(*shape), Framework(layout)
     expected = framework.unpatched(logits, temperature)
     scores = framework.patched(logits, temperature)
-    assert framework.calls == 2
-    for name in ("log_probs", "entropy"):
-        for value, reference in zip(scores[name], expected[name], strict=True):
-            assert type(value) is Tensor and value.requires_grad
-            torch.testing.assert_close(value, reference)
+    assert (framework.passes, framework.calls) == (2, 0)
+    compare(scores, expected)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
+
+
+@pytest.mark.parametrize(
+    ("entropy_coef", "loss_type", "requires_grad"),
+    [(0.1, "policy_loss", True), (0, "policy_loss", False), (0, "custom_loss", True)],
+)
+def test_an_entropy_that_is_a_metric_has_no_gradient(
+    entropy_coef: float, loss_type: str, requires_grad: bool
+) -> None:
+    logits, framework = model_logits(1, T, V), Framework(packed)
+    scores = framework.patched(logits, loss_type=loss_type, entropy_coef=entropy_coef)
+    assert {entropy.requires_grad for entropy in scores["entropy"]} == {requires_grad}
+    expected = gradient_of(framework.unpatched(logits), logits, entropy_grad=requires_grad)
+    torch.testing.assert_close(gradient_of(scores, logits, entropy_grad=requires_grad), expected)
+
+
+@pytest.mark.parametrize("need_entropy_grad", [False, True])
+def test_releases_that_say_whether_the_entropy_has_a_gradient(need_entropy_grad: bool) -> None:
+    logits = model_logits(1, T, V)
+    options = {"calculate": with_need_entropy_grad, "need_entropy_grad": need_entropy_grad}
+    framework = Framework(packed, **options)  # type: ignore[arg-type]
+    scores = framework.patched(logits, loss_type="policy_loss", entropy_coef=0.1)
+    assert {entropy.requires_grad for entropy in scores["entropy"]} == {need_entropy_grad}
+    assert framework.calls == 0
+
+
+def test_an_entropy_has_the_dtype_that_the_release_computes_it_in() -> None:
+    logits, tokens = model_logits(3, V, dtype=torch.bfloat16), torch.arange(3)
+    releases = (
+        (naive, {}, torch.bfloat16),
+        (with_need_entropy_grad, {"need_entropy_grad": True}, torch.float32),
+    )
+    for calculate, options, dtype in releases:
+        call = Call(calculate, (logits, tokens, None, True), options)  # type: ignore[arg-type]
+        log_probs, entropy = slime_losses.calculate_log_probs_and_entropy(call)
+        assert (log_probs.shape, log_probs.dtype) == ((3, 1), torch.float32)
+        assert (entropy.shape, entropy.dtype) == ((3,), dtype)
+
+
+def test_a_keep_mask() -> None:
+    def whole(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+        yield logits.squeeze(0) / temperature, TOKENS
+
+    logits = model_logits(1, T, V)
+    mask = torch.rand(T, V, generator=torch.Generator().manual_seed(1)) > 0.4
+    framework = Framework(whole, calculate=with_keep_mask, log_prob_keep_mask=mask)
+    expected, scores = framework.unpatched(logits), framework.patched(logits)
+    compare(scores, expected)
+    assert framework.calls == 0
+    torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
+
+
+def test_an_argument_that_is_not_known_is_left_to_the_framework() -> None:
+    def capped(
+        logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool, soft_cap: Any = None
+    ) -> Any:
+        logits = logits if soft_cap is None else torch.tanh(logits / soft_cap) * soft_cap
+        return naive(logits, tokens, tp_group, with_entropy)
+
+    logits = model_logits(1, T, V)
+    for options, calls in (({"soft_cap": 3.0}, 3), ({"soft_cap": None}, 0)):
+        framework = Framework(packed, calculate=capped, **options)
+        expected, scores = framework.unpatched(logits), framework.patched(logits)
+        compare(scores, expected)
+        assert framework.calls == calls
+
+
+#: What a fork may do to the logits, or to a sample's slice of them, that changes values.
+CHANGES = [
+    "chunk = chunk * 1.25",
+    "chunk = torch.tanh(chunk / 30) * 30",
+    "chunk = chunk.to(torch.bfloat16)",
+    "chunk = chunk.to(torch.bfloat16).float()",
+    "chunk.div_(2)",
+    "chunk = chunk.clamp(-2, 2)",
+    "chunk = chunk - torch.arange(11)",
+    "chunk = chunk.flip(-1)",
+    "chunk = torch.cat([chunk[..., 1:].roll(1, -1), chunk[:, :1]], dim=1)",
+    "chunk = torch.cat([chunk, chunk[:, :1]], dim=1)",
+    "chunk = chunk / torch.linspace(1, 2, 11)",
+    "chunk = chunk.detach() + 0 * chunk",
+    "logits = logits.mul(2)",
+    "logits = logits.squeeze(0).to(torch.bfloat16)",
+    "logits[0:4].div_(7)",
+    "logits[:, 3:] = -50.0",
+    "logits = torch.tanh(logits / 5) * 5",
+    "logits *= 2",
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_framework_that_changes_logits_gets_what_it_computes(change: str) -> None:
+    def changing(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+        scope: dict[str, Any] = {"torch": torch, "logits": logits.squeeze(0)}
+        if change.startswith("logits"):
+            exec(change, scope)
+        logits = scope["logits"].div(temperature)
+        for start, length in ((0, 4), (4, 0), (4, 5)):
+            scope["chunk"] = logits[start : start + length]
+            if change.startswith("chunk"):
+                exec(change, scope)
+            yield scope["chunk"], TOKENS[start : start + length]
+
+    leaf = model_logits(1, 9, V).detach().requires_grad_()
+    framework = Framework(changing, finish=lambda x: x.float())
+    expected, scores = framework.unpatched(leaf * 1), framework.patched(leaf * 1)
+    tolerance = {"rtol": 0.05, "atol": 0.05} if "bfloat16" in change else {"rtol": 1e-5, "atol": 1e-5}
+    compare(scores, expected, check_dtype="bfloat16" not in change, **tolerance)
+    torch.testing.assert_close(gradient_of(scores, leaf), gradient_of(expected, leaf), **tolerance)
 
 
 def test_a_buffer_of_tokens_may_be_filled_again_for_each_sample() -> None:
     logits, framework = model_logits(1, T, V), Framework(reused_buffer)
-    expected, scores = framework.unpatched(logits), framework.patched(logits)
-    for value, reference in zip(scores["log_probs"], expected["log_probs"], strict=True):
-        torch.testing.assert_close(value, reference)
-
-
-def test_an_entropy_that_is_a_metric_has_no_gradient() -> None:
-    logits, framework = model_logits(1, T, V), Framework(packed)
-    scores = framework.patched(logits, loss_type="policy_loss", entropy_coef=0)
-    assert not any(entropy.requires_grad for entropy in scores["entropy"])
-    expected = gradient_of(framework.unpatched(logits), logits, entropy_grad=False)
-    torch.testing.assert_close(gradient_of(scores, logits, entropy_grad=False), expected)
+    compare(framework.patched(logits), framework.unpatched(logits))
 
 
 @pytest.mark.parametrize("layout", [packed, overlapping])
@@ -154,8 +287,7 @@ def test_values_are_used_between_two_samples(layout: Layout) -> None:
     logits = model_logits(1, T, V)
     framework = Framework(layout, finish=lambda x: F.pad(x.clamp(min=-3).float(), (1, 0)).mul_(2))
     expected, scores = framework.unpatched(logits), framework.patched(logits)
-    for value, reference in zip(scores["log_probs"], expected["log_probs"], strict=True):
-        torch.testing.assert_close(value, reference)
+    compare(scores, expected)
     torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
 
 

@@ -1,27 +1,22 @@
-"""Recomputed losses have the values and gradients of plain ones, also where reentrant checkpointing is wrong.
-
-- as decorator, with and without arguments, and as wrapper of a closure
-- outputs that are not tensors, closures over tensors that require grad, keyword arguments
-- a loss that overwrites its logits when grad mode is off (OpenClaw-RL's shape)
-- collectives behind the last saved tensor run in the recomputation too
-"""
+"""Recomputed losses equal plain ones, also where reentrant checkpointing is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed
+import torch.distributed as dist
 import torch.utils.checkpoint
 from pytest_mock import MockerFixture
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import checkpointed, deferred_logits, vocab_parallel_log_probs
-from megatron_rl_patches.testing import spawn_ranks
+from tests.ranks import on_ranks
 
 LossFn = Callable[..., Any]
 
@@ -194,34 +189,27 @@ def test_early_stop(early_stop: bool | None, of_torch: bool, runs_whole: bool) -
     assert ends == 1 + runs_whole
 
 
-def uneven_loss(logits: torch.Tensor) -> torch.Tensor:
-    """One rank needs a tensor behind the collective, the other does not: only one would stop before it."""
-    loss = logits.square().sum()
-    total = loss.detach().clone()
-    torch.distributed.all_reduce(total)
-    return loss * total if torch.distributed.get_rank() == 0 else loss + 0.0
-
-
-def collectives_of_every_rank() -> tuple[int, int]:
-    calls = []
-    all_reduce = torch.distributed.all_reduce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "all_reduce", lambda tensor: (calls.append(1), all_reduce(tensor)))
-        loss_and_grad(checkpointed(uneven_loss), torch.ones(3))
-        by_default = len(calls)
-        stopping = torch.ones(3, requires_grad=True)
-        loss = checkpointed(uneven_loss, early_stop=True)(stopping)
-        calls.clear()
-        patch.setattr(torch.distributed, "all_reduce", lambda tensor: calls.append(1))
-        loss.backward()
-    return by_default, len(calls)
-
-
 @pytest.mark.slow
+@on_ranks(2, megatron=False)
 def test_ranks_stay_together() -> None:
-    by_default, when_stopping = zip(*spawn_ranks(collectives_of_every_rank, 2), strict=True)
-    assert by_default == (2, 2)
-    assert when_stopping == (1, 0)  # where they would wait for each other
+    calls, rank = [], dist.get_rank()
+
+    def uneven_loss(logits: torch.Tensor) -> torch.Tensor:
+        """One rank needs a tensor behind the collective, the other does not, and would stop before it."""
+        loss = logits.square().sum()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return loss * total if rank == 0 else loss + 0.0
+
+    all_reduce = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", lambda tensor: (calls.append(1), all_reduce(tensor))):
+        loss_and_grad(checkpointed(uneven_loss), torch.ones(3))
+        assert len(calls) == 2
+        loss = checkpointed(uneven_loss, early_stop=True)(torch.ones(3, requires_grad=True))
+    calls.clear()
+    with mock.patch.object(dist, "all_reduce", lambda tensor: calls.append(1)):
+        loss.backward()
+    assert len(calls) == (rank == 0)  # where they would wait for each other
 
 
 HOOKS = {

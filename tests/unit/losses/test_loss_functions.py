@@ -1,23 +1,93 @@
-"""What the closure for a forward step takes; tests/real/test_loss_func.py has its loss and gradient."""
+"""Log-probs and entropies of responses, and the closure for a forward step, against dense log-softmaxes.
+
+tests/real/test_loss_func.py has loss and gradient of the closure.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout, make_loss_func, policy_loss
-from megatron_rl_patches.losses import loss_functions as loss_module
+from megatron_rl_patches.losses import (
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    loss_functions,
+    make_loss_func,
+    packed_log_probs_and_entropy,
+    policy_loss,
+)
+
+from .sequences.cp_reference import Case, cases, corners, dense, microbatch, weighted
+
+
+@corners
+@given(cases())
+def test_equals_dense(case: Case) -> None:
+    temperature = 0.7
+    logits, tokens = microbatch(case)
+    log_probs, entropies = dense(case, logits, tokens, temperature)
+    loss: Any = 0
+    for rank, layout in enumerate(case.layouts()):
+        got, got_entropies = packed_log_probs_and_entropy(
+            case.shard(logits, rank), tokens, layout, temperature=temperature
+        )
+        torch.testing.assert_close(got, layout.local_parts(log_probs))
+        torch.testing.assert_close(got_entropies, layout.local_parts(entropies))
+        assert all(part.requires_grad for part in got + got_entropies)
+        loss += weighted(got, 1.0) + weighted(got_entropies, 0.3)
+    # Rows of prompts included: their gradient is zero in the dense reference, too.
+    got_grads = torch.autograd.grad(loss, logits)
+    dense_grads = torch.autograd.grad(weighted(log_probs, 1.0) + weighted(entropies, 0.3), logits)
+    torch.testing.assert_close(got_grads, dense_grads)
+
+
+PADDED = Case((2, 3), (4, 1), scheme="padded", sample_padding=2)
+PACKED = Case((2, 3), (4, 1), tail=3)
+
+
+def test_entropy_is_optional_and_so_is_its_gradient() -> None:
+    logits, tokens = microbatch(PACKED)
+    shard, layout = PACKED.shard(logits, 0), PACKED.layout(0)
+    both, entropies = packed_log_probs_and_entropy(shard, tokens, layout, entropy_grad=False)
+    # Packed logits may come without the dimension of the batch.
+    alone, nothing = packed_log_probs_and_entropy(shard[0], tokens, layout, with_entropy=False)
+    assert nothing is None
+    torch.testing.assert_close(alone, both)
+    assert all(part.requires_grad for part in both + alone)
+    assert not any(part.requires_grad for part in entropies)
+    with torch.no_grad():
+        quiet, quiet_entropies = packed_log_probs_and_entropy(shard, tokens, layout)
+    assert not any(part.requires_grad for part in quiet + quiet_entropies)
+
+
+@pytest.mark.parametrize("case", [PACKED, PADDED], ids=["packed", "padded"])
+def test_logits_of_another_layout_are_refused(case: Case) -> None:
+    logits, tokens = microbatch(case)
+    shard, layout = case.shard(logits, 0), case.layout(0)
+    too_few, sequence_first = shard[:, :-1], shard.transpose(0, 1)
+    for wrong in (too_few, sequence_first, shard.flatten(), shard[..., None]):
+        with pytest.raises(InvalidInputError, match="but their layout is"):
+            packed_log_probs_and_entropy(wrong, tokens, layout)
+    with pytest.raises(InvalidInputError, match=r"logits are on meta.*pass device=logits\.device"):
+        packed_log_probs_and_entropy(shard.to("meta"), tokens, layout)
+
+
+# --- the closure
 
 VOCABULARY = 11
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]
+LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
 OPTIONS = PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, normalization="sequence")
 
 
-def batch_and_tokens() -> tuple[PolicyBatch, list[torch.Tensor]]:
+def batch_tokens_and_logits() -> tuple[PolicyBatch, list[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random() -> list[torch.Tensor]:
@@ -25,51 +95,45 @@ def batch_and_tokens() -> tuple[PolicyBatch, list[torch.Tensor]]:
 
     masks = [torch.rand(n, generator=generator) < 0.8 for n in RESPONSES]
     tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in TOTALS]
-    return PolicyBatch(random(), masks, random(), random(), random()), tokens
-
-
-def logits_leaf() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
+    logits = torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
+    return PolicyBatch(random(), masks, random(), random(), random()), tokens, logits
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_entropy_has_a_gradient_only_when_it_has_a_coefficient(
     coefficient: float, mocker: MockerFixture
 ) -> None:
-    spy = mocker.spy(loss_module, "packed_log_probs_and_entropy")
-    batch, tokens = batch_and_tokens()
-    options = replace(OPTIONS, entropy_coef=coefficient)
-    make_loss_func(tokens, SequenceLayout.build(TOTALS, RESPONSES), batch, options)(logits_leaf())
+    spy = mocker.spy(loss_functions, "packed_log_probs_and_entropy")
+    batch, tokens, logits = batch_tokens_and_logits()
+    make_loss_func(tokens, LAYOUT, batch, replace(OPTIONS, entropy_coef=coefficient))(logits)
     assert spy.call_args.kwargs["entropy_grad"] is bool(coefficient)
     assert all(entropy.requires_grad is bool(coefficient) for entropy in spy.spy_return[1])
 
 
 def test_what_does_not_fit_is_refused_before_the_forward() -> None:
-    batch, tokens = batch_and_tokens()
-    layout = SequenceLayout.build(TOTALS, RESPONSES)
-    with pytest.raises(InvalidInputError, match="pass the full responses"):
-        make_loss_func(tokens, SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
-    with pytest.raises(InvalidInputError, match="pass cp_group"):
-        make_loss_func(tokens, SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
-    with pytest.raises(InvalidInputError, match="must be positive"):
-        make_loss_func(tokens, layout, batch, normalizer=0.0)
-    with pytest.raises(InvalidInputError, match="ref_log_probs are needed"):
-        make_loss_func(tokens, layout, replace(batch, ref_log_probs=None), OPTIONS)
+    batch, tokens, _ = batch_tokens_and_logits()
+    bare = replace(batch, ref_log_probs=None)
+    of_other = SequenceLayout.build(TOTALS, [3, 1, 8])
+    of_two_ranks = SequenceLayout.build(TOTALS, RESPONSES, cp_size=2)
+    for layout, data, others, message in (
+        (of_other, batch, {}, "pass the full responses"),
+        (of_two_ranks, batch, {}, "pass cp_group"),
+        (LAYOUT, batch, {"normalizer": 0.0}, "must be positive"),
+        (LAYOUT, bare, {"options": OPTIONS}, "ref_log_probs are needed"),
+        (LAYOUT, batch, {"options": OPTIONS, "with_entropy": False}, "needs with_entropy=True"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            make_loss_func(tokens, layout, data, **others)  # type: ignore[arg-type]
 
 
 def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
-    batch, tokens = batch_and_tokens()
-    layout = SequenceLayout.build(TOTALS, RESPONSES)
-    logits = logits_leaf()
-    keep_mask = logits[0, layout.response_rows].detach() > -0.5
-    loss_func = make_loss_func(tokens, layout, batch, with_entropy=False, keep_mask=keep_mask)
+    batch, tokens, logits = batch_tokens_and_logits()
+    rows_nv = logits[0, LAYOUT.response_rows]
+    keep_mask = rows_nv.detach() > -0.5
+    loss_func = make_loss_func(tokens, LAYOUT, batch, with_entropy=False, keep_mask=keep_mask)
     loss, _, metrics = loss_func(logits)
     assert "entropy" not in metrics
-    rows = torch.where(keep_mask, logits[0, layout.response_rows], float("-inf"))
-    targets = layout.response_targets(tokens)[:, None]
-    rows = rows.scatter(1, targets, logits[0, layout.response_rows].gather(1, targets))
-    log_probs = layout.split_responses(rows.log_softmax(1).gather(1, targets)[:, 0])
+    targets = LAYOUT.response_targets(tokens)[:, None]
+    kept_nv = rows_nv.where(keep_mask, -torch.inf).scatter(1, targets, rows_nv.gather(1, targets))
+    log_probs = LAYOUT.split_responses(kept_nv.log_softmax(1).gather(1, targets)[:, 0])
     torch.testing.assert_close(loss, policy_loss(log_probs, batch, PolicyOptions())[0])
-    with pytest.raises(InvalidInputError, match="needs with_entropy=True"):
-        make_loss_func(tokens, layout, batch, OPTIONS, with_entropy=False)

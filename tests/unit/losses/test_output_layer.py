@@ -107,7 +107,7 @@ DO_MORE: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("reason", "change"), DO_MORE, ids=[reason for reason, _ in DO_MORE])
-def test_a_layer_that_does_more_makes_its_logits_and_says_why_once(
+def test_a_layer_that_does_more_materializes_its_logits_and_says_why_once(
     reason: str, change: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
     layer = make_layer()
@@ -128,7 +128,7 @@ def test_a_layer_that_does_more_makes_its_logits_and_says_why_once(
         (1, True, None, True),
     ],
 )
-def test_a_layer_that_gathers_from_other_ranks_makes_its_logits(
+def test_a_layer_that_gathers_from_other_ranks_materializes_its_logits(
     ranks: int, of_layer: bool, of_call: bool | None, deferred: bool
 ) -> None:
     layer = make_layer()
@@ -155,7 +155,7 @@ def a_gpu(captures: bool) -> AbstractContextManager[Any]:
 
 
 @pytest.mark.parametrize("context", CONTEXTS.values(), ids=CONTEXTS)
-def test_recorded_or_converted_operations_make_the_logits(context: Context) -> None:
+def test_recorded_or_converted_operations_materialize_the_logits(context: Context) -> None:
     with context():
         assert not defers(make_layer())
     with a_gpu(captures=False):

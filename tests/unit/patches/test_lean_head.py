@@ -37,20 +37,20 @@ def statuses(**states: Any) -> list[SiteStatus]:
         ),
         (
             {"slime": "drifted", "verl": "absent"},
-            [f"slime: the logits are made: lean-loss: {SLIME}: drifted: why"],
+            [f"slime: the logits are materialized: lean-loss: {SLIME}: drifted: why"],
         ),
         (
             {"megatron": "missing", "slime": "absent"},
-            [f"verl: the logits are made: lean-head: {MODEL}: missing: why"],
+            [f"verl: the logits are materialized: lean-head: {MODEL}: missing: why"],
         ),
         (
             {"slime": "absent", "verl": "absent"},
-            ["the logits are made: `lean-loss` is not selected, or knows no framework that is here"],
+            ["the logits are materialized: `lean-loss` is not selected, or knows no framework that is here"],
         ),
         ({"megatron": "absent", "slime": "absent", "verl": "absent"}, []),
     ],
 )
-def test_whether_the_logits_are_made(states: dict[str, str], notes: list[str]) -> None:
+def test_whether_the_logits_are_materialized(states: dict[str, str], notes: list[str]) -> None:
     assert patch.notes is not None
     assert patch.notes(statuses(**states)) == notes
 

@@ -282,28 +282,6 @@ def test_what_is_neither_a_model_nor_a_function_is_refused(target: Any) -> None:
         reentrant_train(target)
 
 
-def _install(config: Any, chunk: MockDDP) -> None:
-    assert config.no_sync_func is None
-    config.no_sync_func = chunk.no_sync
-
-
-def test_a_function_defined_inside_or_of_the_same_package_may_install() -> None:
-    def by_another(model: Any) -> None:
-        _install(model[0].config, model[0])
-
-    def by_an_inner_one(model: Any) -> None:
-        def install() -> None:
-            assert model[0].config.no_sync_func is None
-            model[0].config.no_sync_func = model[0].no_sync
-
-        install()
-
-    model = [MockDDP(**plain)]
-    for fit in (by_another, by_an_inner_one):
-        for _ in range(2):
-            reentrant_train(fit)(model)
-
-
 def test_a_function_is_kept_alive_by_nobody() -> None:
     def fit(model: Any) -> None:
         train(model)
@@ -315,18 +293,11 @@ def test_a_function_is_kept_alive_by_nobody() -> None:
     assert reference() is None
 
 
-def test_neither_how_nor_by_whom_the_functions_are_installed_matters() -> None:
-    """A function made by ``exec`` has no module."""
+def test_a_function_made_by_exec_which_has_no_module_may_install() -> None:
     namespace: dict[str, Any] = {}
     exec("def fit(model): set_it(model[0].config, model[0].no_sync)", namespace)
     exec("def set_it(config, function): config.no_sync_func = function", functions := {})
     namespace["set_it"] = functions["set_it"]
-
-    def by_name(model: Any) -> None:
-        assert model[0].config.no_sync_func is None
-        setattr(model[0].config, "no_sync_func", model[0].no_sync)  # noqa: B010
-
     model = [MockDDP(**plain)]
-    for fit in (namespace["fit"], by_name):
-        for _ in range(2):
-            reentrant_train(fit)(model)
+    for _ in range(2):
+        reentrant_train(namespace["fit"])(model)

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.testing import conformance, verdicts
-from megatron_rl_patches.testing.verdicts import Result
+from megatron_rl_patches.testing import conformance
+from megatron_rl_patches.testing.conformance import Result
+from megatron_rl_patches.testing.megatron_tests import reason_of
 
 UTILITIES = """
 import os
@@ -168,12 +169,12 @@ def _by_name(results: Iterable[Result]) -> dict[str, Result]:
 def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
     yielded = list(conformance.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4))
-    assert yielded == list(verdicts.read_results(file))
+    assert yielded == list(conformance.read_results(file))
     return file
 
 
 def test_verdicts_at_one_rank(results: Path) -> None:
-    at_one = _by_name(result for result in verdicts.read_results(results) if result.ranks == 1)
+    at_one = _by_name(result for result in conformance.read_results(results) if result.ranks == 1)
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
         "test_passes": ("passed", ""),
         "test_fails": ("failed", ""),
@@ -197,14 +198,14 @@ def test_verdicts_at_one_rank(results: Path) -> None:
 
 
 def test_what_may_need_more_ranks_is_tried_again(results: Path) -> None:
-    at_two = _by_name(result for result in verdicts.read_results(results) if result.ranks == 2)
+    at_two = _by_name(result for result in conformance.read_results(results) if result.ranks == 2)
     assert {name: result.outcome for name, result in at_two.items()} == {
         "test_fails": "failed",
         "test_needs_two_ranks": "passed",
         "test_dies": "failed",
     }
     assert at_two["test_fails"].message.startswith("rank 1 of 2: AssertionError: the last rank")
-    final = _by_name(verdicts.final(verdicts.read_results(results)))
+    final = _by_name(conformance.final_of(results))
     assert {final[name].ranks for name in at_two} == {2}
     assert (final["test_passes"].ranks, final["test_needs_two_ranks"].ranks) == (1, 2)
 
@@ -217,7 +218,7 @@ def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path:
     file.write_text("\n".join([*other_lines, last_line[:40]]))
     (again,) = conformance.run(checkout, results=file)
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
-    assert len(list(verdicts.read_results(file))) == len(lines)
+    assert len(list(conformance.read_results(file))) == len(lines)
 
 
 def test_results_of_another_commit_are_not_reported(checkout: Path, tmp_path: Path) -> None:
@@ -295,36 +296,36 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("message", "skipped", "reason"),
     [
-        ("RuntimeError: world_size (1) is not divisible by 8", False, verdicts.MORE_RANKS),
-        ("assert 8 <= 4\n +  where 4 = Utils.world_size", False, verdicts.MORE_RANKS),
-        ("ValueError: Rank 7 is out of range. Valid ranks are 0 to 3", False, verdicts.MORE_RANKS),
-        ("Multi-rank test requires WORLD_SIZE > 1", True, verdicts.MORE_RANKS),
-        ("Test requires at least 4 GPUs", True, verdicts.MORE_RANKS),
-        ("NameError: name 'FP8GlobalStateManager' is not defined", False, verdicts.TRANSFORMER_ENGINE),
-        ("ModuleNotFoundError: No module named 'apex'", False, verdicts.CUDA_KERNEL),
-        ("RuntimeError: 0 active drivers ([]). There should only be one.", False, verdicts.CUDA_KERNEL),
+        ("RuntimeError: world_size (1) is not divisible by 8", False, conformance.MORE_RANKS),
+        ("assert 8 <= 4\n +  where 4 = Utils.world_size", False, conformance.MORE_RANKS),
+        ("ValueError: Rank 7 is out of range. Valid ranks are 0 to 3", False, conformance.MORE_RANKS),
+        ("Multi-rank test requires WORLD_SIZE > 1", True, conformance.MORE_RANKS),
+        ("Test requires at least 4 GPUs", True, conformance.MORE_RANKS),
+        ("NameError: name 'FP8GlobalStateManager' is not defined", False, conformance.TRANSFORMER_ENGINE),
+        ("ModuleNotFoundError: No module named 'apex'", False, conformance.CUDA_KERNEL),
+        ("RuntimeError: 0 active drivers ([]). There should only be one.", False, conformance.CUDA_KERNEL),
         (
             "KeyError: ...\nat /cpu_offloading/hybrid_optimizer.py:101: gpu_param = copies[param]",
             False,
-            verdicts.GPU_TENSOR,
+            conformance.GPU_TENSOR,
         ),
-        ("AcceleratorError: CUDA driver version is insufficient for CUDA", False, verdicts.CUDA_KERNEL),
-        ("ModuleNotFoundError: No module named 'six'", False, verdicts.OTHER_PACKAGE),
+        ("AcceleratorError: CUDA driver version is insufficient for CUDA", False, conformance.CUDA_KERNEL),
+        ("ModuleNotFoundError: No module named 'six'", False, conformance.OTHER_PACKAGE),
         ("Multiple instances requires distributed optimizer to be enabled", True, ""),
-        ("ImportError: emerging-optimizers package is required for 'muon'", False, verdicts.OTHER_PACKAGE),
+        ("ImportError: emerging-optimizers package is required for 'muon'", False, conformance.OTHER_PACKAGE),
         ("ModuleNotFoundError: No module named 'megatron.core.nothing'", False, ""),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, verdicts.DATA),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, conformance.DATA),
         ("AssertionError: assert 1 == 2", False, ""),
     ],
 )
 def test_reasons(message: str, skipped: bool, reason: str) -> None:
-    assert verdicts.reason_of(message, skipped=skipped) == reason
+    assert reason_of(message, skipped=skipped) == reason
 
 
 def test_no_more_ranks_than_the_ci_of_megatron_has() -> None:
     message = "TP*PP > 8 is larger than world size"
-    assert verdicts.reason_of(message, skipped=True, ranks=4) == verdicts.MORE_RANKS
-    assert verdicts.reason_of(message, skipped=True, ranks=8) == ""
+    assert reason_of(message, skipped=True, ranks=4) == conformance.MORE_RANKS
+    assert reason_of(message, skipped=True, ranks=8) == ""
 
 
 @pytest.mark.parametrize(
@@ -339,4 +340,4 @@ def test_no_more_ranks_than_the_ci_of_megatron_has() -> None:
     ],
 )
 def test_ranks_needed(message: str, ranks: int) -> None:
-    assert verdicts.ranks_needed(message) == ranks
+    assert conformance.ranks_needed(message) == ranks

@@ -1,10 +1,11 @@
-"""preserved_rng: every random stream goes on where it was."""
+"""Every random stream goes on where it was, and functions that were replaced can be replaced again."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,11 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_rl_patches.inference.models.isolation import preserved_rng
+from megatron_rl_patches.inference.models.isolation import (
+    original_of,
+    preserved_rng,
+    replaced_in_this_thread,
+)
 from megatron_rl_patches.testing import cpu_backend
 
 
@@ -95,3 +100,19 @@ def test_the_cuda_device_that_was_current(monkeypatch: pytest.MonkeyPatch) -> No
     with preserved_rng():
         states[1], current = "moved on", 0
     assert states == {0: "a", 1: "b"}
+
+
+def test_a_function_that_somebody_has_wrapped_meanwhile_can_be_replaced_again() -> None:
+    owner = SimpleNamespace(function=lambda: ["original"])
+
+    def substitute() -> list[str]:
+        return [*original_of(owner, "function")(), "substitute"]
+
+    with replaced_in_this_thread(owner, "function", substitute):
+        ours = owner.function
+        owner.function = lambda: [*ours(), "wrapper"]
+        assert owner.function() == ["original", "substitute", "wrapper"]
+    assert owner.function() == ["original", "wrapper"]
+    with replaced_in_this_thread(owner, "function", substitute):
+        assert owner.function() == ["original", "wrapper", "substitute"]
+    assert owner.function() == ["original", "wrapper"]

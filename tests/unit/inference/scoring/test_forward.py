@@ -45,26 +45,24 @@ def check(*microbatches: dict[str, Any], packing: bool = False, **sizes: int) ->
     return parse_microbatches(microbatches, packing=packing, vocabulary=VOCABULARY, **sizes)
 
 
-def test_default_is_every_token_but_the_first() -> None:
-    (batch,) = check(microbatch())
-    assert batch.layout.response_rows.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert batch.targets_n.tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
-    assert batch.layout.response_lengths == (5, 3) and batch.indices == [0, 1]
+PACKED = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "response_lengths": [1, 2]}
 
 
-def test_responses_end_where_samples_end() -> None:
-    (batch,) = check(microbatch(response_lengths=torch.tensor([2, 0])))
-    assert batch.layout.response_rows.tolist() == [3, 4]
-
-
-def test_packed_samples_follow_each_other() -> None:
-    packed = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "response_lengths": [1, 2]}
-    (batch,) = check(packed, packing=True)
-    assert batch.targets_n.tolist() == [2, 5, 6]
-
-
-def test_indices_go_on_in_the_next_microbatch() -> None:
-    assert [batch.indices for batch in check(microbatch(), microbatch())] == [[0, 1], [2, 3]]
+@pytest.mark.parametrize(
+    ("batch", "packing", "rows", "targets"),
+    [
+        (microbatch(), False, [0, 1, 2, 3, 4, 6, 7, 8], [1, 2, 3, 4, 5, 7, 8, 9]),  # all but the first token
+        (microbatch(response_lengths=torch.tensor([2, 0])), False, [3, 4], [4, 5]),
+        (PACKED, True, [1, 4, 5], [2, 5, 6]),
+    ],
+)
+def test_rows_and_what_they_predict(
+    batch: dict[str, Any], packing: bool, rows: list[int], targets: list[int]
+) -> None:
+    first, second = check(batch, batch, packing=packing)
+    assert first.layout.response_rows.tolist() == rows
+    assert first.targets_n.tolist() == targets
+    assert (first.indices, second.indices) == ([0, 1], [2, 3])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,50 +48,72 @@ def errors(
     *,
     entropy_grad: bool = True,
     inplace_backward: bool = False,
-    tp_group: Any = None,
     columns: slice = slice(None),
+    keep_mask: Tensor | None = None,
     **options: Any,
 ) -> Errors:
     """What the loss makes of the whole ``logits``, each value and its gradient weighted differently.
 
     ``columns`` are those of this rank; a keep-mask is given whole, too.
     """
-    row_options = {name: options[name] for name in ("rows", "temperature", "keep_mask") if name in options}
-    leaf = logits.double().requires_grad_()
-    expected = dense_log_probs_and_entropy(leaf, targets, **row_options)
+    row_options = {name: options[name] for name in ("rows", "temperature") if name in options}
     weights = torch.linspace(-1.0, 2.0, 2 * len(targets), dtype=torch.float64).view(2, -1)
     if not entropy_grad:
         weights[1] = 0.0
-    (torch.stack(expected) * weights).sum().backward()  # type: ignore[no-untyped-call]
-    assert leaf.grad is not None
 
-    if options.get("keep_mask") is not None:
-        options["keep_mask"] = options["keep_mask"][:, columns]
+    def found(mine: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
+            mine,
+            targets,
+            entropy_grad=entropy_grad,
+            inplace_backward=inplace_backward,
+            keep_mask=None if keep_mask is None else keep_mask[:, columns],
+            **options,
+        )
+        assert entropies.requires_grad == entropy_grad
+        return log_probs, entropies
+
+    def expected(whole: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_log_probs_and_entropy(whole, targets, keep_mask=keep_mask, **row_options)
+
+    return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))
+
+
+def differences(
+    logits: Tensor,
+    found: Callable[[Tensor], Sequence[Tensor]],
+    expected: Callable[[Tensor], Sequence[Tensor]],
+    weights: Sequence[Tensor] | Tensor,
+    inplace_backward: bool,
+    columns: slice,
+) -> list[float]:
+    """The relative errors of each result, and of the gradient of their weighted sum; -inf counts for none.
+
+    ``found`` gets the columns of this rank, ``expected`` all of them in float64.
+    """
+    leaf = logits.detach().double().requires_grad_()
+    references = expected(leaf)
+    finite = [values > float("-inf") for values in references]
+
+    def weighted(results: Sequence[Tensor]) -> Tensor:
+        terms = zip(results, weights, finite, strict=True)
+        return torch.stack(
+            [(torch.where(ok, x, 0.0).double() * w).sum() for x, w, ok in terms if x.requires_grad]
+        ).sum()
+
+    weighted(references).backward()  # type: ignore[no-untyped-call]
     mine = logits[:, columns].detach().clone().requires_grad_()
-    found = vocab_parallel_log_probs_and_entropy(
-        mine * 1 if inplace_backward else mine,
-        targets,
-        tp_group=tp_group,
-        entropy_grad=entropy_grad,
-        inplace_backward=inplace_backward,
-        **options,
-    )
-    assert all(
-        values.dtype == (mine.dtype if mine.dtype == torch.float64 else torch.float32) for values in found
-    )
-    assert found[1].requires_grad == entropy_grad
-    loss = (found[0] * weights[0]).sum()
-    if entropy_grad:
-        loss = loss + (found[1] * weights[1]).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert mine.grad is not None
+    results = found(mine * 1 if inplace_backward else mine)
+    weighted(results).backward()  # type: ignore[no-untyped-call]
+    for values, ok in zip(results, finite, strict=True):
+        assert values.dtype == (mine.dtype if mine.dtype == torch.float64 else torch.float32)
+        assert (values[~ok] == float("-inf")).all()
+    assert mine.grad is not None and leaf.grad is not None
     assert mine.grad.dtype == mine.dtype
+    triples = zip(results, references, finite, strict=True)
+    of_values = [relative_error(x[ok], reference[ok], reference[ok].abs()) for x, reference, ok in triples]
     of_row = leaf.grad.abs().amax(1, keepdim=True)
-    return Errors(
-        relative_error(found[0], expected[0], expected[0].abs()),
-        relative_error(found[1], expected[1], expected[1].abs()),
-        relative_error(mine.grad, leaf.grad[:, columns], of_row),
-    )
+    return [*of_values, relative_error(mine.grad, leaf.grad[:, columns], of_row)]
 
 
 def relative_error(found: Tensor, expected: Tensor, scale: Tensor) -> float:

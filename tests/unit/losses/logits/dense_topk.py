@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at
 
-from .dense import relative_error
+from .dense import differences
 
 NO_ENTRY = -100
 
@@ -73,39 +73,15 @@ def errors(
 ) -> Errors:
     """What is made of the whole ``logits``, with a weight of its own for each log-probability and tail."""
     known = {name: options[name] for name in ("rows", "temperature") if name in options}
-    leaf = logits.detach().double().requires_grad_()
-    expected = dense_log_probs_at(leaf, indices, **known)
     generator = torch.Generator().manual_seed(5)
-    weights = [torch.randn(values.shape, generator=generator).double() for values in expected]
-    finite = [values > float("-inf") for values in expected]
+    weights = [torch.randn(shape, generator=generator).double() for shape in (indices.shape, len(indices))]
 
-    def weighted(outputs: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack(
-            [
-                (torch.where(ok, values, 0.0).double() * weight).sum()
-                for values, weight, ok in zip(outputs, weights, finite, strict=True)
-            ]
-        ).sum()
+    def found(mine: Tensor) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs_at(
+            mine, indices, with_tail=True, inplace_backward=inplace_backward, **options
+        )
 
-    weighted(expected).backward()  # type: ignore[no-untyped-call]
-    mine = logits[:, columns].detach().clone().requires_grad_()
-    outputs = vocab_parallel_log_probs_at(
-        mine * 1 if inplace_backward else mine,
-        indices,
-        with_tail=True,
-        inplace_backward=inplace_backward,
-        **options,
-    )
-    for values, ok in zip(outputs, finite, strict=True):
-        assert values.dtype == (mine.dtype if mine.dtype == torch.float64 else torch.float32)
-        assert (values[~ok] == float("-inf")).all()
-    weighted(outputs).backward()  # type: ignore[no-untyped-call]
-    assert mine.grad is not None
-    assert leaf.grad is not None
-    assert mine.grad.dtype == mine.dtype
-    in_log_probs, in_tail = (
-        relative_error(values[ok], reference[ok], reference[ok].abs())
-        for values, reference, ok in zip(outputs, expected, finite, strict=True)
-    )
-    of_row = leaf.grad.abs().amax(1, keepdim=True)
-    return Errors(in_log_probs, in_tail, relative_error(mine.grad, leaf.grad[:, columns], of_row))
+    def expected(whole: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_log_probs_at(whole, indices, **known)
+
+    return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))

@@ -14,6 +14,7 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
 
@@ -59,6 +60,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no block": ({"block_bytes": 0}, "block_bytes is 0"),
     "unknown choice": ({"fused": "always"}, "fused is 'always'"),
 }
+IDS = TARGETS[:, None]
+REFUSED_AT: dict[str, tuple[dict[str, Any], str]] = {
+    "ids of one dimension": ({"indices": TARGETS}, r"expected torch.int64 \[4, K\]"),
+    "no ids": ({"indices": IDS[:, :0]}, "K at least 1"),
+    "ids of too few rows": ({"indices": IDS[1:]}, r"\[3, 1\]"),
+    "float ids": ({"indices": IDS.float()}, "torch.float32"),
+    "id beyond": ({"indices": IDS + V}, f"ids below {V}, or -100 for no entry"),
+    "negative id": ({"indices": IDS - 1}, r"found \[-1"),
+    "ids of all rows": ({"rows": slice(0, 2)}, r"\[2, K\]"),
+}
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
@@ -67,6 +78,18 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
     for function in (vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy):
         with pytest.raises(InvalidInputError, match=message):
             function(**arguments)
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_AT.values(), ids=REFUSED_AT)
+def test_ids_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        vocab_parallel_log_probs_at(**{"logits": LOGITS, "indices": IDS, **changes})
+
+
+@pytest.mark.parametrize("k", [0, V + 1, -3])
+def test_k_out_of_range_is_refused(k: int) -> None:
+    with pytest.raises(InvalidInputError, match=f"k is {k}, expected from 1 to {V}"):
+        vocab_parallel_topk(LOGITS, k)
 
 
 def test_accepted() -> None:

@@ -1,4 +1,4 @@
-"""Logits that are never made: the same values and gradients, no tensor of their size, and no surprise."""
+"""Logits that are not materialized: the same values and gradients, no tensor of their size, no surprise."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     DeferredLogits,
-    SequenceLayout,
-    checkpointed,
     deferred_logits,
     full_vocabulary_divergence,
-    packed_log_probs_and_entropy,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
@@ -90,15 +87,34 @@ def run(
 def assert_same(
     function: Callable[[Tensor], Tensor | Sequence[Tensor]], tensors: Inputs, bound: float, **options: Any
 ) -> None:
+    """The values and gradients of ordinary logits, in float64, without any logits."""
     expected = run(
         lambda x: function(x.double()), dense_of({n: t.double() for n, t in tensors.items()}), tensors
     )
     logits = logits_of(tensors, **options)
     found = run(function, logits, tensors)
-    assert logits._contents.values is None, "the logits were made"
+    assert logits._contents.values is None, "the logits were materialized"
     for a, b in zip(expected, found, strict=True):
         error = (a.double() - b.double()).abs().max() if a.numel() else 0.0
         assert error <= bound * max(a.abs().max().item(), 1.0) if a.numel() else True
+
+
+def assert_close(
+    function: Callable[[Tensor], Tensor | Sequence[Tensor]],
+    tensors: Inputs,
+    make: Callable[[Inputs], Tensor] = logits_of,
+    *,
+    rtol: float = 1e-9,
+    atol: float = 1e-12,
+) -> None:
+    """The values and gradients of ordinary logits, whoever materializes them."""
+    expected, found = run(function, dense_of(tensors), tensors), run(function, make(tensors), tensors)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, rtol=rtol, atol=atol)
+
+
+def of_existing(tensors: Inputs) -> Tensor:
+    return deferred.rows_of_existing(dense_of(tensors))
 
 
 SELECTIONS: dict[str, Any] = {
@@ -197,34 +213,8 @@ def test_the_largest_logit_of_each_row(tile_bytes: int | None, caplog: pytest.Lo
             assert torch.equal(found, dense.argmax(-1))
         assert torch.allclose(logits.max(dim=-1).values, dense.max(dim=-1).values, equal_nan=True)
         assert not caplog.messages
-        assert logits.max().isnan()  # of all rows: that is made
+        assert logits.max().isnan()  # of all rows: that is materialized
     assert len(caplog.messages) == 1
-
-
-def test_packed_samples() -> None:
-    layout = SequenceLayout.build([4, 3, 7], [2, 1, 5])
-    tokens = list(TOKENS.split([4, 3, 7]))
-
-    def function(logits: Tensor) -> list[Tensor]:
-        log_probs, entropies = packed_log_probs_and_entropy(logits.view(1, T, V), tokens, layout)
-        assert entropies is not None
-        return [*log_probs, *entropies]
-
-    assert_same(function, inputs(torch.float64), 1e-10)
-
-
-def test_a_weight_that_is_used_elsewhere_too() -> None:
-    """As that of an embedding; the gradients add up."""
-    tensors = inputs(torch.float64)
-    ids = TOKENS.view(B, S)
-
-    def loss(make: Callable[..., Tensor]) -> Tensor:
-        hidden = tensors["hidden"] + tensors["weight"][ids]
-        return vocab_parallel_log_probs(make(hidden, tensors["weight"]).view(T, V), TOKENS).sum()
-
-    (expected,) = torch.autograd.grad(loss(linear), tensors["weight"])
-    (found,) = torch.autograd.grad(loss(deferred_logits), tensors["weight"])
-    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
@@ -400,12 +390,13 @@ def test_rows_of_logits_that_exist_stay_deferred(name: str) -> None:
     _assert_stays_deferred(name, deferred.rows_of_existing(logits), logits)
 
 
-# torch refuses to write to inference tensors elsewhere, and a division past the graph makes the logits.
+# torch refuses to write to inference tensors elsewhere, and a division past the graph
+# materializes the logits.
 @pytest.mark.parametrize("name", [name for name in FOLLOWED if name != "div in place"])
-@pytest.mark.parametrize(("made", "used"), [(True, True), (False, True), (True, False)])
-def test_stays_deferred_made_or_used_under_inference_mode(name: str, made: bool, used: bool) -> None:
+@pytest.mark.parametrize(("created", "used"), [(True, True), (False, True), (True, False)])
+def test_stays_deferred_under_inference_mode(name: str, created: bool, used: bool) -> None:
     tensors = inputs()
-    with torch.inference_mode(made):
+    with torch.inference_mode(created):
         logits, expected = logits_of(tensors), dense_of(tensors)
     with torch.inference_mode(used):
         _assert_stays_deferred(name, logits, expected)
@@ -413,7 +404,7 @@ def test_stays_deferred_made_or_used_under_inference_mode(name: str, made: bool,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROUNDED)
-def test_a_quotient_that_is_rounded_is_made(name: str, dtype: torch.dtype) -> None:
+def test_a_quotient_that_is_rounded_is_materialized(name: str, dtype: torch.dtype) -> None:
     tensors = inputs(dtype)
     logits, expected = FOLLOWED[name](logits_of(tensors)), FOLLOWED[name](dense_of(tensors))
     tokens = TOKENS[: expected.shape[:-1].numel()]
@@ -487,12 +478,7 @@ def test_other_operations_see_the_layers_own_logits(name: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations_see_logits_that_exist(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    tensors = inputs()
-    expected = run(OTHERS[name], dense_of(tensors), tensors)
-    for a, b in zip(
-        expected, run(OTHERS[name], deferred.rows_of_existing(dense_of(tensors)), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=2e-6, atol=1e-5)
+    assert_close(OTHERS[name], inputs(), of_existing, rtol=2e-6, atol=1e-5)
     assert not caplog.records, "nothing was materialized"
 
 
@@ -507,7 +493,7 @@ def test_the_warning_names_operation_and_line_once(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_what_only_needs_the_shape_makes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_only_needs_the_shape_materializes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     logits = logits_of(inputs())
     others = (
         torch.zeros_like(logits),
@@ -571,10 +557,7 @@ class ThreeTimes(torch.autograd.Function):
     ids=["values", "rows", "rows of its rows"],
 )
 def test_an_autograd_function_has_its_own_gradient(function: Callable[[Tensor], Tensor]) -> None:
-    tensors = inputs()
-    expected = run(function, dense_of(tensors), tensors)
-    for a, b in zip(expected, run(function, logits_of(tensors), tensors), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(function, inputs(), rtol=1e-5, atol=1e-6)
 
 
 def _view_without_a_graph(logits: Tensor) -> Tensor:
@@ -592,21 +575,16 @@ def _view_without_a_graph(logits: Tensor) -> Tensor:
     ],
     ids=["detached rows", "a view without a graph beside rows", "a view without a graph"],
 )
-@pytest.mark.parametrize("make", [logits_of, lambda t: deferred.rows_of_existing(dense_of(t))])
+@pytest.mark.parametrize("make", [logits_of, of_existing])
 def test_what_is_past_the_graph_has_no_gradient(
     rows: Callable[[Tensor], Tensor], make: Callable[[Inputs], Tensor]
 ) -> None:
-    tensors = inputs(torch.float64)
-
     def function(logits: Tensor) -> Tensor:
         chosen = rows(logits)
-        # The first term lets the gradient of all tensors exist.
+        # The last term lets the gradient of all tensors exist.
         return vocab_parallel_log_probs(chosen, TOKENS[: len(chosen)]).sum() + 0 * logits.exp().sum()
 
-    for a, b in zip(
-        run(function, dense_of(tensors), tensors), run(function, make(tensors), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+    assert_close(function, inputs(torch.float64), make)
 
 
 def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
@@ -617,7 +595,7 @@ def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
     assert all(tensor.grad is None for tensor in tensors.values())
 
 
-def test_made_inside_reentrant_checkpointing() -> None:
+def test_deferred_inside_reentrant_checkpointing() -> None:
     tensors = inputs(torch.float64)
 
     def loss(make: Callable[..., Tensor]) -> list[Tensor]:
@@ -695,28 +673,6 @@ def test_a_hook_comes_before_the_loss(wait: Callable[[Tensor], Any]) -> None:
         wait(logits)
 
 
-LOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "all": lambda x: x.detach().abs().max(),
-    "columns": lambda x: x[..., 3:9].sum(),
-    "numbers": lambda x: x.tolist(),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS.values(), ids=list(LOOKS))
-def test_a_recomputed_loss_does_not_see_who_has_looked(look: Callable[[Tensor], Any]) -> None:
-    tensors = inputs(torch.float64)
-
-    def function(logits: Tensor) -> Tensor:
-        values = checkpointed(vocab_parallel_log_probs)(logits.view(T, V), TOKENS)
-        look(logits)
-        return values
-
-    for a, b in zip(
-        run(function, dense_of(tensors), tensors), run(function, logits_of(tensors), tensors), strict=True
-    ):
-        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("of_loss", [True, False])
 @pytest.mark.parametrize("of_backward", [True, False])
 def test_autocast_changes_nothing(of_loss: bool, of_backward: bool) -> None:
@@ -760,7 +716,7 @@ def test_an_input_overwritten_before_backward_is_an_error() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "made"])
+@pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "materialized"])
 def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> None:
     tensors = inputs()
     (gradient,) = torch.autograd.grad(reduce(logits_of(tensors)), [tensors["hidden"]], create_graph=True)
@@ -789,14 +745,6 @@ def test_a_frozen_head_keeps_tiles_where_backward_reads_them() -> None:
     assert sizes.products == 2
 
 
-def test_a_graph_that_meets_itself_again_and_again() -> None:
-    """Each of its nodes is visited once: two to the power of 40 paths would take for ever."""
-    x = logits_of(inputs()).view(T, V)
-    for _ in range(40):
-        x = torch.cat([x[:4], x[4:]])
-    assert x.is_deferred  # type: ignore[attr-defined]
-
-
 def test_backward_twice() -> None:
     tensors = inputs(torch.float64)
     loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
@@ -818,7 +766,7 @@ def test_backward_twice() -> None:
     ],
     ids=["pickle", "deepcopy", "torch.save", "tolist", "numpy", "dlpack", "item"],
 )
-def test_what_stores_the_values_makes_them_and_says_so(
+def test_what_stores_the_values_materializes_them_and_says_so(
     store: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     tensors = inputs()
@@ -827,13 +775,6 @@ def test_what_stores_the_values_makes_them_and_says_so(
     assert type(stored) is Tensor
     assert torch.equal(stored, dense_of(tensors))
     assert "which were materialized" in caplog.text
-
-
-def test_columns_of_another_rank_are_not_hidden_here() -> None:
-    """A tensor-parallel rank whose ids all come before the padding."""
-    tensors = inputs(trained=())
-    logits = deferred.hide_columns(logits_of(tensors), V + 20)
-    assert torch.equal(logits + 0, dense_of(tensors))
 
 
 def test_hidden_columns() -> None:
@@ -848,6 +789,8 @@ def test_hidden_columns() -> None:
     assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V), TOKENS % (V - 30)), rtol=2e-6)
     assert torch.equal(logits + 0, expected)
     assert torch.equal(deferred.hide_columns(dense_of(tensors) / 2, V - 30), expected)
+    # A tensor-parallel rank whose ids all come before the padding hides none.
+    assert torch.equal(deferred.hide_columns(logits_of(tensors), V + 20) + 0, dense_of(tensors))
     whole.zero_()
     assert torch.equal(copy_of_whole + 0, expected)
 
@@ -1016,11 +959,11 @@ def test_a_write_after_the_loss_does_not_change_its_gradient(
 def test_a_write_to_a_copy_of_existing_logits_leaves_the_original_alone(
     read: Callable[[Tensor], Any], copy: Callable[[Tensor], Tensor]
 ) -> None:
-    tensors = inputs(torch.float64)
-    logits = deferred.rows_of_existing(dense_of(tensors).flatten(0, -2) * 1)
-    read(logits)
-    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
-    copy(logits)[0] = 3
-    expected = vocab_parallel_log_probs(dense_of(tensors).flatten(0, -2), TOKENS).sum()
-    for a, b in zip(*(torch.autograd.grad(x, list(tensors.values())) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(a, b)
+    def function(logits: Tensor) -> Tensor:
+        rows = logits.flatten(0, -2)
+        read(rows)
+        loss = vocab_parallel_log_probs(rows, TOKENS)
+        copy(rows)[0] = 3
+        return loss
+
+    assert_close(function, inputs(torch.float64), lambda t: deferred.rows_of_existing(dense_of(t) * 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
 
 from .dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from .pairwise import pairwise
@@ -187,25 +191,12 @@ def test_a_target_that_is_masked_has_probability_zero() -> None:
     assert values[3].isfinite()
 
 
-def test_a_keep_mask_leaves_the_target_in() -> None:
-    keep_mask = torch.zeros(T, V, dtype=torch.bool)
-    values = vocab_parallel_log_probs(random_logits(), random_targets(), keep_mask=keep_mask)
-    assert (values == 0).all()
-
-
 @pytest.mark.parametrize(
     ("rows", "columns"),
     [(1, V), (1, 1), (3, 1), (2, 2), (5, 31), (5, 32), (7, 64), (3, 32000), (2, 18992), (2, 5003)],
 )
 def test_shapes(rows: int, columns: int) -> None:
     check(random_logits(rows, columns), torch.arange(rows) % columns)
-
-
-def test_log_probs_alone_are_those_with_entropy() -> None:
-    logits, targets = random_logits(), random_targets()
-    alone = vocab_parallel_log_probs(logits, targets, temperature=0.7)
-    both = vocab_parallel_log_probs_and_entropy(logits, targets, temperature=0.7)
-    assert relative_error(alone, both[0].double(), both[0].abs()) <= FLOAT32
 
 
 def test_only_the_entropy_or_only_the_log_probs_may_be_used() -> None:
@@ -226,49 +217,6 @@ def test_without_gradient() -> None:
         assert vocab_parallel_log_probs(random_logits(), random_targets()).equal(values)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"keep_mask": KEEP[:4, :9]}])
-def test_gradcheck(options: dict[str, Any]) -> None:
-    logits = random_logits(4, 9, torch.float64)
-    logits = (logits - logits.mean(1, keepdim=True)).clamp(-3, 3).requires_grad_()
-    targets = torch.tensor([0, 8, 3, IGNORE])
-    torch.autograd.gradcheck(
-        lambda x: vocab_parallel_log_probs_and_entropy(x, targets, **options), logits, fast_mode=False
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_results_may_be_changed_in_place(dtype: torch.dtype) -> None:
-    logits = random_logits(dtype=dtype).requires_grad_()
-    results = vocab_parallel_log_probs_and_entropy(logits, random_targets())
-    [expected] = torch.autograd.grad(2 * results[0].sum() + results[1].sum(), logits)
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(logits, random_targets())
-    log_probs.unsqueeze(-1).squeeze(-1).mul_(2)
-    entropies += 1
-    [gradient] = torch.autograd.grad(log_probs.sum() + entropies.sum(), logits)
-    assert gradient.equal(expected)
-
-
-def test_double_backward_is_refused() -> None:
-    """Rather than taking the gradient for a constant."""
-    logits = random_logits(4, 9, torch.float64).requires_grad_()
-    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
-    values = vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.int64))
-    for loss, source in ((values.sum(), logits), ((values * weight).sum(), weight)):
-        [gradient] = torch.autograd.grad(loss, logits, create_graph=True)
-        assert gradient.requires_grad
-        with pytest.raises(InvalidInputError, match="differentiated twice"):
-            torch.autograd.grad(gradient.sum(), source)
-
-
-def test_create_graph_alone_is_no_error() -> None:
-    """As of a framework that passes it for other terms of its loss."""
-    logits = random_logits(4).requires_grad_()
-    values = vocab_parallel_log_probs(logits, random_targets(4))
-    [gradient] = torch.autograd.grad(values.sum(), logits, create_graph=True)
-    plain = vocab_parallel_log_probs(logits, random_targets(4))
-    assert gradient.equal(torch.autograd.grad(plain.sum(), logits)[0])
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.25])
 @pytest.mark.parametrize("block_bytes", [1, 3 * V, 5000, 1 << 16])
 def test_the_block_size_does_not_change_a_bit(block_bytes: int, temperature: float) -> None:
@@ -282,3 +230,37 @@ def test_the_block_size_does_not_change_a_bit(block_bytes: int, temperature: flo
         )
         of_blocks.append([*values, *torch.autograd.grad(values[0].sum() + 2 * values[1].sum(), leaf)])
     assert all(map(torch.equal, *of_blocks))
+
+
+RESULTS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "entropy": lambda x: vocab_parallel_log_probs_and_entropy(x, random_targets()),
+    "tail": lambda x: vocab_parallel_log_probs_at(x, random_targets()[:, None], with_tail=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("results_of", RESULTS.values(), ids=list(RESULTS))
+def test_results_may_be_changed_in_place(
+    results_of: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype
+) -> None:
+    logits = random_logits(dtype=dtype).requires_grad_()
+    results = results_of(logits)
+    [expected] = torch.autograd.grad(2 * results[0].sum() + results[1].sum(), logits)
+    log_probs, others = results_of(logits)
+    log_probs.unsqueeze(-1).squeeze(-1).mul_(2)
+    others += 1
+    [gradient] = torch.autograd.grad(log_probs.sum() + others.sum(), logits)
+    assert gradient.equal(expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Rather than taking the gradient for a constant. To ask for its graph alone is no error."""
+    logits = random_logits(4, 9, torch.float64).requires_grad_()
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    values = vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.int64))
+    [expected] = torch.autograd.grad(values.sum(), logits, retain_graph=True)
+    for loss, source in ((values.sum(), logits), ((values * weight).sum(), weight)):
+        [gradient] = torch.autograd.grad(loss, logits, create_graph=True)
+        assert gradient.requires_grad and gradient.equal(expected)
+        with pytest.raises(InvalidInputError, match="differentiated twice"):
+            torch.autograd.grad(gradient.sum(), source)

@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from megatron_rl_patches.losses import (
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+)
 
 from ..live_bytes import live_bytes
 
@@ -29,6 +33,11 @@ def entropy(*args: Any, **options: Any) -> Tensor:
     return values.sum() + entropies.sum()
 
 
+def at(*args: Any, **options: Any) -> Tensor:
+    log_probs, tail = vocab_parallel_log_probs_at(*args, with_tail=True, **options)
+    return log_probs.sum() + tail.sum()
+
+
 MODES: dict[str, tuple[Loss, dict[str, Any]]] = {
     "log_probs": (log_probs, {}),
     "log_probs_at_temperature": (log_probs, {"temperature": 0.7}),
@@ -39,6 +48,11 @@ MODES: dict[str, tuple[Loss, dict[str, Any]]] = {
     "entropy_of_a_range": (entropy, {"rows": slice(50, 200)}),
     "entropy_of_scattered_rows": (entropy, {"rows": 3}),
     "log_probs_of_scattered_rows": (log_probs, {"rows": 3}),
+}
+MODES_AT: dict[str, tuple[Loss, dict[str, Any]]] = {
+    "at": (at, {"k": 16}),
+    "at_temperature": (at, {"k": 16, "temperature": 0.7}),
+    "at_many": (at, {"k": 64}),
 }
 # Rows, columns and block_bytes: the block that large logits get by default is 1% of them at most.
 SHAPES = [
@@ -61,7 +75,7 @@ class Case:
 
     def peak(self, mode: str, **options: Any) -> float:
         """Of forward and backward, over the bytes of the logits."""
-        loss, mode_options = MODES[mode]
+        loss, mode_options = (MODES | MODES_AT)[mode]
         options = {"block_bytes": self.block_bytes, **mode_options, **options}
         targets, logits = self.targets, self.leaf * 1
         if options.get("keep_mask"):
@@ -70,6 +84,8 @@ class Case:
             options["rows"] = torch.arange(self.shape[0]).view(-1, 4)[:, :3].flatten()
         if "rows" in options:
             targets = targets[options["rows"]]
+        if k := options.pop("k", None):
+            targets = torch.randint(self.shape[1], (self.shape[0], k))
 
         def call() -> Tensor:
             return torch.autograd.grad(loss(logits, targets, **options), logits)[0]
@@ -88,6 +104,18 @@ def test_plain(mode: str, case: Case) -> None:
     assert case.peak(mode, fused=False, inplace_backward=True) <= 0.02
 
 
+@pytest.mark.parametrize("mode", MODES_AT)
+def test_at_ids(mode: str, case: Case) -> None:
+    assert 1.0 <= case.peak(mode) <= 1.02
+    assert case.peak(mode, inplace_backward=True) <= 0.02
+
+
+@pytest.mark.parametrize(("loss", "targets"), [(entropy, (512,)), (at, (512, 8))])
+def test_forward_keeps_a_few_numbers_per_row(loss: Loss, targets: tuple[int, ...]) -> None:
+    logits, ids = torch.randn(512, 8192, requires_grad=True), torch.randint(8192, targets)
+    assert live_bytes(lambda: loss(logits, ids)).retained <= 512 * 100
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 @pytest.mark.parametrize("mode", MODES)
@@ -103,14 +131,6 @@ def test_compiling_switched_off_costs_a_few_blocks() -> None:
     case = Case(256, 16384, 1 << 17)
     with torch.compiler.set_stance("force_eager"):
         assert case.peak("entropy", inplace_backward=True, fused=True) <= 0.06
-
-
-def test_forward_keeps_a_few_numbers_per_row() -> None:
-    rows, columns = 512, 8192
-    logits = torch.randn(rows, columns, requires_grad=True)
-    targets = torch.zeros(rows, dtype=torch.int64)
-    _, retained = live_bytes(lambda: vocab_parallel_log_probs_and_entropy(logits, targets, fused=False))
-    assert retained <= 100 * rows
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 18, 1 << 20])

@@ -92,28 +92,32 @@ def test_a_leaf_is_refused(leaf: Tensor, view_of: Callable[[Tensor], Tensor]) ->
     in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
 
 
-def test_a_second_claim_is_refused_while_the_first_lives(leaf: Tensor) -> None:
-    logits = leaf * 1
-    loss = in_place(logits)
-    for same in (logits, logits.view(1, ROWS, V)[0]):
-        with pytest.raises(InvalidInputError, match="given to another inplace_backward"):
-            in_place(same)
-    del loss
-    in_place(logits).backward()
-
-
-def test_a_second_backward_is_an_error(leaf: Tensor) -> None:
-    loss = in_place(leaf * 1)
-    loss.backward(retain_graph=True)
-    with pytest.raises(InvalidInputError, match=r"overwritten after forward.*a second backward"):
-        loss.backward()
-
-
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "log_probs": lambda x: vocab_parallel_log_probs(x, TARGETS, inplace_backward=True),
     "at": lambda x: vocab_parallel_log_probs_at(x, TARGETS[:, None], inplace_backward=True),
     "divergence": lambda x: full_vocabulary_divergence(x, x.detach().flip(0), inplace_backward=True),
 }
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
+def test_a_second_claim_is_refused_while_the_first_lives(
+    leaf: Tensor, loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    logits = leaf * 1
+    loss = loss_of(logits).sum()
+    for same in (logits, logits.view(1, ROWS, V)[0]):
+        with pytest.raises(InvalidInputError, match="given to another inplace_backward"):
+            in_place(same)
+    del loss
+    loss_of(logits).sum().backward()
+
+
+@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
+def test_a_second_backward_is_an_error(leaf: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
+    loss = loss_of(leaf * 1).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(InvalidInputError, match=r"overwritten after forward.*a second backward"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))

@@ -1,8 +1,10 @@
-"""The distillation loss over responses, and its closure for a forward step; on ranks, see tests/real."""
+"""Distillation losses from teachers of both kinds against whole rows in float64; for ranks see tests/real."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +15,18 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
     DistillationBatch,
     DistillationOptions,
+    FullDistribution,
+    OutputHead,
     SequenceLayout,
     TopKDistribution,
     average_metrics,
+    deferred_logits,
     distillation_loss,
+    forward_kl,
+    full_vocabulary_divergence,
+    generalized_kl,
+    importance_weighted_reverse_kl,
+    jensen_shannon,
     make_distillation_loss_func,
     mix_teachers,
     reverse_kl,
@@ -24,253 +34,340 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from tests.unit.losses.logits.pairwise import pairwise
 
-VOCABULARY, K, TEMPERATURE = 11, 4, 0.7
+V, H, K, TEMPERATURE, LONGEST = 300, 6, 4, 0.7, 8
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]
-NAN = float("nan")
+LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
+ROWS = LAYOUT.response_rows
+MASKS = [torch.tensor([1, 0, 1]), torch.zeros(0), torch.tensor([1, 1, 0, 0, 1, 1, 1, 0])]
+MASK = torch.cat(MASKS) != 0
+of_each_kind = pytest.mark.parametrize("kind", ["top-k", "full"])
 
 
-def logits_leaf(seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def responses_of(logits: Tensor) -> Tensor:
-    """The rows that predict response tokens, ``[sum(RESPONSES), V]``."""
-    samples = zip(logits[0].split(TOTALS), RESPONSES, strict=True)
-    return torch.cat([rows[len(rows) - response - 1 : -1] for rows, response in samples])
+HEADS = {
+    name: OutputHead(random(V, h, seed=h), random(V, seed=h + 1)) for name, h in (("math", 4), ("code", 5))
+}
+HIDDEN = {name: random(len(MASK), head.weight.shape[1], seed=9) for name, head in HEADS.items()}
+#: Of the policy that sampled, which is not the student any more.
+OLD = vocab_parallel_topk(random(len(MASK), V, seed=7), K, temperature=TEMPERATURE)
 
 
-def batch_of(teachers: int = 1) -> DistillationBatch:
-    """Teachers at the indices of an old policy, which is not the student any more."""
-    generator = torch.Generator().manual_seed(0)
-    old = vocab_parallel_topk(responses_of(logits_leaf(seed=7)), K, temperature=TEMPERATURE)
-
-    def score(seed: int) -> list[TopKDistribution]:
-        logits = responses_of(logits_leaf(seed)).detach()
-        return TopKDistribution(
-            old.indices, *vocab_parallel_log_probs_at(logits, old.indices, with_tail=True)
-        ).split(RESPONSES)
-
-    masks = [torch.rand(n, generator=generator) < 0.7 for n in RESPONSES]
-    return DistillationBatch([score(2 + i) for i in range(teachers)], masks, old.split(RESPONSES))
+def teacher(kind: str, name: str) -> list[Any]:
+    """A teacher's distributions of each response."""
+    whole = FullDistribution.of(HIDDEN[name], HEADS[name])
+    if kind == "full":
+        return whole.split(RESPONSES)
+    return scored(whole.logits()[0]).split(RESPONSES)
 
 
-def dense(logits: Tensor, batch: DistillationBatch, weights: list[float]) -> list[Tensor]:
-    """The reverse KL of each token, without anything of the package."""
-    log_p = (responses_of(logits) / TEMPERATURE).log_softmax(1)
-    total = torch.zeros(len(log_p), dtype=log_p.dtype)
-    for weight, teacher in zip(weights, batch.teachers, strict=True):
-        whole = TopKDistribution.cat(teacher)
-        p = log_p.exp().gather(1, whole.indices)
-        p = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1)
-        q = torch.cat([whole.log_probs, whole.tail_log_prob[:, None]], 1)
-        total = total + weight * (p * (p.log() - q)).sum(1)
-    return list(total.split(RESPONSES))
+def scored(logits: Tensor) -> TopKDistribution:
+    """At the ids of the policy that sampled."""
+    with torch.no_grad():
+        at_ids = vocab_parallel_log_probs_at(logits, OLD.indices, with_tail=True, temperature=TEMPERATURE)
+    return TopKDistribution(OLD.indices, *at_ids)
 
 
-def mean(values: list[Tensor], masks: list[Tensor], normalization: str) -> Tensor:
-    kept = [value[mask] for value, mask in zip(values, masks, strict=True) if mask.any()]
+def spoiled(distributions: Sequence[Any], masks: Sequence[Tensor]) -> list[Any]:
+    """NaN at masked tokens."""
+
+    def with_nan(x: Tensor, mask: Tensor) -> Tensor:
+        return x.where((mask != 0).view(-1, *[1] * (x.dim() - 1)), math.nan) if x.is_floating_point() else x
+
+    pairs = zip(distributions, masks, strict=True)
+    return [one.with_tensors([with_nan(x, mask) for x in one.tensors]) for one, mask in pairs]
+
+
+NOTHING = [torch.zeros_like(mask) for mask in MASKS]
+
+
+def teachers(kind: str, combination: str) -> list[list[Any]]:
+    math_, code = teacher(kind, "math"), teacher(kind, "code")
+    routed = route_teachers(["math", "code", "code"], {"math": math_, "code": code})
+    if combination == "averaged":
+        return [math_, routed, spoiled(code, NOTHING)]
+    mixed = [mix_teachers(pair, [0.2, 0.8]) for pair in zip(math_, code, strict=True)]
+    return [{"one": math_, "routed": routed, "mixed": mixed}[combination]]
+
+
+WEIGHTS = {"averaged": (1.0, 3.0, 0.0)}
+
+
+def dense_teachers(combination: str) -> list[tuple[float, Tensor]]:
+    """Weights and log-probabilities ``[n, V]``, without anything of the package."""
+    math_, code = (
+        ((HIDDEN[name] @ head.weight.T + head.bias) / TEMPERATURE).log_softmax(1)
+        for name, head in HEADS.items()
+    )
+    routed = torch.cat([math_[: RESPONSES[0]], code[RESPONSES[0] :]])
+    if combination == "averaged":
+        return [(0.25, math_), (0.75, routed)]
+    mixed = (0.2 * math_.exp() + 0.8 * code.exp()).log()
+    return [(1.0, {"one": math_, "routed": routed, "mixed": mixed}[combination])]
+
+
+def buckets(log_p: Tensor) -> Tensor:
+    """Log-probabilities of the ids, and of all others together."""
+    log_p_nk = log_p.gather(1, OLD.indices)
+    return torch.cat([log_p_nk, (1 - log_p_nk.exp().sum(1, keepdim=True)).log()], 1)
+
+
+def student() -> tuple[Tensor, Tensor]:
+    return random(sum(TOTALS), H, seed=1).requires_grad_(), random(V, H, seed=2).requires_grad_()
+
+
+def mean(values: Tensor, normalization: str) -> Tensor:
+    responses = zip(values.split(RESPONSES), MASKS, strict=True)
+    kept = [value[mask != 0] for value, mask in responses if mask.any()]
     if normalization == "token":
         return torch.cat(kept).mean()
     if normalization == "sequence":
         return torch.stack([value.mean() for value in kept]).mean()
-    return torch.stack([value.sum() / 8 for value in kept]).mean()
+    return torch.stack([value.sum() / LONGEST for value in kept]).mean()
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "inplace_backward", "recompute", "teachers", "normalization"),
-    [  # every pair of values
-        (None, False, False, 1, "token"),
-        (1.5, True, True, 2, "token"),
-        (None, True, False, 2, "sequence"),
-        (1.5, False, True, 1, "sequence"),
-        (None, True, True, 1, "constant"),
-        (1.5, False, False, 2, "constant"),
-    ],
-)
-def test_loss_and_gradient_are_the_dense_ones(
-    normalizer: float | None, inplace_backward: bool, recompute: bool, teachers: int, normalization: Any
-) -> None:
-    batch = batch_of(teachers)
-    options = DistillationOptions(
-        normalization=normalization,
-        constant_length=8,
-        teacher_weights=None if teachers == 1 else (3.0, 1.0),
-    )
+CASES: dict[str, Sequence[Any]] = {
+    "kind": ["top-k", "full"],
+    "combination": ["one", "routed", "mixed", "averaged"],
+    "normalization": ["token", "sequence", "constant"],
+    "is_deferred": [False, True],
+    "inplace_backward": [False, True],
+    "recompute": [False, True],
+    "normalizer": [None, 1.5],
+}
+
+
+@pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['kind']}, {case['combination']}")
+def test_loss_gradients_and_metrics_are_the_dense_ones(case: dict[str, Any]) -> None:
+    kind, combination, normalization = case["kind"], case["combination"], case["normalization"]
+    hidden, weight = student()
     loss_func = make_distillation_loss_func(
-        SequenceLayout.build(TOTALS, RESPONSES),
-        batch,
-        options,
+        LAYOUT,
+        DistillationBatch(teachers(kind, combination), MASKS),
+        DistillationOptions(
+            normalization=normalization, constant_length=LONGEST, teacher_weights=WEIGHTS.get(combination)
+        ),
         temperature=TEMPERATURE,
-        inplace_backward=inplace_backward,
-        recompute=recompute,
-        normalizer=normalizer,
+        **{name: case[name] for name in ("inplace_backward", "recompute", "normalizer")},
     )
-    logits, leaf = logits_leaf(), logits_leaf()
-    loss, count, metrics = loss_func(logits * 1)
-    loss.backward()
-    values = dense(leaf, batch, [1.0] if teachers == 1 else [0.75, 0.25])
-    expected = mean(values, list(batch.loss_masks), normalization)
-    expected.backward()
-    tokens = metrics["loss"][1]
-    assert torch.allclose(loss * (normalizer or 1) / tokens, expected)
-    assert torch.allclose(logits.grad * (normalizer or 1) / tokens, leaf.grad, atol=1e-12)
+    deferred = deferred_logits(hidden, weight, tile_bytes=4096)
+    loss, count, metrics = loss_func((deferred if case["is_deferred"] else hidden @ weight.T)[None])
+
+    log_p, total, tail = (hidden @ weight.T / TEMPERATURE).log_softmax(1)[ROWS], 0.0, 0.0
+    for share, log_q in dense_teachers(combination):
+        p, q = (buckets(log_p), buckets(log_q)) if kind == "top-k" else (log_p, log_q)
+        total = total + share * (p.exp() * (p - q)).sum(1)
+        tail = tail + share * q[:, -1].exp()
+    expected = mean(total, normalization)
+    divisor = metrics["loss"][1] / (case["normalizer"] or 1.0)
+    torch.testing.assert_close(loss / divisor, expected, rtol=1e-10, atol=0)
+    of_loss, of_expected = (torch.autograd.grad(one, (hidden, weight)) for one in (loss / divisor, expected))
+    torch.testing.assert_close(of_loss, of_expected, rtol=1e-9, atol=1e-12)
     assert count.dtype == torch.int32
-    assert count == (tokens if normalizer is None else 1)
-    found = average_metrics([metrics])
-    assert found["loss"] == pytest.approx(expected.item())
-    mask = torch.cat(list(batch.loss_masks))
-    assert found["divergence"] == pytest.approx(torch.cat(values)[mask].mean().item())
-    tail = vocab_parallel_log_probs_at(
-        responses_of(leaf), TopKDistribution.cat(batch.teachers[0]).indices, temperature=0.7, with_tail=True
-    )[1]
-    assert found["student_tail"] == pytest.approx(tail.exp()[mask].mean().item())
-    of_teachers = [TopKDistribution.cat(t).tail_log_prob.exp()[mask].mean().item() for t in batch.teachers]
-    shares = [1.0] if teachers == 1 else [0.75, 0.25]
-    assert found["teacher_tail"] == pytest.approx(
-        sum(a * b for a, b in zip(shares, of_teachers, strict=True))
-    )
+    assert count == (metrics["loss"][1] if case["normalizer"] is None else 1)
+    averages = {"loss": expected.item(), "divergence": mean(total, "token").item()}
+    if kind == "top-k":
+        averages |= {
+            "student_tail": mean(buckets(log_p)[:, -1].exp(), "token").item(),
+            "teacher_tail": mean(tail, "token").item(),
+        }
+    assert average_metrics([metrics]) == pytest.approx(averages)
 
 
-def student_at(batch: DistillationBatch, logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    indices = TopKDistribution.cat(batch.teachers[0]).indices
-    found = vocab_parallel_log_probs_at(responses_of(logits), indices, temperature=0.7, with_tail=True)
-    return [list(values.split(RESPONSES)) for values in found]  # type: ignore[return-value]
+OF_BUCKETS: dict[str, Callable[..., Tensor]] = {
+    "reverse_kl": reverse_kl,
+    "forward_kl": forward_kl,
+    "jensen_shannon": partial(jensen_shannon, beta=0.3),
+    "generalized_kl": generalized_kl,
+    "importance_weighted_reverse_kl": importance_weighted_reverse_kl,
+}
+
+
+def student_at_ids(logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    topk = vocab_parallel_log_probs_at(logits[ROWS], OLD.indices, temperature=TEMPERATURE, with_tail=True)
+    return tuple(list(values.split(RESPONSES)) for values in topk)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("divergence", OF_BUCKETS)
+def test_losses_of_a_top_k_are_those_of_the_divergence(divergence: Any) -> None:
+    logits = random(sum(TOTALS), V, seed=1)
+    options = DistillationOptions(divergence, beta=0.3)
+    batch = DistillationBatch([teacher("top-k", "math")], MASKS, OLD.split(RESPONSES))
+    of_closure = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])
+    of_log_probs = distillation_loss(*student_at_ids(logits), batch, options)
+    old = [OLD] if divergence.startswith("importance") else []
+    at_ids = map(torch.cat, student_at_ids(logits))
+    expected = OF_BUCKETS[divergence](*at_ids, TopKDistribution.cat(batch.teachers[0]), *old)
+    for loss, count, metrics in (of_closure, of_log_probs):
+        assert torch.allclose(loss, expected[MASK].sum())
+        assert count == MASK.sum()
+        assert all(torch.allclose(metrics[name], of_log_probs[2][name]) for name in metrics)
 
 
 @pytest.mark.parametrize(
-    "divergence",
-    ["reverse_kl", "forward_kl", "jensen_shannon", "generalized_kl", "importance_weighted_reverse_kl"],
+    "divergence", ["reverse_kl", "importance_weighted_reverse_kl", "jensen_shannon", "forward_kl"]
 )
-def test_the_loss_of_a_closure_is_that_of_its_log_probs(divergence: Any) -> None:
-    batch, options = batch_of(), DistillationOptions(divergence=divergence, beta=0.3)
-    layout = SequenceLayout.build(TOTALS, RESPONSES)
-    found = make_distillation_loss_func(layout, batch, options, temperature=TEMPERATURE)(logits_leaf())
-    expected = distillation_loss(*student_at(batch, logits_leaf()), batch, options)
-    assert torch.allclose(found[0], expected[0])
-    assert found[0] > 0 or divergence.startswith("importance")
-    assert all(torch.allclose(found[2][name], expected[2][name]) for name in expected[2])
+def test_losses_of_full_distributions_are_those_of_the_divergence(divergence: Any) -> None:
+    logits, old = random(sum(TOTALS), V, seed=1), teacher("full", "code")
+    options = DistillationOptions(divergence, beta=0.3)
+    batch = DistillationBatch([teacher("full", "math")], MASKS, old)
+    loss, _, _ = make_distillation_loss_func(LAYOUT, batch, options, temperature=TEMPERATURE)(logits[None])
+    of_teacher, of_old = (FullDistribution.cat(one).logits()[0] for one in (teacher("full", "math"), old))
+    names = {"divergence": divergence, "beta": 0.3, "old": of_old, "temperature": TEMPERATURE}
+    expected = full_vocabulary_divergence(logits, of_teacher, rows=ROWS, **names)
+    assert torch.allclose(loss, expected[MASK].sum(), rtol=1e-10)
 
 
-def test_divergences_differ() -> None:
-    batch = batch_of()
-    losses = {
-        distillation_loss(
-            *student_at(batch, logits_leaf()), batch, DistillationOptions(divergence=name, beta=beta)
-        )[0].item()
-        for name, beta in [
-            ("reverse_kl", 0.5),
-            ("forward_kl", 0.5),
-            ("jensen_shannon", 0.5),
-            ("jensen_shannon", 0.1),
-            ("generalized_kl", 0.5),
-            ("importance_weighted_reverse_kl", 0.5),
-        ]
-    }
-    assert len(losses) == 6
-
-
+@of_each_kind
 @pytest.mark.parametrize("divergence", ["reverse_kl", "importance_weighted_reverse_kl"])
-def test_masked_tokens_may_be_anything(divergence: Any) -> None:
-    batch, options = batch_of(), DistillationOptions(divergence=divergence)
-
-    def spoiled(distributions: Any) -> list[TopKDistribution]:
-        return [
-            TopKDistribution(
-                d.indices,
-                torch.where(mask[:, None], d.log_probs, NAN),
-                torch.where(mask, d.tail_log_prob, NAN),
-            )
-            for d, mask in zip(distributions, batch.loss_masks, strict=True)
-        ]
-
+def test_masked_tokens_may_be_anything_and_are_not_computed(kind: str, divergence: Any) -> None:
+    hidden, weight = student()
     results = []
-    for one in (
-        batch,
-        replace(batch, teachers=[spoiled(t) for t in batch.teachers], old=spoiled(batch.old)),
-    ):
-        logits = logits_leaf()
-        loss_func = make_distillation_loss_func(SequenceLayout.build(TOTALS, RESPONSES), one, options)
-        loss, _, metrics = loss_func(logits)
-        results.append((loss, torch.autograd.grad(loss, logits)[0], *metrics.values()))
+    for masks in ([torch.ones_like(mask) for mask in MASKS], MASKS):
+        of_teacher, old = (spoiled(teacher(kind, name), masks) for name in ("math", "code"))
+        batch = DistillationBatch([of_teacher], MASKS, old)
+        loss_func = make_distillation_loss_func(LAYOUT, batch, DistillationOptions(divergence))
+        loss, _, metrics = loss_func(deferred_logits(hidden, weight)[None])
+        results.append((loss, *torch.autograd.grad(loss, (hidden, weight)), *metrics.values()))
     assert all(map(torch.equal, *results))
-    masked = ~torch.cat(list(batch.loss_masks))
-    assert (responses_of(results[0][1])[masked] == 0).all()
+    assert not results[0][1][ROWS[~MASK]].any()
 
 
-def test_a_teacher_that_is_on_another_stage_is_told() -> None:
-    with pytest.raises(InvalidInputError, match="off the last pipeline stage"):
-        DistillationBatch([None], [torch.ones(2)])  # type: ignore[list-item]
+@of_each_kind
+def test_a_microbatch_wholly_masked_reaches_every_parameter(kind: str) -> None:
+    hidden, weight = student()
+    batch = DistillationBatch(teachers(kind, "routed"), NOTHING)
+    loss, count, _ = make_distillation_loss_func(LAYOUT, batch)(deferred_logits(hidden, weight)[None])
+    assert loss == 0 and count == 0
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-def test_a_microbatch_wholly_masked_is_a_loss_of_zero() -> None:
-    batch = batch_of()
-    batch = replace(batch, loss_masks=[torch.zeros(n) for n in RESPONSES])
-    loss, count, _ = distillation_loss(*student_at(batch, logits_leaf()), batch, DistillationOptions())
-    assert loss == 0
-    assert loss.requires_grad
-    assert count == 0
+# --- full distributions
 
 
-def test_routed_and_mixed_teachers_are_one_teacher() -> None:
-    batch = batch_of(teachers=2)
-    first, second = batch.teachers
-    routed = route_teachers(["a", "a", "b"], {"a": first, "b": second})
-    assert [of_sample is teacher for of_sample, teacher in zip(routed, first, strict=True)] == [1, 1, 0]
-    mixed = [mix_teachers(both) for both in zip(first, second, strict=True)]
-    log_probs, tails = student_at(batch, logits_leaf())
+def test_a_teacher_whose_vocabulary_is_padded_to_another_size() -> None:
+    hidden, weight = student()
+    padded = OutputHead(
+        torch.cat([HEADS["math"].weight, random(20, 4, seed=8)]), torch.zeros(V + 20, dtype=torch.float64)
+    )
+    exact = OutputHead(HEADS["math"].weight[: V - 10])
     losses = []
-    for teacher in (routed, mixed):
-        one = replace(batch, teachers=[teacher], loss_masks=[torch.ones(n) for n in RESPONSES])
-        loss, count, _ = distillation_loss(log_probs, tails, one, DistillationOptions())
-        whole = TopKDistribution.cat(teacher)
-        assert torch.allclose(loss, reverse_kl(torch.cat(log_probs), torch.cat(tails), whole).sum())
-        assert count == sum(RESPONSES)
-        losses.append(loss)
-    assert not torch.allclose(*losses)
+    for head, ids, rows in ((padded, V - 10, V), (exact, None, V - 10)):
+        batch = DistillationBatch([FullDistribution.of(HIDDEN["math"], head).split(RESPONSES)], MASKS)
+        func = make_distillation_loss_func(LAYOUT, batch, DistillationOptions(num_ids=ids))
+        losses.append(func(deferred_logits(hidden, weight[:rows])[None])[0])
+    assert torch.allclose(*losses, rtol=1e-10)
 
 
-def test_refusals() -> None:
-    batch, layout = batch_of(2), SequenceLayout.build(TOTALS, RESPONSES)
-    other = [vocab_parallel_topk(torch.randn(n, VOCABULARY).double(), K) for n in RESPONSES]
-    for changes, message in (
-        ({"teachers": []}, "0 teachers"),
-        ({"loss_masks": []}, "0 responses"),
-        ({"teachers": [batch.teachers[0][:2]]}, "teacher 0 have the shapes"),
-        ({"old": batch.old[::-1]}, "of old have the shapes"),
-        ({"old": other}, "different indices"),
-        ({"teachers": [batch.teachers[0], other]}, "different indices"),
-    ):
-        with pytest.raises(InvalidInputError, match=message):
-            replace(batch, **changes)
-    weighted = DistillationOptions(divergence="importance_weighted_reverse_kl")
-    with pytest.raises(InvalidInputError, match="old is needed"):
-        make_distillation_loss_func(layout, replace(batch, old=None), weighted)
-    with pytest.raises(InvalidInputError, match="for 2 teacher"):
-        make_distillation_loss_func(layout, batch, DistillationOptions(teacher_weights=(1.0,)))
-    with pytest.raises(InvalidInputError, match="pass the full responses"):
-        make_distillation_loss_func(SequenceLayout.build(TOTALS, [3, 1, 8]), batch)
-    with pytest.raises(InvalidInputError, match="pass cp_group"):
-        make_distillation_loss_func(SequenceLayout.build(TOTALS, RESPONSES, cp_size=2), batch)
-    with pytest.raises(InvalidInputError, match="logits are"):
-        make_distillation_loss_func(layout, batch)(logits_leaf()[:, 1:])
-    log_probs, tails = student_at(batch, logits_leaf())
-    for student in ((log_probs[:2], tails), (log_probs, tails[::-1])):
-        with pytest.raises(InvalidInputError, match="have the shapes"):
-            distillation_loss(*student, batch, DistillationOptions())
+@pytest.mark.parametrize("combination", ["routed", "mixed"])
+def test_the_device_gets_the_hidden_states_of_tokens_that_count(
+    combination: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of h numbers for each of these tokens and each teacher that it is compared with."""
+    moved = 0
+    to = FullDistribution.to
+
+    def noting(self: FullDistribution, *args: Any, **kwargs: Any) -> FullDistribution:
+        nonlocal moved
+        moved += self.nbytes
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(FullDistribution, "to", noting)
+    batch = DistillationBatch(teachers("full", combination), MASKS)
+    make_distillation_loss_func(LAYOUT, batch)(deferred_logits(*student())[None])
+    of_math, of_code = (8 * head.weight.shape[1] for head in HEADS.values())
+    both = of_math + of_code
+    of_sample = [of_math, of_code, of_code] if combination == "routed" else [both, both, both]
+    assert moved == sum(int(mask.sum()) * size for mask, size in zip(MASKS, of_sample, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"divergence": "kl"}, "must be one of"),
-        ({"divergence": "jensen_shannon", "beta": 1.0}, "beta is 1.0"),
-        ({"teacher_weights": (1.0, -1.0)}, "weights are"),
-        ({"normalization": "mean"}, "normalization"),
-        ({"normalization": "constant"}, "constant_length"),
-    ],
-)
-def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
+# --- refusals
+
+TOP_K, FULL = teacher("top-k", "math"), teacher("full", "math")
+ROUTED, MIXED = teachers("full", "routed")[0], teachers("full", "mixed")[0]
+OTHER_IDS = [vocab_parallel_topk(random(n, V, seed=n), K) for n in RESPONSES]
+HEAD = HEADS["math"]
+
+
+def loss_func(batch: DistillationBatch, layout: SequenceLayout = LAYOUT, **options: Any) -> Any:
+    return make_distillation_loss_func(layout, batch, DistillationOptions(**options))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no teachers": (lambda: DistillationBatch([], MASKS), "0 teachers"),
+    "no responses": (lambda: DistillationBatch([TOP_K], []), "0 responses"),
+    "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),  # type: ignore[list-item]
+    "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),  # type: ignore[list-item]
+    "kinds": (
+        lambda: DistillationBatch([FULL, TOP_K], MASKS),
+        "FullDistribution and TopKDistribution; pass one kind",
+    ),
+    "a mixture of kinds": (lambda: mix_teachers([FULL[0], TOP_K[0]]), "and TopKDistribution; pass one kind"),
+    "fewer responses": (lambda: DistillationBatch([TOP_K[:2]], MASKS), "teacher 0 have the shapes"),
+    "lengths": (lambda: DistillationBatch([FULL[::-1]], MASKS), "distributions of teacher 0"),
+    "lengths of old": (lambda: DistillationBatch([TOP_K], MASKS, TOP_K[::-1]), "of old have the shapes"),
+    "ids": (lambda: DistillationBatch([TOP_K, OTHER_IDS], MASKS), "different indices"),
+    "ids of old": (lambda: DistillationBatch([TOP_K], MASKS, OTHER_IDS), "different indices"),
+    "old is a mixture": (lambda: DistillationBatch([ROUTED], MASKS, MIXED), "old is a mixture"),
+    "no old": (
+        lambda: loss_func(DistillationBatch([TOP_K], MASKS), divergence="importance_weighted_reverse_kl"),
+        "old is needed",
+    ),
+    "weights": (
+        lambda: loss_func(DistillationBatch([TOP_K, TOP_K], MASKS), teacher_weights=(1.0,)),
+        "for 2 teacher",
+    ),
+    "generalized": (
+        lambda: loss_func(DistillationBatch([FULL], MASKS), divergence="generalized_kl"),
+        "which is over k ids",
+    ),
+    "num_ids": (
+        lambda: loss_func(DistillationBatch([TOP_K], MASKS), num_ids=V),
+        "num_ids is for full distributions",
+    ),
+    "layout": (
+        lambda: loss_func(DistillationBatch([TOP_K], MASKS), SequenceLayout.build(TOTALS, [3, 1, 8])),
+        "pass the full responses",
+    ),
+    "logits": (
+        lambda: loss_func(DistillationBatch([TOP_K], MASKS))(torch.zeros(1, sum(TOTALS) - 1, V)),
+        "logits are",
+    ),
+    "loss of full distributions": (
+        lambda: distillation_loss([], [], DistillationBatch([FULL], MASKS), DistillationOptions()),
+        "use make_distillation_loss_func",
+    ),
+    "rows": (
+        lambda: FullDistribution((random(3, 4, seed=0), random(2, 4, seed=0)), (HEAD, HEAD), (1.0, 1.0)),
+        r"hidden states are \[2, 4\], expected \[3, h\]",
+    ),
+    "hidden size": (lambda: FullDistribution.of(random(3, 7, seed=0), HEAD), r"\[3, 7\], expected \[3, h\]"),
+    "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
+    "cat": (lambda: FullDistribution.cat(ROUTED), "of different teachers"),
+    "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),  # type: ignore[arg-type]
+    "divergence": (lambda: DistillationOptions("kl"), "must be one of"),  # type: ignore[arg-type]
+    "beta": (lambda: DistillationOptions("jensen_shannon", beta=1.0), "beta is 1.0"),
+    "negative weight": (lambda: DistillationOptions(teacher_weights=(1.0, -1.0)), "weights are"),
+    "normalization": (lambda: DistillationOptions(normalization="mean"), "normalization"),  # type: ignore[arg-type]
+    "constant": (lambda: DistillationOptions(normalization="constant"), "constant_length"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
     with pytest.raises(InvalidInputError, match=message):
-        DistillationOptions(**options)
+        make()
+
+
+def test_log_probs_of_other_responses_are_refused() -> None:
+    batch = DistillationBatch([TOP_K], MASKS)
+    log_probs, tails = student_at_ids(random(sum(TOTALS), V, seed=1))
+    for of_student in ((log_probs[:2], tails), (log_probs, tails[::-1])):
+        with pytest.raises(InvalidInputError, match="have the shapes"):
+            distillation_loss(*of_student, batch, DistillationOptions())

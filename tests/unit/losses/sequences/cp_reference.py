@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import example, settings
 from hypothesis import strategies as st
 
 from megatron_rl_patches.losses.sequences.layout import SequenceLayout
 
 Tensors = list[torch.Tensor]
+VOCAB = 6
 
 
 @dataclass(frozen=True)
@@ -112,3 +114,32 @@ CORNERS = {
     "one row to a chunk": Case((1,), (7,), cp_size=4),
     "padded": Case((3, 1), (4, 9), cp_size=2, scheme="padded", sample_padding=3),
 }
+
+
+def corners(test: Any) -> Any:
+    for case in CORNERS.values():
+        test = example(case)(test)
+    return settings(max_examples=100)(test)
+
+
+def microbatch(case: Case) -> tuple[Tensors, Tensors]:
+    """Logits and tokens of whole samples."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(n, VOCAB, generator=generator, dtype=torch.float64) for n in case.totals]
+    tokens = [torch.randint(VOCAB, (n,), generator=generator) for n in case.totals]
+    return [sample.requires_grad_() for sample in logits], tokens
+
+
+def dense(case: Case, logits: Tensors, tokens: Tensors, temperature: float = 1.0) -> tuple[Tensors, Tensors]:
+    """Log-probs and entropies of full responses."""
+    log_probs_v = [(sample / temperature).log_softmax(-1) for sample in case.of_predictors(logits)]
+    log_probs = [
+        sample.gather(1, response[:, None]).squeeze(1)
+        for sample, response in zip(log_probs_v, case.of_responses(tokens), strict=True)
+    ]
+    return log_probs, [-(sample.exp() * sample).sum(-1) for sample in log_probs_v]
+
+
+def weighted(parts: Tensors, factor: float) -> torch.Tensor:
+    """A loss whose gradient differs from token to token."""
+    return factor * sum((part**2).sum() for part in parts)

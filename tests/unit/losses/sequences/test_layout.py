@@ -1,8 +1,6 @@
 """Layouts compared with slices of whole samples, on all ranks of context-parallel groups of 1 to 8.
 
-* one rank computes each response token, from the row of the token before it, across borders of chunks too;
-* splitting, local parts and the zigzag parts are the slices, gradients included;
-* arguments that do not fit together are refused on all ranks.
+test_loss_functions.py compares what is computed from them, and its gradients.
 """
 
 from __future__ import annotations
@@ -11,18 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import SequenceLayout
 
-from .cp_reference import CORNERS, Case, Tensors, cases, zigzag
-
-
-def corners(test: Any) -> Any:
-    for case in CORNERS.values():
-        test = example(case)(test)
-    return settings(max_examples=100)(test)
+from .cp_reference import Case, Tensors, cases, corners, zigzag
 
 
 def _tokens(case: Case) -> Tensors:
@@ -47,28 +39,6 @@ def test_each_response_token_is_predicted_from_the_token_before_on_one_rank(case
         assert torch.cat(case.of_responses(tokens))[layout.response_index].tolist() == mine
         seen += mine
     assert sorted(seen) == torch.cat(case.of_responses(tokens)).tolist()
-
-
-@corners
-@given(cases())
-def test_splitting_the_rows_of_a_rank_is_slicing_whole_samples(case: Case) -> None:
-    rows = [torch.randn(total, 2, dtype=torch.float64, requires_grad=True) for total in case.totals]
-    weights = [torch.randn(response, 2, dtype=torch.float64) for response in case.responses]
-    loss: Any = 0
-    for rank, layout in enumerate(case.layouts()):
-        local = layout.split_responses(case.shard(rows, rank).flatten(0, 1)[layout.response_rows])
-        expected = layout.local_parts(case.of_predictors(rows))
-        assert [len(part) for part in local] == list(layout.local_lengths)
-        assert all(map(torch.equal, local, expected))
-        assert all(part.requires_grad for part in local)
-        loss += sum(map(_dot, local, layout.local_parts(weights)))
-    got = torch.autograd.grad(loss, rows)
-    want = torch.autograd.grad(sum(map(_dot, case.of_predictors(rows), weights)), rows)
-    assert all(map(torch.equal, got, want))
-
-
-def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b).sum()
 
 
 @corners
@@ -138,7 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"qkv_format": "bshd", "max_seq_lens": [8, 8], "padded_lengths": [8, 8]},
         "takes no padded_lengths",
     ),
-    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "num_rows is for"),
+    "padded with rows": ({"qkv_format": "bshd", "max_seq_lens": [8, 8], "num_rows": 8}, "and no num_rows"),
     "packed with max_seq_lens": ({"max_seq_lens": [8, 8]}, "pass padded_lengths"),
     "packed with too little padding": ({"padded_lengths": [8, 4]}, "no less than its tokens"),
     "packed with padding that does not divide": ({"padded_lengths": [8, 10]}, "a multiple of 4"),

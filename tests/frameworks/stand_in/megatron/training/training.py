@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from steps import NO_SYNC, install_sync_functions, run_microbatches, update, zero_gradients
@@ -155,51 +155,6 @@ def train(
             pre_hook_enabled = True
         iteration += 1
 
-        if args.eval_interval and iteration % args.eval_interval == 0:
-            timers("interval-time").stop()
-            if should_disable_forward_pre_hook(args):
-                disable_forward_pre_hook(model)
-                pre_hook_enabled = False
-            timers("eval-time", log_level=0).start(barrier=True)
-            evaluate(forward_step_func, valid_data_iterator, model, process_non_loss_data_func, config)
-            timers("eval-time").stop()
-            if should_disable_forward_pre_hook(args):
-                enable_forward_pre_hook(model)
-                pre_hook_enabled = True
-            timers("interval-time", log_level=0).start(barrier=True)
-
-        if args.save_interval and iteration % args.save_interval == 0:
-            save_checkpoint_and_time(
-                iteration, model, optimizer, opt_param_scheduler, 0.0, checkpointing_context
-            )
-
     if pre_hook_enabled:
         disable_forward_pre_hook(model)
     return iteration, 0.0
-
-
-def evaluate(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Sequence[DDP],
-    process_non_loss_data_func: Any,
-    config: Any,
-) -> Losses:
-    args, timers = get_args(), get_timers()
-    timers("evaluate", log_level=0).start(barrier=True)
-    for model_module in model:
-        model_module.eval()
-    rerun_state_machine = get_rerun_state_machine()
-    rerun_mode = rerun_state_machine.get_mode()
-    rerun_state_machine.set_mode(RerunMode.DISABLED)
-    with torch.no_grad():
-        config.timers = None
-        losses: Losses = run_microbatches(
-            args, forward_step_func, data_iterator, model, args.num_microbatches, forward_only=True
-        )
-        config.timers = timers
-    for model_module in model:
-        model_module.train()
-    timers("evaluate").stop()
-    rerun_state_machine.set_mode(rerun_mode)
-    return losses

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_framework import Actor, DataIterator
 
-from .model import TrainStepOutcome, save, train
+from .model import save, train
 
 
 class MegatronTrainRayActor(Actor):
@@ -23,9 +23,7 @@ class MegatronTrainRayActor(Actor):
     def _enable_weight_backup(self) -> bool:
         return self.with_opd_teacher
 
-    def train(
-        self, rollout_id: int, data_iterator: Sequence[Any], num_microbatches: Sequence[int]
-    ) -> TrainStepOutcome:
+    def train(self, rollout_id: int, data_iterator: Sequence[Any], num_microbatches: Sequence[int]) -> str:
         rollouts = [self.args.micro_batch_size * number for number in num_microbatches]
         return train(rollout_id, *self.state, data_iterator, num_microbatches, rollouts, None, attempt=0)
 
@@ -37,7 +35,7 @@ class MegatronTrainRayActor(Actor):
         *,
         witness_info: Any,
         attempt: int,
-    ) -> TrainStepOutcome:
+    ) -> str:
         indices = rollout_data["micro_batch_indices"]
         microbatches = [DataIterator(rollout_data, indices)], [len(indices)], [len(rollout_data["tokens"])]
         outcome = train(rollout_id, *self.state, *microbatches, witness_info=witness_info, attempt=attempt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +23,6 @@ from steps import NO_SYNC, install_sync_functions
 
 from ..training_utils.data import get_batch
 from .checkpoint import load_checkpoint, save_checkpoint
-
-
-class TrainStepOutcome(Enum):
-    NORMAL = "normal"
-    DISCARDED_SHOULD_RETRY = "discarded"
 
 
 def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
@@ -70,7 +64,7 @@ def train(
     num_rollouts: Sequence[int],
     witness_info: Any,
     attempt: int,
-) -> TrainStepOutcome:
+) -> str:
     args = get_args()
     config = rl_framework.begin_rollout(model, optimizer, data_iterator)
     if isinstance(model[0], DDP) and args.overlap_grad_reduce:
@@ -79,7 +73,7 @@ def train(
     state = args, data_iterator, model, optimizer, opt_param_scheduler
     sizes = zip(num_microbatches, num_rollouts, strict=True)
     rl_framework.train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
-    return TrainStepOutcome.NORMAL
+    return "normal"
 
 
 def forward_only(

@@ -1,8 +1,9 @@
-"""What stands in for TransformerEngine where it is not installed, and faults that megatron-core has there."""
+"""What a CPU calls in another way: ``torch.distributed``, Adam, and what megatron-core lacks without GPUs."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +13,93 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
+import torch.distributed
 import wrapt
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from .cuda_redirect import Replacements
+from .cuda_redirect import Replacements, names_cuda
+
+Arguments = dict[str, Any]
+
+
+def _adapted(function: Callable[..., Any], change: Callable[[Arguments], None]) -> Callable[..., Any]:
+    """Return the function with arguments that are changed before each call."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call_changed(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        change(call.arguments)
+        return function(*call.args, **call.kwargs)
+
+    return call_changed
+
+
+def _on_cpu(name: str) -> Callable[[Arguments], None]:
+    """Return a change of one argument: the CPU in the place of a GPU."""
+
+    def change(call: Arguments) -> None:
+        if names_cuda(call[name]):
+            call[name] = "cpu"
+
+    return change
+
+
+# --- torch.distributed written for NCCL, on gloo
+
+
+def _gloo_in_place_of_nccl(call: Arguments) -> None:
+    if "nccl" in (call.get("backend") or ""):
+        call["backend"] = "gloo"
+    call.pop("pg_options", None)
+    call.pop("device_id", None)
+
+
+def _gloo_by_default(call: Arguments) -> None:
+    # Without a name torch would make a group of NCCL's beside one of gloo's.
+    call["backend"] = call.get("backend") or "gloo"
+    _gloo_in_place_of_nccl(call)
+
+
+def _without_device_ids(call: Arguments) -> None:
+    call.pop("device_ids", None)
+
+
+def _sending_a_view(call: Arguments) -> None:
+    # Pipeline schedules free ``tensor.data`` right after an asynchronous send. NCCL's stream keeps the memory
+    # alive until it is sent. Gloo would send what has replaced it (NaN in interleaved runs), unless it holds
+    # a view of its own.
+    call["tensor"] = call["tensor"].detach()
+
+
+class _ScaledSum(NamedTuple):
+    """Stands for NCCL's sum of tensors that are multiplied with a factor before."""
+
+    factor: Any
+
+
+def _scaling_first(call: Arguments) -> None:
+    if isinstance(op := call.get("op"), _ScaledSum):
+        call["op"] = torch.distributed.ReduceOp.SUM
+        if "input" in call:
+            call["input"] = call["input"] * op.factor
+        else:
+            call["tensor"].mul_(op.factor)
+
+
+def _flat(call: Arguments) -> None:
+    # NCCL counts elements, and gloo compares shapes.
+    call["output_tensor"] = call["output_tensor"].view(-1)
+    call["input_tensor"] = call["input_tensor"].reshape(-1)
+
+
+def _with_listed_splits(call: Arguments) -> None:
+    # Megatron makes lists of split sizes that are tensors on a GPU only.
+    for name in ("output_split_sizes", "input_split_sizes"):
+        if isinstance(sizes := call.get(name), torch.Tensor):
+            call[name] = sizes.tolist()
+
 
 # --- torch.optim.Adam in the place of the fused ones of TransformerEngine and apex
 
@@ -48,30 +132,47 @@ def _as_fused(init: Callable[..., None]) -> Callable[..., None]:
     return on_cpu
 
 
-def _keeping_states(set_state: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(set_state)
-    def on_cpu(self: Any, state: dict[str, Any]) -> None:
-        if "state" in state:
-            states = {parameter: _loaded(values) for parameter, values in state["state"].items()}
-            state = {**state, "state": defaultdict(_State, states)}
-        set_state(self, state)
-
-    return on_cpu
+def _with_steps(call: Arguments) -> None:
+    if "state" in call["state"]:
+        states = {parameter: _loaded(values) for parameter, values in call["state"]["state"].items()}
+        call["state"] = {**call["state"], "state": defaultdict(_State, states)}
 
 
 def replacements() -> list[Replacements]:
-    """Return what of ``torch.optim`` is replaced while the redirect is on."""
+    """Return the functions that are adapted while the redirect is on."""
+    changes = {
+        "init_process_group": _gloo_by_default,
+        "new_group": _gloo_in_place_of_nccl,
+        "barrier": _without_device_ids,
+        "isend": _sending_a_view,
+        "all_reduce": _scaling_first,
+        "reduce_scatter_tensor": _scaling_first,
+        "all_gather_into_tensor": _flat,
+        "all_to_all_single": _with_listed_splits,
+    }
+    adapted = {name: _adapted(getattr(distributed_c10d, name), change) for name, change in changes.items()}
+    adapted["_make_nccl_premul_sum"] = _ScaledSum
+    # P2POp compares its operation with the defining module's by identity, so all modules get the same one.
+    modules = (torch.distributed, distributed_c10d, device_mesh)
+    replaced: list[Replacements] = [(module, adapted) for module in modules]
+    replaced.append((DeviceMesh, {"__init__": _adapted(DeviceMesh.__init__, _on_cpu("device_type"))}))
+    # torch adds a default device after the redirect.
+    set_default = _adapted(torch.set_default_device, _on_cpu("device"))
+    # What torch.load puts on a GPU because of the file, or of ``map_location``.
+    restore = _adapted(torch.serialization.default_restore_location, _on_cpu("location"))
+    replaced.append((torch, {"set_default_device": set_default}))
+    replaced.append((torch.serialization, {"default_restore_location": restore}))
     # In torch 2.6 AdamW, which Megatron uses, does not derive from Adam.
     adam, adam_w = torch.optim.Adam, torch.optim.AdamW
     owners: list[Any] = [adam] if issubclass(adam_w, adam) else [adam, adam_w]
     # torch's load_state_dict() calls __setstate__.
-    return [
-        (owner, {"__init__": _as_fused(owner.__init__), "__setstate__": _keeping_states(owner.__setstate__)})
-        for owner in owners
-    ]
+    for owner in owners:
+        set_state = _adapted(owner.__setstate__, _with_steps)
+        replaced.append((owner, {"__init__": _as_fused(owner.__init__), "__setstate__": set_state}))
+    return replaced
 
 
-# --- faults of megatron-core
+# --- faults of megatron-core where TransformerEngine is not installed
 
 
 def _accepting_no_parameters(original: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -150,7 +251,7 @@ for _name in _MODULES:
 
 
 @contextmanager
-def filled() -> Iterator[None]:
+def filled_gaps() -> Iterator[None]:
     """Fill the gaps of modules that are imported, and of those that will be while the context lasts."""
     global _undo
     with ExitStack() as _undo:

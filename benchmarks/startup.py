@@ -1,15 +1,12 @@
 """What the startup file adds to the start of a Python process, with the variable unset and set.
 
-    python -m benchmarks.bench_startup [--pairs N]
-
-Two fresh environments that differ in the package only (the wheel of this tree, no dependencies).  Each
-pair starts one interpreter in either, back to back and in alternating order, so that a busy machine slows
-down both; the result is the median of the differences, with the interval that holds 95% of such medians.
+Two fresh environments differ in the package only (the wheel of this tree, no dependencies). Each pair starts
+one interpreter in either; the result is the median of the differences, with the interval that holds 95% of
+such medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import statistics
@@ -21,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _machine
+from .measure import added
+from .page import Benchmark, table
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "benchmarks" / "startup.md"
-LIMIT_MS = 1.0
+PAIRS, LIMIT_MS = 300, 1.0
 VARIABLE = "MEGATRON_RL_PATCHES"
 
 
@@ -38,23 +35,15 @@ class Result:
     high_ms: float
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=300, help="pairs of interpreter starts for each case")
-    pairs = parser.parse_args(arguments).pairs
-
+def measure(quick: bool) -> list[Result]:
+    pairs = 5 if quick else PAIRS
     with tempfile.TemporaryDirectory() as folder:
         bare, with_package = environments(Path(folder))
-        results = [
+        return [
             compare("both without the package (noise)", bare, bare, {}, pairs),
             compare("variable unset", bare, with_package, {}, pairs),
             compare("variable set", bare, with_package, {VARIABLE: "1"}, pairs),
         ]
-    page = render(results, pairs)
-    print(page)
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(page)
-    return int(any(result.added_ms >= LIMIT_MS for result in results))
 
 
 def environments(folder: Path) -> tuple[Path, Path]:
@@ -76,15 +65,11 @@ def compare(case: str, bare: Path, with_package: Path, variables: dict[str, str]
     environment |= variables
     for python in (bare, with_package):  # write and read the byte code once
         start_ms(python, environment)
-    bare_ms, differences = [], []
-    for number in range(pairs):
-        order = (bare, with_package) if number % 2 else (with_package, bare)
-        first, second = (start_ms(python, environment) for python in order)
-        before, after = (first, second) if number % 2 else (second, first)
-        bare_ms.append(before)
-        differences.append(after - before)
-    low, high = interval_of_median(differences)
-    return Result(case, statistics.median(bare_ms), statistics.median(differences), low, high)
+    bare_ms, differences = added(
+        lambda: start_ms(bare, environment), lambda: start_ms(with_package, environment), pairs
+    )
+    interval = interval_of_median(differences)
+    return Result(case, statistics.median(bare_ms), statistics.median(differences), *interval)
 
 
 def start_ms(python: Path, environment: dict[str, str]) -> float:
@@ -100,30 +85,17 @@ def interval_of_median(values: Sequence[float], draws: int = 1000) -> tuple[floa
     return medians[draws // 40], medians[-draws // 40]
 
 
-def render(results: Sequence[Result], pairs: int) -> str:
+def parts(results: Sequence[Result]) -> dict[str, str]:
     rows = [
-        f"| {r.case} | {r.bare_ms:.2f} | {r.added_ms:+.3f} | {r.low_ms:+.3f} to {r.high_ms:+.3f} |"
-        for r in results
+        {
+            "": result.case,
+            "start without (ms)": f"{result.bare_ms:.2f}",
+            "added (ms)": f"{result.added_ms:+.3f}",
+            "95% interval of the median": f"{result.low_ms:+.3f} to {result.high_ms:+.3f}",
+        }
+        for result in results
     ]
-    return "\n".join(
-        [
-            "# Added interpreter start",
-            "",
-            f"`python -m benchmarks.bench_startup`: {pairs} pairs of starts of a virtual environment",
-            "without and with the package, back to back; median of the differences.",
-            f"{_machine.description()}.",
-            f"Claim: below {LIMIT_MS:g} ms each.",
-            "",
-            "| | start without (ms) | added (ms) | 95% interval of the median |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            "Set, a process that never imports a framework pays for one small module and one finder; wrapt",
-            "and the package itself are loaded at the first import of a framework.",
-            "",
-        ]
-    )
+    return {"startup": table(rows)}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(measure, parts, is_met=lambda results: all(r.added_ms < LIMIT_MS for r in results))

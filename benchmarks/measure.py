@@ -1,0 +1,241 @@
+"""What calls cost that take turns: time, bytes at the peak, and on a GPU their kernels.
+
+On a GPU, CUDA events give the time and the CUDA allocator the peak. On the CPU they come from a clock and
+from torch's allocator.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType  # type: ignore[attr-defined, unused-ignore]
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl_patches.testing import spawn_ranks
+from tests.unit.losses.live_bytes import live_bytes
+
+TURNS, MIN_TURNS = 5, 3
+LONGEST = 3
+# Freed memory stays with the process: else a CPU run measures page faults.
+WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
+FEW_FAULTS = 1000  # pages of 4 KiB
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to be measured.
+
+    Attributes:
+        run: called with what ``prepare`` returned, which is not measured.
+        least_bytes: bytes that any way to the same results has to read and to write.
+        results_bytes: bytes of results that every way has, which are no part of the peak.
+        details: returns other numbers about the call, such as errors. It is called once, before all else.
+    """
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = lambda: None
+    least_bytes: int = 0
+    results_bytes: int = 0
+    details: Callable[[], tuple[float, ...]] = lambda: ()
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs.
+
+    Attributes:
+        milliseconds: median of the turns; not a number if there were none.
+        peak_bytes: allocated at once, beyond what was allocated before and beyond the results.
+    """
+
+    milliseconds: float
+    peak_bytes: int
+    details: tuple[float, ...] = ()
+
+
+@dataclass
+class Result:
+    """What the calls of one set-up cost.
+
+    Attributes:
+        costs: by mode, which is what the calls do, and name, which is how they do it.
+        left_out: name -> why it was not measured.
+    """
+
+    setup: Any = None
+    costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def cost(self, mode: str, name: str) -> Cost | None:
+        return self.costs.get(mode, {}).get(name)
+
+    @property
+    def milliseconds(self) -> float:
+        return sum(cost.milliseconds for costs in self.costs.values() for cost in costs.values())
+
+    def measure(
+        self,
+        mode: str,
+        calls: Mapping[str, Call],
+        turns: int = TURNS,
+        seconds: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Measure calls that take turns. Turns with page faults do not count, if there are others.
+
+        Args:
+            turns: how often each call is timed; all ranks must agree on it. With 0, memory alone is measured.
+            seconds: after which no turn begins that is not one of the first three.
+            clock: wall-clock or CPU time, for calls on the CPU.
+        """
+        peaks: dict[str, int] = {}
+        details: dict[str, tuple[float, ...]] = {}
+        for name, call in calls.items():
+            try:
+                details[name] = call.details()
+                call.run(call.prepare())  # compiles
+                peaks[name] = _peak(call) - call.results_bytes
+            except Exception as error:  # out of memory, or a kernel for another GPU
+                self.left_out[name] = why(error)
+            _collect()
+        times: dict[str, list[float]] = {name: [] for name in peaks}
+        with_faults: dict[str, list[float]] = {name: [] for name in peaks}
+        end = time.perf_counter() + seconds
+        for turn in range(turns):
+            if turn >= MIN_TURNS and time.perf_counter() > end:
+                break
+            for name in peaks:
+                milliseconds, faults = _time(calls[name], clock)
+                (with_faults if faults > FEW_FAULTS else times)[name].append(milliseconds)
+        for name, peak in peaks.items():
+            milliseconds = statistics.median(times[name] or with_faults[name] or [math.nan])
+            self.costs.setdefault(mode, {})[name] = Cost(milliseconds, peak, details[name])
+
+
+def on_ranks(
+    function: Callable[[Any, int], Result], setups: Iterable[Any], turns: int = TURNS
+) -> list[Result]:
+    """Call the function with each set-up on its ranks, which have one thread each.
+
+    Returns:
+        For each set-up, the result of the slowest rank.
+    """
+    results = []
+    for setup in setups:
+        ranks = getattr(setup, "tp_size", 1)
+        of_ranks = spawn_ranks(function, ranks, setup, turns, timeout=3600, env=WARM_HEAP)
+        results.append(max(of_ranks, key=lambda result: result.milliseconds))
+    return results
+
+
+def why(error: Exception) -> str:
+    """Return one line that says why something is not measured."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"not installed: {error.name}"
+    return (str(error).splitlines() or [""])[0][:120] or type(error).__name__
+
+
+def largest_error(measured: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected value."""
+    expected = expected.detach().to(measured.device)
+    return ((measured.detach().double() - expected).abs().max() / expected.abs().max()).item()
+
+
+def added(
+    bare: Callable[[], float], changed: Callable[[], float], pairs: int
+) -> tuple[list[float], list[float]]:
+    """Measure pairs, one after the other and in alternating order, so that a busy machine slows down both.
+
+    Returns:
+        What ``bare`` returned, and how much more ``changed`` did, of each pair.
+    """
+    befores, differences = [], []
+    for pair in range(pairs):
+        if pair % 2:
+            before, after = bare(), changed()
+        else:
+            after, before = changed(), bare()
+        befores.append(before)
+        differences.append(after - before)
+    return befores, differences
+
+
+def kernels(call: Call) -> tuple[int, dict[str, float]]:
+    """Return how many kernels (on the CPU, operators) a call starts, and milliseconds of the longest."""
+    prepared, on_gpu = call.prepare(), torch.cuda.is_available()
+    _synchronize()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiled:
+        result = call.run(prepared)
+        _synchronize()
+    del result
+    events = [
+        event
+        for event in profiled.events() or ()
+        # Regions that have a name lie over the kernels, and would count them twice.
+        if (
+            event.device_type == DeviceType.CUDA and not event.is_user_annotation
+            if on_gpu
+            else not event.cpu_children
+        )
+    ]
+    totals: dict[str, float] = {}
+    for event in events:
+        name = event.name[:70]
+        totals[name] = totals.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+    longest = sorted(totals, key=lambda name: -totals[name])[:LONGEST]
+    return len(events), {name: totals[name] for name in longest}
+
+
+def _collect() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _peak(call: Call) -> int:
+    prepared = call.prepare()
+    if not torch.cuda.is_available():
+        return live_bytes(lambda: call.run(prepared)).peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call.run(prepared)
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _time(call: Call, clock: Callable[[], float]) -> tuple[float, int]:
+    """Return the milliseconds of a call that all ranks begin together, and its page faults."""
+    prepared = call.prepare()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    _synchronize()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    if torch.cuda.is_available():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        call.run(prepared)
+        end.record()
+        end.synchronize()
+        milliseconds = float(begin.elapsed_time(end))
+    else:
+        start = clock()
+        call.run(prepared)
+        milliseconds = 1e3 * (clock() - start)
+    return milliseconds, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,80 @@
+"""Measure what this package claims, and write it into the pages in docs, with plots.
+
+    python -m benchmarks.run [NAME ...] [--quick]
+
+Functions of other frameworks stand beside ours where their packages are installed, or where SLIME_DIR,
+VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR, AREAL_DIR, TRL_DIR and TRL_BEFORE_DIR (an unpacked wheel of
+a release before 1.13) name checkouts; the page says what is left out, and why. Everything is measured on the
+CPU, and ``make gpu`` measures a GPU. The exit code is 1 if some result is not what is claimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .page import Benchmark, fill, join, machine
+
+DOCS = Path(__file__).parents[1] / "docs"
+NAMES = (
+    "startup",
+    "overhead",
+    "inference_memory",
+    "loss",
+    "head",
+    "tiles",
+    "topk",
+    "distillation",
+    "students",  # takes about half an hour on two cores
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"all, or some of: {', '.join(NAMES)}")
+    parser.add_argument("--quick", action="store_true", help="run at small sizes, and write nothing")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.names) - set(NAMES):
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    missed = [name for name in options.names or NAMES if not run(name, options.quick)]
+    if missed:
+        print(f"not as claimed: {', '.join(missed)}", file=sys.stderr)
+    return int(bool(missed))
+
+
+def run(name: str, quick: bool) -> bool:
+    """Run one benchmark; return whether the result is what is claimed, which a quick run cannot tell."""
+    benchmark: Benchmark[Any] = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    result = benchmark.measure(quick)
+    parts = {"machine": f"{machine()}.", **benchmark.parts(result)}
+    print(join(*parts.values()))  # before anything else can go wrong
+    file = DOCS / "benchmarks" / f"{name}.md"
+    page, figure = fill(file.read_text(), parts), _figure(benchmark, result)
+    if quick:
+        return True
+    file.write_text(page)
+    if figure is not None:
+        figure.savefig(DOCS / "images" / benchmark.image, dpi=150)
+    return benchmark.is_met(result)
+
+
+def _figure(benchmark: Benchmark[Any], result: Any) -> Any:
+    """Return the plot with a line about the machine at its foot."""
+    if benchmark.plot is None:
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=benchmark.inches, layout="constrained")
+    benchmark.plot(result, figure)
+    figure.supxlabel(machine(), x=0.995, ha="right", fontsize=6, color="0.4")
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())
