@@ -196,10 +196,10 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     shorter = checkpoints.scoring(_options("PP 2", ffn_hidden_size=48))
     refused(r"of another shape \(3\): .*fc1\.weight is \[4, 128, 32\] .* \[4, 48, 32\]", healthy, shorter)
     with mock.patch.object(tiny_gpt, "VOCABULARY", 40):
-        padded, bf16 = (checkpoints.scoring(_options("TP 2", bf16)) for bf16 in (False, True))
+        padded, padded_bf16 = (checkpoints.scoring(_options("TP 2", bf16)) for bf16 in (False, True))
     refused(r"shape \(2\): embedding\..*weight is \[32, 32\] .* \[40, 32\]", healthy, padded, exact=True)
     other_dtype = r"of another dtype .* is torch.float32 in the checkpoint and torch.bfloat16 in"
-    refused(other_dtype, healthy, bf16, exact=True)
+    refused(other_dtype, healthy, padded_bf16, exact=True)
     with mock.patch.object(tiny_gpt, "VOCABULARY", 32 + 2048):
         wide = checkpoints.scoring(_options("TP 2"))
     refused(r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", healthy, wide)

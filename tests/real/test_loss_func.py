@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,7 @@ from megatron_rl_patches.losses import (
 )
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
+from tests.real.test_scoring import by_speed
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])
@@ -44,9 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP 2": (2, {"tp": 2}),
     "CP 2": (2, {"cp": 2}),
     "DP 2, CP 2": (4, {"cp": 2}),
-    "TP 2, CP 2": (4, {"tp": 2, "cp": 2}),
 }
-SLOW = {"DP 2, CP 2", "TP 2, CP 2"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ CASES = {
     ),
 }
 # Packed samples only where one rank has all of a row: tiny_gpt's attention knows no borders of samples.
-PACKED = {name + ", packed": Case(**{**vars(case), "packed": True}) for name, case in CASES.items()}
+PACKED = {name + ", packed": replace(case, packed=True) for name, case in CASES.items()}
 
 
 class Microbatch(NamedTuple):
@@ -226,12 +225,10 @@ def dense_gradients(
     return loss.item(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", by_speed(list(LAYOUTS), fast=("1 rank", "PP 2, VPP 2", "TP 2")))
 @on_ranks(lambda layout: LAYOUTS[layout][0], timeout=240)
 def test_gradients_are_those_of_one_dense_batch(layout: str) -> None:
-    cases = {**CASES, **PACKED} if layout in ("1 rank", "TP 2") else CASES
+    cases = {"1 rank": {**CASES, **PACKED}, "TP 2": PACKED}.get(layout, CASES)
     for name, case in cases.items():
         _compare(LAYOUTS[layout][1], name, case)
 

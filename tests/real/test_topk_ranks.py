@@ -202,21 +202,20 @@ def test_distillation_over_context_parallel_ranks() -> None:
     batch = DistillationBatch([teacher.split(responses)], masks)
     # By response token; on the ranks they lie elsewhere.
     rows = torch.randn(sum(responses), 30, generator=generator).double()
-    alone = SequenceLayout.build(totals, responses)
     group = dist.group.WORLD
+    whole = SequenceLayout.build(totals, responses)
     split = SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
     for options in (
         DistillationOptions(),
         DistillationOptions(divergence="forward_kl", normalization="sequence"),
     ):
         results = []
-        for layout, cp_group in ((SequenceLayout.build(totals, responses), None), (split, group)):
+        for layout, cp_group in ((whole, None), (split, group)):
             logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
             logits[0, layout.response_rows] = rows[layout.response_index]
             logits.requires_grad_()
-            loss, count, metrics = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)(
-                logits
-            )
+            loss_func = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
+            loss, count, metrics = loss_func(logits)
             loss.backward()
             results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))
         (*alone, gradient), (*over_ranks, gradient_cp) = results
