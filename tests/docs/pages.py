@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^( *)```(\w*)[^`]*$")
+_FENCED = re.compile(r"^( *)```(\w*)[^`\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,8 @@ def dotted_names() -> list[str]:
 
 
 def _blocks(page: str, text: str) -> Iterator[Block]:
-    language = indent = None
-    start, code = 0, []
-    for number, line in enumerate(text.splitlines(), 1):
-        fence = _FENCE.match(line)
-        if language is None and fence:
-            indent, language, start, code = fence[1], fence[2], number + 1, []
-        elif language is not None and line.strip() == "```" and line.startswith(indent or ""):
-            yield Block(page, start, language, textwrap.dedent("\n".join(code)) + "\n")
-            language = None
-        elif language is not None:
-            code.append(line)
-    assert language is None, f"{page}: the block at line {start} is not closed"
+    fences = list(_FENCED.finditer(text))
+    assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), f"{page}: a block is not closed"
+    for fence in fences:
+        line = text.count("\n", 0, fence.start(3)) + 1
+        yield Block(page, line, fence[2], textwrap.dedent(fence[3]))

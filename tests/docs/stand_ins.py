@@ -13,9 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl_patches.inference import TeacherPool, build_inference_model
+from megatron_rl_patches.inference import TeacherPool
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
 from tests.docs.docstrings import public_names
 from tests.real import checkpoints, tiny_gpt
@@ -29,18 +28,9 @@ tiny_gpt.VOCABULARY = 128  # the pages ask for a top-k of 64
 Names = dict[str, Any]
 
 
-def initialize() -> None:
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-
-
-def provider(config: Any, **of_megatron: Any) -> torch.nn.Module:
-    return tiny_gpt.provider(OPTIONS)(config=config)
-
-
 def teacher_model(seed: int) -> list[Any]:
     """As ``build_inference_model`` returns it, with weights."""
-    model = build_inference_model(provider, tiny_gpt._transformer_config(OPTIONS), dtype="bf16")
+    model = tiny_gpt.inference_model(tiny_gpt.Options(bf16=True))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for chunk in model:
@@ -85,7 +75,7 @@ def common() -> Names:
     return {
         "ray": mock.Mock(),
         "Trainer": mock.Mock(),
-        "model_provider": provider,
+        "model_provider": tiny_gpt.provider(OPTIONS),
         "config": tiny_gpt._transformer_config(OPTIONS),
         "microbatches": [
             {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}

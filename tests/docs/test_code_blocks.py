@@ -79,13 +79,12 @@ def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
 
 
 @pytest.mark.slow
-@on_ranks(1, timeout=200)
+@on_ranks(1, timeout=200, tp=1)
 def test_python_of_pages_and_docstrings(tmp_path: Path) -> None:
     """The blocks of each page in one namespace, each example of a docstring in its own, every dotted name."""
     from tests.docs import stand_ins
 
     os.chdir(tmp_path)
-    stand_ins.initialize()
     stand_ins.save_teachers(tmp_path)
     failures = {}
     for page, blocks in groupby(PROGRAMS, key=lambda block: block.page):

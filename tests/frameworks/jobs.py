@@ -233,7 +233,8 @@ class BridgeJob(Job):
     def pretrain(self, steps: int) -> None:
         """Setup and training."""
         setup = importlib.import_module("megatron.bridge.training.setup")
-        setup.setup(self.state, self.model, self.optimizer)
+        ddp_config = self.model[0].ddp_config
+        setup._update_model_config_funcs(self.model, self.config, ddp_config, self.optimizer)
         self._train(steps)
 
     def _train(self, steps: int) -> None:

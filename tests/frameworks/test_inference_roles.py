@@ -1,8 +1,7 @@
 """``inference-only`` and ``scheduler-resume`` on stand-ins for frameworks, and real megatron-core.
 
-Every test runs in fresh processes. Unpatched, a teacher has gradient buffers and Adam, loading it leaves
-traces, and loading a second model in one process fails; patched, it costs its weights, and the policy beside
-it is trained as if it were alone.
+Every test runs in fresh processes. A patched framework's teacher costs its weights, and the policy beside it
+is trained as if it were alone. What a teacher costs unpatched is in ``test_real_inference_roles.py``.
 """
 
 from __future__ import annotations

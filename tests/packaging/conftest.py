@@ -1,7 +1,7 @@
 """Fresh environments with the package installed, and programs that run in them.
 
-`installed` is one environment per Python version found on this machine and per kind of install.  Each has
-wrapt and, in place of Megatron, a stand-in of a few lines on its path: the trigger and the engine need
+`installed` is one environment per Python version found on this machine, and an editable one.  Each has wrapt
+and, in place of Megatron, a stand-in of a few lines on its path: the trigger and the engine need
 neither torch nor the real thing.
 """
 
@@ -154,7 +154,7 @@ def interpreter(version: str) -> str:
 
 
 @pytest.fixture(
-    scope="session", params=[f"{version}-{kind}" for version in VERSIONS for kind in ("wheel", "editable")]
+    scope="session", params=[*(f"{version}-wheel" for version in VERSIONS), f"{CURRENT}-editable"]
 )
 def installed(
     request: pytest.FixtureRequest, artifacts: Artifacts, make_environment: MakeEnvironment

@@ -97,21 +97,17 @@ def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[
 
 def train_steps(args: SimpleNamespace, model: Sequence[DDP], steps: Iterable[Callable[[], object]]) -> None:
     """Take the steps; forward pre-hooks are on from the end of the first step to that of the last."""
-    config = get_model_config(model[0])
     pre_hook_enabled = False
     if args.manual_gc:
         gc.disable()
         gc.collect()
     if should_disable_forward_pre_hook(args):
         disable_forward_pre_hook(model, param_sync=False)
-        param_sync_func = config.param_sync_func
-        config.param_sync_func = None
 
     for step_id, step in enumerate(steps):
         step()
         if step_id == 0 and should_disable_forward_pre_hook(args):
             enable_forward_pre_hook(model)
-            config.param_sync_func = param_sync_func
             pre_hook_enabled = True
     if pre_hook_enabled:
         disable_forward_pre_hook(model)

@@ -94,8 +94,6 @@ def save_checkpoint_and_time(
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
     checkpointing_context: Any,
-    non_persistent_ckpt: bool = False,
-    train_data_iterator: Any = None,
 ) -> None:
     args, timers = get_args(), get_timers()
     timers("interval-time").stop()

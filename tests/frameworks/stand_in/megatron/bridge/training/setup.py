@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -21,8 +20,3 @@ def _update_model_config_funcs(
         install_sync_functions(model_config, model)
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
-
-
-def setup(state: SimpleNamespace, model: Sequence[DistributedDataParallel], optimizer: Any) -> None:
-    """The real one builds model and optimizer; here they are given."""
-    _update_model_config_funcs(model, state.cfg.model, state.cfg.ddp, optimizer)
