@@ -102,7 +102,7 @@ def gradients_of_inputs(
     with torch.no_grad():
         needed = ctx.needs_input_grad[before:]
         results: Inputs = without_autocast(compute)(source, others, needed, *gradients)
-    if not torch.is_grad_enabled():  # as it is with create_graph=True
+    if not torch.is_grad_enabled():  # without create_graph=True
         return results
     sources = *source.inputs, *gradients
     return tuple(

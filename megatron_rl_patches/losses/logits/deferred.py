@@ -320,10 +320,6 @@ class DeferredLogits(Tensor):
             result = compute(*args, **kwargs)
             if result is not None:
                 return result
-        if func in _READ_STORAGE:
-            name, to_write = _READ_STORAGE[func]
-            args[0]._warn(name)
-            return func(dense(args[0], to_write=to_write), *args[1:], **kwargs)
         if func in (Tensor.register_hook, Tensor.retain_grad):
             args[0]._wait_for_gradient(func.__name__)
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -390,6 +386,34 @@ class DeferredLogits(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         state = "deferred" if self._contents.values is None else "materialized"
         return f"DeferredLogits({list(self.shape)}, {self.dtype}, device={self.device}, {state})"
+
+    # The following read the storage, which logits without values do not have. They are methods, since hooks
+    # of saved tensors call them where __torch_function__ is switched off.
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain("pickling", to_write=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._plain("copy.deepcopy", to_write=False).__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def data_ptr(self) -> int:
+        return self._plain("data_ptr").data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self._plain("untyped_storage").untyped_storage()
+
+    def tolist(self) -> Any:
+        return self._plain("tolist", to_write=False).tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain("numpy").numpy(force=force)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._plain("__dlpack__").__dlpack__(**options)
+
+    def _plain(self, operation: str, to_write: bool = True) -> Tensor:
+        self._warn(operation)
+        return dense(self, to_write=to_write)
 
     def _wait_for_gradient(self, name: str) -> None:
         if self.origin.has_losses:
@@ -472,16 +496,6 @@ _COMPUTED_IN_TILES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.sum, torch.sum), _sum),
     **dict.fromkeys((Tensor.max, torch.max), _largest),
     **dict.fromkeys((Tensor.argmax, torch.argmax), _argmax),
-}
-#: What reads the storage, which logits without values do not have: its name, and whether it may write there.
-_READ_STORAGE: dict[Any, tuple[str, bool]] = {
-    Tensor.__deepcopy__: ("copy.deepcopy", False),
-    Tensor.__dlpack__: ("__dlpack__", True),
-    Tensor.__reduce_ex__: ("pickling", False),
-    Tensor.data_ptr: ("data_ptr", True),
-    Tensor.numpy: ("numpy", True),
-    Tensor.tolist: ("tolist", False),
-    Tensor.untyped_storage: ("untyped_storage", True),
 }
 
 

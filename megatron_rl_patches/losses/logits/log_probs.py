@@ -193,7 +193,10 @@ class JointBackward:
 
 
 class _Joint(LogitFunction):
-    """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored."""
+    """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored.
+
+    It keeps what backward needs of these rows, since autograd saves only what is there when it is applied.
+    """
 
     def __init__(self, size: int) -> None:
         self.is_scored = torch.zeros(size, dtype=torch.bool)

@@ -121,10 +121,8 @@ class LogProbsAndEntropy(LogitFunction):
             has_grad = (valid & (grad_log_prob != 0))[:, None]
             of_hidden = torch.where(has_grad, grad_log_prob[:, None] * saved["derivative"], 0.0)
             return source.spread(of_hidden), None, None
-        temperature, targets = (
-            self.options.temperature,
-            Targets(saved["column"], valid, saved.get("keep_mask")),
-        )
+        temperature = self.options.temperature
+        targets = Targets(saved["column"], valid, saved.get("keep_mask"))
         of_log_prob = _Softmax(*saved["softmax"])
         of_entropy = of_log_prob
         if "softmax of the entropy" in saved:

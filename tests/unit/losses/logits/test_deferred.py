@@ -777,6 +777,19 @@ def test_what_stores_the_values_materializes_them_and_says_so(
     assert "which were materialized" in caplog.text
 
 
+def test_a_hook_of_saved_tensors_that_reads_the_memory() -> None:
+    """As one that offloads them. Python's own override of tensor methods is switched off there."""
+    logits, addresses = logits_of(inputs()), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        addresses.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (logits * logits).sum().backward()  # type: ignore[no-untyped-call]
+    assert addresses and all(addresses)
+
+
 def test_hidden_columns() -> None:
     """As padding of the vocabulary; they hold -inf, and the logits stay deferred."""
     tensors = inputs(torch.float32, ())
