@@ -145,13 +145,12 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_text_is_what_it_quotes() -> None:
     """A text is the startup file, or the error of a model that only scores."""
-    from megatron_rl_patches.inference.models.refusal import refuse_to_train, refuse_training
-
-    from megatron_rl_patches.frameworks.inference_roles import SETTING
+    from megatron_rl_patches.frameworks.inference_roles import freeze_role
+    from megatron_rl_patches.inference.models.model import refuse_to_train
 
     startup = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
     chunk = torch.nn.Module()
-    refuse_training([chunk], "prm_teacher", SETTING)
+    freeze_role([chunk], "prm_teacher")
     with pytest.raises(InferenceOnlyError) as caught:
         refuse_to_train([chunk], "train")
     quoted = {" ".join(text.split()) for text in (startup, f"InferenceOnlyError: {caught.value}")}
