@@ -13,7 +13,6 @@ import torch
 import torch.distributed
 from megatron.core import dist_checkpointing, parallel_state
 
-from ..common.ranks import is_rank_0
 from ..inference import (
     TeacherPool,
     build_inference_model,
@@ -103,14 +102,14 @@ def _train_and_save(order: str, seed: int, root: Path) -> None:
     batches = _solved_prompts(order, policy.make_generator(model, seed))
     train(model, optimizer, batches, [1] * _STEPS, _BATCH, policy_loss)
     folder = root / f"iter_{_STEPS:07d}"
-    if is_rank_0():
+    if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True)
     torch.distributed.barrier()
     state: dict[str, Any] = {"iteration": _STEPS, "model": model[0].module.sharded_state_dict()}
     sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
     state["optimizer"] = optimizer.sharded_state_dict(state, metadata=sharding)
     dist_checkpointing.save(state, str(folder))
-    if is_rank_0():
+    if torch.distributed.get_rank() == 0:
         (root / "latest_checkpointed_iteration.txt").write_text(str(_STEPS))
     torch.distributed.barrier()
 
