@@ -55,6 +55,8 @@ class Record:
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
     """
 
+    __slots__ = ("claims", "group", "owner", "site", "status", "wrapper")  # so that no dictionary holds them
+
     def __init__(self, site: Site) -> None:
         self.site = site
         self.status = _waiting(site)
@@ -199,9 +201,12 @@ def out_of_reach(wrapper: Any) -> list[str]:
     if sys.getrefcount(wrapper.__wrapped__) <= sys.getrefcount(held_once.__wrapped__):
         return []
     function = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)  # of a static or class method
+    # If that is the wrapper of another patch, its record and its own closure hold it, too.
+    closure = getattr(getattr(function, "_self_wrapper", None), "__closure__", None) or ()
+    own = {id(cell) for cell in closure}
     names = set()
     for holder in _holders(function):
-        if type(holder) not in (type(wrapper), staticmethod, classmethod):
+        if type(holder) not in (type(wrapper), Record, staticmethod, classmethod) and id(holder) not in own:
             names.add(_name_of(holder, function, _HOLDERS_DEEP))
     return sorted(names)
 

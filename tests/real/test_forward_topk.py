@@ -62,6 +62,7 @@ def _check_refusals(student: Any, own: Any) -> None:
         ({"k": 0}, "k is 0"),
         ({"k": 33}, "k is 33. Expected: 1 to 32"),
         ({"k": 2, "at": []}, "k is 2"),
+        ({"k": 2, "allgather_cp": True}, "all-gather context parallelism is not supported"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             forward_topk(student, microbatches(), **refused)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -139,6 +140,8 @@ def test_arguments_and_what_is_no_model() -> None:
     on_meta = "perform_initialization=True with device='meta'"
     invalid(on_meta, provider, device="meta", perform_initialization=True)
     invalid("virtual_pipeline_size: 2", provider, virtual_pipeline_size=2)
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (7, 0)):
+        invalid("dtype is 'bf16', which CPU does not compute with", provider, dtype="bf16")
 
 
 @on_ranks(1)

@@ -114,6 +114,12 @@ def build_inference_model(
     if device is None and not torch.cuda.is_available():
         raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
     target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    on_nvidia = target.type == "cuda" and torch.version.hip is None
+    if dtype == "bf16" and on_nvidia and torch.cuda.get_device_capability(target) < (8, 0):
+        raise InvalidInputError(
+            f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
+            "use 'fp16' or 'fp32'"
+        )
     if perform_initialization and target.type == "meta":
         raise InvalidInputError(
             "perform_initialization=True with device='meta', which has no memory for weights"

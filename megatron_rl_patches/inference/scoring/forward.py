@@ -109,6 +109,7 @@ def forward_topk(
     forward: Forward | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    allgather_cp: bool = False,
     output_device: torch.device | str = "cpu",
     progress: bool = True,
 ) -> list[TopKDistribution] | None:
@@ -126,6 +127,7 @@ def forward_topk(
         at: in place of ``k``: token ids, int64 ``[response_length, K]``, of each sample, or distributions
             with such ids, in the order of the results. Only the last stage reads it; other stages may pass
             ``None``, which is what this function returned to them.
+        allgather_cp: refused: under context parallelism the sequences are cut in zigzag.
 
     Returns:
         One :class:`~megatron_rl_patches.losses.TopKDistribution` per sample, of ``response_length`` tokens,
@@ -137,6 +139,11 @@ def forward_topk(
             what the last one finds.
     """
     VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
+    if allgather_cp:
+        raise InvalidInputError(
+            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
+            "`forward` that returns the logits of whole sequences."
+        )
     most = vocab_size or vocabulary_of(model)
     if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
         raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")

@@ -137,6 +137,18 @@ def test_copies_that_cannot_be_reached_are_named(framework: Framework, tagged: T
     assert module.run("m") == PLAIN
 
 
+def test_the_wrapper_of_another_patch_is_no_copy(framework: Framework, engine: Engine) -> None:
+    name = framework(table="from .model import train\nTABLE = {'train': train}\n")
+    engine.update({other: patch_of(name, "train", name=other) for other in ("first", "second")})
+    module = load(f"{name}.model")
+    assert {site.reason for site in apply()} == {"in place"}
+    assert module.train("m") == ("patched", PATCHED)
+    revert("second")
+    load(f"{name}.table")  # copies the wrapper of the first
+    apply("second")
+    assert status()[-1].reason.endswith(f"not where it was copied before: a dict of {name}.table.TABLE")
+
+
 def test_copies_out_of_reach_are_inert_after_revert(tagged: Tagged) -> None:
     name = tagged("train")
     apply()
