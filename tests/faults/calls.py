@@ -21,15 +21,10 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def watched(
-    *parts: str,
-    methods: Container[str] = (),
-    at: Call | None = None,
-    by: signal.Signals = signal.SIGINT,
-) -> Iterator[list[Call]]:
+def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -> Iterator[list[Call]]:
     """Record calls of functions by parts of their files' paths, and calls of methods in C by their names.
 
-    A signal comes as the call ``at`` begins; for a method in C also as it returns. Ranks that run the same
+    SIGINT comes as the call ``at`` begins; for a method in C also as it returns. Ranks that run the same
     code make the same calls, whatever else differs between them.
     """
     counts: Counter[str] = Counter()
@@ -49,7 +44,7 @@ def watched(
         calls.append(Call(name, counts[name]))
         counts[name] += 1
         if calls[-1] == at:
-            os.kill(os.getpid(), by)  # Python switches off what raises in it
+            os.kill(os.getpid(), signal.SIGINT)  # Python switches off what raises in it
 
     sys.setprofile(note)
     try:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_rl_patches.engine.settings import VARIABLE
 
@@ -91,18 +89,6 @@ def test_a_damage_that_shows_only_when_the_framework_is_imported(
         assert last in complaint, (name, last)
 
 
-@settings(max_examples=40)
-@given(data=st.data())
-def test_some_files_damaged(environment: Environment, loaded: list[Path], data: st.DataObject) -> None:
-    files = data.draw(st.lists(st.sampled_from(loaded), unique=True, min_size=1, max_size=4))
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(damaged(file, data.draw(st.sampled_from(sorted(DAMAGES)))))
-        code = data.draw(st.sampled_from([UNRELATED, FIRES, IMPORTS_MEGATRON]))
-        complaint = environment.run(code, ON).complaint
-        assert not complaint or complaint.startswith(PACKAGE)
-
-
 def test_files_that_are_not_needed_yet(environment: Environment, loaded: list[Path]) -> None:
     files = set((environment.site_packages / PACKAGE).rglob("*.py")) - set(loaded)
     assert len(files) > 50
@@ -126,18 +112,6 @@ def test_startup_file_and_module_left_behind(environment: Environment) -> None:
         assert environment.run(UNRELATED, ON).complaint == ""
         complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
     assert complaint.startswith(f"{NOT_ACTIVATED}ModuleNotFoundError: No module named '{PACKAGE}'")
-
-
-@pytest.mark.parametrize("of_startup_module", [False, True], ids=["package", "startup module"])
-def test_damaged_bytecode(environment: Environment, of_startup_module: bool) -> None:
-    environment.run(IMPORTS_MEGATRON, ON)
-    folder, name = ("", STARTUP.removesuffix(".py")) if of_startup_module else (f"{PACKAGE}/engine", "api")
-    cache = environment.site_packages / folder / "__pycache__"
-    [file] = cache.glob(f"{name}.*.pyc")
-    with set_aside(file):
-        file.write_bytes(file.with_name(f"{file.name}.aside").read_bytes()[:30])
-        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
-    assert complaint.startswith(NOT_ACTIVATED) and "EOFError" in complaint
 
 
 WRAPTS = {

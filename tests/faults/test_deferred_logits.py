@@ -6,7 +6,6 @@ in ``test_random_programs.py``.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -63,24 +62,6 @@ def test_an_exception_in_backward_leaves_the_graph_usable() -> None:
     )
     for mine, reference in zip(torch.autograd.grad(loss, [hidden, weight]), expected, strict=True):
         assert torch.allclose(mine, reference, rtol=1e-10)
-
-
-def _read_all_attributes(logits: Tensor) -> int:
-    """Read what a debugger does that shows an object; return how many attributes have a value."""
-    read = 0
-    for name in dir(logits):
-        with suppress(Exception):  # some attributes exist of leaves only, or of sparse tensors
-            repr(getattr(logits, name))
-            read += 1
-    return read
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch: attributes that are deprecated
-def test_a_debugger_that_reads_all_attributes(caplog: pytest.LogCaptureFixture) -> None:
-    """A transposed view, as the attribute ``T``, makes the logits, and says so."""
-    logits = deferred_logits(*inputs())
-    assert _read_all_attributes(logits) > 100
-    assert was_made(logits) and "transpose" in caplog.text
 
 
 # --- several ranks

@@ -23,7 +23,7 @@ from megatron_rl_patches.engine import settings as settings_module
 from megatron_rl_patches.engine.settings import STRICT_VARIABLE, VARIABLE
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 
-from .environments import FIRES, UNRELATED, Environment
+from .environments import UNRELATED, Environment
 
 VARIABLES = sorted(settings_module.variables())
 INTERPRETER_OPTIONS = ("-I", "-E", "-s", "-B", "-OO", "-Werror", "-Xutf8=0", "-Xdev")
@@ -74,32 +74,6 @@ def test_an_unrelated_process_never_hears_of_us(
 ) -> None:
     """Strict or not, and to the last line: nothing is said before a framework is imported."""
     assert environment.run(UNRELATED, variables, *options).complaint == ""
-
-
-@pytest.mark.slow
-@settings(max_examples=50)
-@given(variables=_environments(*_MODULES), options=st.lists(st.sampled_from(INTERPRETER_OPTIONS), max_size=3))
-@example({VARIABLE: "nothing", STRICT_VARIABLE: "maybe"}, [])
-def test_a_process_that_fires_the_trigger_runs_on(
-    environment: Environment, variables: Variables, options: list[str]
-) -> None:
-    if startup.is_strict():
-        variables = {**variables, STRICT_VARIABLE: "0"}
-    complaint = environment.run(FIRES, variables, *options).complaint
-    assert not complaint or complaint.startswith("megatron_rl_patches: ")
-
-
-@pytest.mark.parametrize("root", ["ast", "logging", "threading", "encodings", "bystander"])
-def test_a_root_that_the_activation_imports_itself_is_imported_once(
-    environment: Environment, root: str
-) -> None:
-    """Two copies of a module would be two trees of loggers, or a patch on the copy that nobody uses."""
-    code = (
-        f"import {root}, sys; print([name for name, module in sys.modules.items() if "
-        f"isinstance(vars(module).get({root!r}), type(sys)) and module.{root} is not sys.modules[{root!r}]])"
-    )
-    outcome = environment.run(code, {VARIABLE: "1", f"{VARIABLE}_ROOTS": root})
-    assert (outcome.complaint, outcome.stdout) == ("", "[]\n")
 
 
 @pytest.fixture(scope="module")

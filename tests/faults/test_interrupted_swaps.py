@@ -1,9 +1,7 @@
-"""Ctrl-C and SIGTERM anywhere in the swaps of a ``TeacherPool``: a whole teacher, or none that is claimed."""
+"""Ctrl-C anywhere in the swaps of a ``TeacherPool``: a whole teacher, or none that is claimed."""
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
-from tests.faults.calls import Call, first_and_last, watched
+from tests.faults.calls import watched
 
 OWN, A, B, ADDED = 0.5, 1.0, 2.0, 3.0
 TEACHERS = {"a": A, "b": B, "added": ADDED}
@@ -71,35 +69,17 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
         pass
 
 
-def _recorded(scenario: Callable[[TeacherPool], None]) -> list[Call]:
+@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
+def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
     pool = _pool()
     with _watched() as calls:
         scenario(pool)
-    return calls
-
-
-@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
-def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
-    calls = _recorded(scenario)
     assert len(calls) > 40
     for place in calls:
         pool = _pool()
         with pytest.raises(KeyboardInterrupt), _watched(at=place):
             scenario(pool)
         _check(pool, place)
-
-
-def test_terminated() -> None:
-    """A launcher's SIGTERM, in a program that unwinds for it and saves what it has."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        for place in first_and_last(_recorded(take_turns)):
-            pool = _pool()
-            with pytest.raises(SystemExit), _watched(at=place, by=signal.SIGTERM):
-                take_turns(pool)
-            _check(pool, place)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _check(pool: TeacherPool, place: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import importlib.util
-import inspect
 import itertools
 import sys
 from contextlib import nullcontext
@@ -35,20 +34,7 @@ def states() -> dict[str, str]:
     return {s.target.split(".", 2)[2]: s.state for s in status()}
 
 
-@pytest.mark.parametrize("imported_first", [True, False])
-def test_applies_before_and_after_the_import(tagged: Tagged, imported_first: bool) -> None:
-    name = tagged("train")
-    if imported_first:
-        load(f"{name}.model")
-    apply()
-    assert states() == {"train": "applied" if imported_first else "waiting"}
-    apply("tagging")  # wraps it once
-    assert (f"{name}.model" in sys.modules) is imported_first
-    assert load(f"{name}.model").train("m") == PATCHED
-    assert states() == {"train": "applied"}
-
-
-@pytest.mark.parametrize("qualname", ["train", "Trainer.step"])
+@pytest.mark.parametrize("qualname", ["train", "Trainer.step", "Trainer.scale", "Trainer.build"])
 def test_every_order_wraps_at_most_once_and_restores_identity(tagged: Tagged, qualname: str) -> None:
     name = f"{tagged(qualname)}.model"
     owner_name, _, attribute = qualname.rpartition(".")
@@ -61,35 +47,9 @@ def test_every_order_wraps_at_most_once_and_restores_identity(tagged: Tagged, qu
         is_on = [action for action in order if action != "import"][-1] == "apply"
         assert (type(now) is SwitchableWrapper) is is_on, order
         original = now.__wrapped__ if is_on else now
-        assert type(original) is FunctionType, order
+        assert type(original) in (FunctionType, staticmethod, classmethod), order
         revert()
         assert vars(owner)[attribute] is original, order
-
-
-@pytest.mark.parametrize("qualname", ["train", "Trainer.step", "Trainer.scale", "Trainer.build"])
-def test_revert_restores_the_identical_object(tagged: Tagged, qualname: str) -> None:
-    owner_name, _, attribute = qualname.rpartition(".")
-    module = load(f"{tagged(qualname)}.model")
-    owner = getattr(module, owner_name) if owner_name else module
-    before = inspect.getattr_static(owner, attribute)
-    entries = dict(vars(owner))
-    apply()
-    assert type(inspect.getattr_static(owner, attribute)) is SwitchableWrapper
-    revert("tagging")
-    assert inspect.getattr_static(owner, attribute) is before
-    assert dict(vars(owner)) == entries
-    assert states() == {qualname: "reverted"}
-
-
-def test_every_kind_of_method_is_called_as_before(tagged: Tagged) -> None:
-    name = tagged("Trainer.step", "Trainer.scale", "Trainer.build", "Base.fit")
-    apply()
-    trainer = load(f"{name}.model").Trainer
-    assert trainer().step(1) == ("patched", ("step", 1))
-    assert trainer.step(trainer(), x=1) == ("patched", ("step", 1))
-    assert trainer.scale(2) == trainer().scale(2) == ("patched", 4)
-    assert trainer.build(3) == ("patched", ("Trainer", 3))
-    assert trainer().fit(4) == ("patched", ("fit", 4))
 
 
 @pytest.mark.parametrize("copied_first", [True, False])
@@ -149,15 +109,6 @@ def test_the_wrapper_of_another_patch_is_no_copy(framework: Framework, engine: E
     assert status()[-1].reason.endswith(f"not where it was copied before: a dict of {name}.table.TABLE")
 
 
-def test_copies_out_of_reach_are_inert_after_revert(tagged: Tagged) -> None:
-    name = tagged("train")
-    apply()
-    table = {"train": load(f"{name}.model").train}
-    assert table["train"]("m") == PATCHED
-    revert()
-    assert table["train"]("m") == PLAIN
-
-
 def test_a_third_party_on_top_stays_and_ours_goes_inert(patched: Any) -> None:
     theirs = wrapt.FunctionWrapper(patched.train, lambda w, i, a, k: ("theirs", w(*a, **k)))
     patched.train = theirs
@@ -194,15 +145,6 @@ def test_overwriting_is_seen_and_mended_by_another_apply(patched: Any) -> None:
     assert patched.train is original
 
 
-def test_a_reload_is_patched(tagged: Tagged) -> None:
-    name = tagged("train", "Trainer.step")
-    apply()
-    module = importlib.reload(load(f"{name}.model"))
-    assert module.train("m") == PATCHED
-    assert module.Trainer().step(1) == ("patched", ("step", 1))
-    assert states() == {"train": "applied", "Trainer.step": "applied"}
-
-
 HALF = """
 import megatron_rl_patches
 megatron_rl_patches.apply()
@@ -223,18 +165,6 @@ def test_a_half_imported_module_is_patched_later(tagged: Tagged, by: str) -> Non
     assert module.train("m") == PATCHED
     revert()
     assert module.train("m") == PLAIN
-
-
-def test_applied_is_scoped(engine: Engine, tagged: Tagged) -> None:
-    name = tagged("train")
-    engine["other"] = patch_of(name, "save", name="other")
-    module = load(f"{name}.model")
-    apply("other")
-    with pytest.raises(ZeroDivisionError), applied("tagging", "other"):
-        assert module.train("m") == PATCHED
-        raise ZeroDivisionError
-    assert module.train("m") == PLAIN
-    assert module.save("m") == ("patched", ("saved", "m"))
 
 
 def test_selection_by_name_and_exclusion(engine: Engine, tagged: Tagged) -> None:
@@ -323,18 +253,6 @@ def test_a_module_removed_and_imported_again_is_patched_again(tagged: Tagged) ->
     assert load(f"{name}.model").train("m") == PATCHED
 
 
-def test_an_import_that_no_hook_saw_is_patched_when_status_is_called(tagged: Tagged) -> None:
-    name = tagged("train")
-    apply()
-    location = importlib.machinery.PathFinder.find_spec(f"{name}.model", load(name).__path__)
-    assert location is not None and location.loader is not None
-    module = importlib.util.module_from_spec(location)
-    sys.modules[module.__name__] = module
-    location.loader.exec_module(module)
-    assert states() == {"train": "applied"}
-    assert module.train("m") == PATCHED
-
-
 def test_an_interrupt_between_two_sites_leaves_none(tagged: Tagged) -> None:
     interrupts = """
 class Meta(type):
@@ -395,8 +313,10 @@ def test_applied_takes_away_only_what_it_added(engine: Engine, tagged: Tagged) -
     engine["tagging"].configured = sites_in
     apply()
     module = load(f"{name}.model")
-    with applied("tagging", settings=Settings(train_functions=(f"{name}.model:save",))):
+    settings = Settings(train_functions=(f"{name}.model:save",))
+    with pytest.raises(ZeroDivisionError), applied("tagging", settings=settings):
         assert module.save("m") == ("patched", ("saved", "m"))
+        raise ZeroDivisionError
     assert module.save("m") == ("saved", "m")
     assert module.train("m") == PATCHED
 

@@ -11,12 +11,11 @@ import pytest
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer, target_source
-from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.judge import judge_all, judge_site
 from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.sources import Folder, open_source
 
-from .conftest import MODEL, Engine, Framework, Options, Tagged, patch_of, tag
+from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
 
 EVERYWHERE = """
 if fast:
@@ -138,20 +137,6 @@ class TestVerdicts:
             f"{name}.model.train is in the source but not in the module: <module"
         )
 
-    def test_a_function_that_somebody_replaced(self, framework: Framework, engine: Engine) -> None:
-        name = framework()
-        module: Any = importlib.import_module(f"{name}.model")
-        module.train = test_somewhere_else
-        engine["tagging"] = patch_of(name, "train")
-        apply()
-        [judgement] = status()
-        assert (judgement.state, judgement.reason) == (
-            "conflict",
-            f"replaced by {__name__}.test_somewhere_else, which has no __wrapped__ to say what it stands "
-            "for; put this patch in place before it, give it functools.wraps, or exclude this patch",
-        )
-        assert module.train is test_somewhere_else
-
 
 class TestStatus:
     def test_every_state_has_its_words_and_its_code(self, tagged: Tagged) -> None:
@@ -179,26 +164,6 @@ class TestStatus:
 
 
 class TestAdapters:
-    def test_are_given_the_call_as_it_is(self, framework: Framework, engine: Engine) -> None:
-        name, calls = framework(), []
-
-        def noting(call: Call) -> Any:
-            calls.append((call.instance, call.args, call.kwargs, call.options))
-            return call()
-
-        engine["plain"] = patch_of(name, "Trainer.step", name="plain", adapter=noting)
-        engine["set"] = patch_of(name, "train", name="set", adapter=noting)
-        options = Options(train_functions=("pkg.mod:train",))
-        apply(settings=Settings(train_functions=options.train_functions))
-        module = importlib.import_module(f"{name}.model")
-        trainer = module.Trainer()
-        assert trainer.step(x=3) == ("step", 3)
-        assert module.train("m", steps=2) == ("trained", "m", 2)
-        assert calls == [
-            (trainer, (), {"x": 3}, options),
-            (None, ("m",), {"steps": 2}, options),
-        ]
-
     def test_a_call_that_was_refused_leaves_no_must_behind(
         self, engine: Engine, framework: Framework, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -102,20 +102,6 @@ def test_all_sites_of_a_framework_or_none(engine: Engine, tagged: Tagged, first:
     assert sys.modules[f"{name}.other"].go("m") == "gone"
 
 
-def test_a_fault_that_only_the_live_module_shows_takes_the_others_away_again(
-    engine: Engine, tagged: Tagged
-) -> None:
-    replaced = "import posixpath\ndef go(model):\n    return 'gone'\nglobals()['go'] = posixpath.join"
-    name = tagged("train", files={"other": replaced})
-    engine["tagging"].wrap(f"{name}.other", "go")(tag)
-    apply()
-    module = importlib.import_module(f"{name}.model")
-    assert module.train("m")[0] == "patched"
-    importlib.import_module(f"{name}.other")
-    assert {state for state, _ in verdicts().values()} == {"conflict"}
-    assert module.train("m") == ("trained", "m", 1)
-
-
 @pytest.mark.parametrize("first", ["model", "other"])
 def test_a_live_fault_holds_back_whatever_is_imported_first(
     engine: Engine, tagged: Tagged, first: str

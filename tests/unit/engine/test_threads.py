@@ -105,22 +105,6 @@ def test_a_call_that_fails_erases_nothing_of_another_thread(
     assert states() == {"good": "applied"}
 
 
-def test_a_call_is_not_blamed_for_what_another_thread_asked_for(
-    framework: Framework, engine: Engine, broken: Pause
-) -> None:
-    """The other thread has selected its patch, and not yet found that it does not fit."""
-    name = framework()
-    engine["good"] = patch_of(name, "train", name="good")
-    with ThreadPoolExecutor(1) as other:
-        failing = other.submit(apply, "broken")
-        assert broken.reached.wait(10)
-        assert "good" in {site.patch for site in apply("good")}  # raises nothing
-        broken.go_on.set()
-        with pytest.raises(PatchError, match=r"broken: .*conflict"):
-            failing.result(10)
-    assert importlib.import_module(f"{name}.model").train("m") == PATCHED
-
-
 @pytest.mark.parametrize("first_out", ["this", "other"])
 def test_a_failing_call_does_not_take_away_what_two_calls_asked_for(
     framework: Framework, engine: Engine, broken: Pause, first_out: str
@@ -135,24 +119,6 @@ def test_a_failing_call_does_not_take_away_what_two_calls_asked_for(
             broken.go_on.set()
             assert failing.exception(10)
         apply("good")
-        broken.go_on.set()
-        assert isinstance(failing.exception(10), PatchError)
-    assert module.train("m") == PATCHED
-
-
-def test_a_broken_site_of_another_call_does_not_hold_back_the_group(
-    framework: Framework, engine: Engine, broken: Pause
-) -> None:
-    """Both calls are about the same patch in the same framework; only one of them asks for the bad site."""
-    name = framework()
-    good = patch_of(name, "train", name="same")
-    bad = patch_of(name, "train", "no_such", name="same")
-    bad.sites += engine["broken"].sites
-    module = importlib.import_module(f"{name}.model")
-    with ThreadPoolExecutor(1) as other:
-        failing = other.submit(installer.installer.add, [bad], Settings(), True)
-        assert broken.reached.wait(10)
-        installer.installer.keep(installer.installer.add([good], Settings(), True))
         broken.go_on.set()
         assert isinstance(failing.exception(10), PatchError)
     assert module.train("m") == PATCHED
@@ -224,16 +190,6 @@ class TestOptions:
         activate_from_environment({VARIABLE: "all", variable_of("inference_roles"): "b"})
         assert train() == ("a",)
 
-    def test_refused_settings_do_not_stay(
-        self, train: Callable[[], Any], engine: Engine, framework: Framework
-    ) -> None:
-        apply(settings=chosen("a"))
-        broken = patch_of(framework(), "train", name="broken", parameters=("no such",))
-        importlib.import_module(broken.sites[0].module)
-        with pytest.raises(PatchError):
-            installer.installer.add([engine["roles"], broken], chosen("b"), required=True)
-        assert train() == ("a",)
-
 
 class TestApplied:
     """Blocks of two threads that overlap."""
@@ -272,18 +228,6 @@ class TestApplied:
             assert train() == ("c",)
         assert train() == ("c",)
 
-    def test_an_apply_without_options_inside_a_block_keeps_those_of_the_block(
-        self, train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("MEGATRON_RL_PATCHES_INFERENCE_ROLES", "env")
-        with applied("roles", settings=chosen("a")):
-            apply("roles")
-            assert train() == ("a",)
-        assert train() == ("a",)
-        revert("roles")
-        apply("roles")  # the environment counts when none are given
-        assert train() == ("env",)
-
     def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
         with applied("roles"):
             revert("roles")
@@ -304,31 +248,6 @@ class TestApplied:
             assert installer.installer._records["late", f"{replaced}.model.train"].is_required
         importlib.import_module(f"{replaced}.model")  # a warning, as it would have been before the block
         assert train() == ()
-
-
-def test_many_threads_at_once(framework: Framework, engine: Engine) -> None:
-    good = {f"good{number}": framework() for number in range(4)}
-    for patch, name in good.items():
-        engine[patch] = patch_of(name, "train", name=patch)
-    engine["bad"] = patch_of(conflict(framework).__name__.partition(".")[0], "train", name="bad")
-    barrier = threading.Barrier(8)
-
-    def work(number: int) -> bool:
-        barrier.wait()
-        for _ in range(20):
-            name = f"good{number % 4}"
-            if number < 4:
-                apply(name)
-                if importlib.import_module(f"{good[name]}.model").train("m") != PATCHED:
-                    return False
-            else:
-                with pytest.raises(PatchError, match="bad: "):
-                    apply(name, "bad")
-        return True
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(work, range(8)))
-    assert states() == dict.fromkeys(good, "applied")
 
 
 def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Tagged) -> None:

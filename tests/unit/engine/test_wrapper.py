@@ -29,7 +29,7 @@ from .conftest import MODEL, patch_of, tag
 @pytest.fixture
 def module(framework: Callable[..., str], engine: dict[str, Patch]) -> Iterator[ModuleType]:
     name = framework()
-    engine["tagging"] = patch_of(name, "train", "Trainer.step", "Trainer.scale", "Trainer.build")
+    engine["tagging"] = patch_of(name, "train", "Base.fit", "Trainer.step", "Trainer.scale", "Trainer.build")
     apply()
     yield importlib.import_module(f"{name}.model")
 
@@ -55,6 +55,7 @@ def test_a_method_called_on_an_object_of_another_class_is_the_original(module: M
     if [*map(int, wrapt.__version__.split(".")[:2])] >= [1, 17]:  # before, wrapt takes self by position only
         assert trainer.step(self=other, x=1) == ("step", 1)
     assert trainer.step(trainer(), 1) == ("patched", ("step", 1))
+    assert trainer().fit(1) == ("patched", ("fit", 1))  # inherited
     assert trainer.scale(2) == ("patched", 4)
     assert trainer.build(2) == ("patched", ("Trainer", 2))
 

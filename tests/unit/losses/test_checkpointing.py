@@ -102,20 +102,6 @@ def test_right_where_reentrant_checkpointing_is_wrong() -> None:
     assert (reentrant_grad - grad).abs().max() > 0.05
 
 
-def test_closures_over_tensors_that_require_grad() -> None:
-    logits, targets = logits_and_targets()
-    temperature = torch.tensor(1.5, requires_grad=True)
-
-    def closure(logits: torch.Tensor) -> torch.Tensor:
-        return nll(logits / temperature, targets)
-
-    logits.requires_grad_()
-    expected = torch.autograd.grad(closure(logits), (logits, temperature))
-    # Which reentrant checkpointing refuses.
-    actual = torch.autograd.grad(checkpointed(closure)(logits), (logits, temperature))
-    assert all(map(torch.equal, actual, expected))
-
-
 def test_outputs_as_megatron_wants_them() -> None:
     logits, targets = logits_and_targets()
 

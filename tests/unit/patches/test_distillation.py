@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
-from megatron_rl_patches.engine import installer, registry
+from megatron_rl_patches.engine import installer
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks.distillation_arguments import LOSS_PATH, LOSS_TYPE
 from megatron_rl_patches.frameworks.distillation_loss import placeholder_advantages, zero_reward
@@ -120,14 +120,6 @@ def test_a_file_of_the_framework_may_override_and_is_checked(parse: Parse, setti
     assert parse(opd_divergence="forward_kl").opd_divergence == "forward_kl"
     with pytest.raises(PatchError, match="opd_top_k=0: expected at least 1"):
         parse(opd_top_k=0)
-
-
-def test_only_its_name_selects_it() -> None:
-    names = [patch.name for patch in registry.select(())]
-    assert NAME not in names and "reentrant-train" in names
-    assert NAME in [patch.name for patch in registry.select((), (), (NAME,))]
-    assert [patch.name for patch in registry.select((NAME,))] == [NAME]
-    assert registry.patches()[NAME].explicit
 
 
 @pytest.mark.parametrize(

@@ -181,16 +181,3 @@ def test_train_functions_of_unknown_frameworks_are_sites() -> None:
         ("fork.backends.model", "train", "fork"),
         ("fork.loop", "Trainer.fit", "fork"),
     ]
-
-
-def test_distributions_in_the_megatron_namespace_are_frameworks_of_their_own() -> None:
-    frameworks = {site.framework for site in patch.sites}
-    assert frameworks == {
-        "megatron.core",
-        "megatron.training",
-        "megatron.bridge",
-        "slime",
-        "vime",
-        "miles",
-        "verl",
-    }

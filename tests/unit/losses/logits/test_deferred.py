@@ -745,14 +745,6 @@ def test_a_frozen_head_keeps_tiles_where_backward_reads_them() -> None:
     assert sizes.products == 2
 
 
-def test_backward_twice() -> None:
-    tensors = inputs(torch.float64)
-    loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
-    first = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(loss, list(tensors.values())), strict=True):
-        assert torch.allclose(a, b, rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     "store",
     [

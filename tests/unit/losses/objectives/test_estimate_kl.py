@@ -63,26 +63,6 @@ def test_infinite_ratios_are_not_nan() -> None:
     assert gradient(infinite, "k3")[0] < 0 < gradient(infinite, "k3")[1]
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_estimators_are_unbiased(estimator: Any) -> None:
-    p, q = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(1)
-    kl = (p.exp() * (p - q)).sum()
-    torch.testing.assert_close((p.exp() * estimate_kl(p - q, estimator)).sum(), kl)
-
-
-def test_gradient_of_k2_is_that_of_the_divergence() -> None:
-    theta, other = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    theta.requires_grad_()
-    q = other.log_softmax(0)
-    p = theta.log_softmax(0)
-    (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), theta, retain_graph=True)
-    drawn = p.detach().exp()  # the tokens' distribution is no part of a loss on drawn tokens
-    (k2,) = torch.autograd.grad((drawn * estimate_kl(p - q, "k2")).sum(), theta, retain_graph=True)
-    (k1,) = torch.autograd.grad((drawn * estimate_kl(p - q, "k1")).sum(), theta)
-    torch.testing.assert_close(k2, exact)
-    torch.testing.assert_close(k1, torch.zeros_like(k1), atol=1e-12, rtol=0)
-
-
 def test_an_unknown_estimator_is_refused() -> None:
     with pytest.raises(InvalidInputError, match="estimator is 'k9'"):
         estimate_kl(torch.zeros(2), "k9")  # type: ignore[arg-type]
