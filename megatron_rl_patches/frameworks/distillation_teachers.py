@@ -45,7 +45,7 @@ Forward = Callable[[Callable[..., Any]], Mapping[str, Sequence[Any]]]
 
 
 def _collected(score: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-    """Make a method that returns a value per sample what ``forward_only`` calls with the logits.
+    """Turn a method that returns a value per sample into one that ``forward_only`` calls with the logits.
 
     ``forward_only`` of miles, and of slime up to v0.2.2, calls Megatron with ``collect_non_loss_data`` and
     expects the values alone; later releases of slime expect a loss before them.

@@ -187,7 +187,7 @@ def get_model(call: Call, args: Any = None) -> Sequence[torch.nn.Module]:
         current.reason_skipped = reason
         return call()
     current.ddp_skipped = True
-    if hasattr(current.framework_args, _NO_OPTIMIZER):
+    if _NO_OPTIMIZER in getattr(current.framework_args, "__dict__", ()):
         setattr(current.framework_args, _NO_OPTIMIZER, True)
     return call(wrap_with_ddp=False)
 

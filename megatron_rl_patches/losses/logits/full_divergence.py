@@ -87,6 +87,12 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
 
 @dataclass(eq=False)
 class _FullDivergence(LogitFunction):
+    """The divergence ``[n]`` of a student from its teachers, see :func:`divergence_of`.
+
+    Attributes:
+        masks_ruled_out: whether ids that the student rules out have no gradient; forward sets it.
+    """
+
     temperature: float
     restores: Sequence[_Restore]
     options: DivergenceOptions

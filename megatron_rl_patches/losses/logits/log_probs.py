@@ -144,7 +144,9 @@ def log_probs_and_entropy(
         log_probs, entropies = joint.add(logits, source, scored, function)
     else:
         log_probs, entropies = function.apply(source, **scored._asdict())
-    return log_probs, entropies if entropies is None or options.entropy_grad else entropies.detach()
+    if entropies is not None and not options.entropy_grad:
+        entropies = entropies.detach()
+    return log_probs, entropies
 
 
 class JointBackward:
@@ -195,7 +197,8 @@ class JointBackward:
 class _Joint(LogitFunction):
     """Zeros ``[T, 2]``; from their gradient it computes that of the logits of the rows that were scored.
 
-    It keeps what backward needs of these rows, since autograd saves only what is there when it is applied.
+    Unlike other functions it keeps tensors itself, those of these rows, since autograd saves only what is
+    there when the function is applied.
     """
 
     def __init__(self, size: int) -> None:

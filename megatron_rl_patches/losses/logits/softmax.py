@@ -35,14 +35,14 @@ _LOG2_E = math.log2(math.e)
 
 #: What one softmax contributes to the gradient of rows ``x``: ``(max_logit, a, b)``, ``[n, 1]`` each, mean
 #: ``exp(z) * (a + b * z)`` with ``z = (x - max_logit) / temperature``. ``b`` is ``None`` where no entropy is
-#: differentiated. It always has three entries, since torch.compile guards on members that it has seen before,
-#: and fails if the argument becomes ``None``.
+#: differentiated, and all three are where there is no softmax: torch.compile guards on the members of an
+#: argument that it has seen before, and fails if the argument itself becomes ``None``.
 SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_SOFTMAX: SoftmaxGradient = (None, None, None)
 
 
 class RowGradients(NamedTuple):
-    """From what the gradient of rows is computed.
+    """What the gradient of rows is computed from.
 
     Attributes:
         unmasked: contribution of the softmax over all columns.

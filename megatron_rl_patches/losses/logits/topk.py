@@ -198,10 +198,11 @@ def _take_lowest_columns(rows: SelectedRows, logits: Tensor, columns: Tensor, ch
 
 
 def merged_tail(parts: Sequence[Tensor], temperature: float) -> Tensor:
+    """Return the statistics ``[2, n]`` of several tails together, as :func:`_largest` returns them."""
     if len(parts) == 1:
         return parts[0]
     tail = merge(torch.stack([part.double() for part in parts]), temperature).to(parts[0].dtype)
-    tail[1].masked_fill_(tail[0] == float("-inf"), 0.0)
+    tail[1].masked_fill_(tail[0] == _MINUS_INF, 0.0)
     return tail
 
 

@@ -85,7 +85,7 @@ def check_one_kind(distributions: Sequence[Distribution]) -> None:
     """Raise :class:`InvalidInputError` unless there are distributions, all of one kind."""
     kinds = {type(distribution) for distribution in distributions}
     if len(kinds) != 1 or not all(issubclass(kind, Distribution) for kind in kinds):
-        names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "none"
+        names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "missing"
         raise InvalidInputError(
             f"the distributions are {names}; pass one kind, TopKDistribution or FullDistribution"
         )

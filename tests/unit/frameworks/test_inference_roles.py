@@ -120,6 +120,19 @@ def test_initialize() -> None:
     assert (seen, vars(miles)) == ([True, False], {"debug_disable_optimizer": False, "other": 2})
 
 
+def test_an_option_that_the_arguments_inherit_is_not_set() -> None:
+    class Arguments:
+        debug_disable_optimizer = False
+
+    def framework(args: Any, role: str) -> tuple[Any, ...]:
+        get_model("m")
+        return [Chunk(ModelParallelConfig())], None, None, 7
+
+    args = Arguments()
+    initialize(framework, args, "ref")
+    assert vars(args) == {}
+
+
 def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = [Chunk(ModelParallelConfig())]
     with caplog.at_level(logging.WARNING):

@@ -301,6 +301,7 @@ def loss_func(batch: DistillationBatch, layout: SequenceLayout = LAYOUT, **optio
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no teachers": (lambda: DistillationBatch([], MASKS), "0 teachers"),
     "no responses": (lambda: DistillationBatch([TOP_K], []), "0 responses"),
+    "no distributions": (lambda: DistillationBatch([[]], MASKS), "distributions are missing"),
     "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),  # type: ignore[list-item]
     "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),  # type: ignore[list-item]
     "kinds": (
