@@ -128,9 +128,9 @@ class Finder:
         import sys
 
         self._half_imported.intersection_update(sys.modules)  # those whose import failed are forgotten
-        # While a module is half imported, the end of any other import is the occasion to look whether it is.
-        has_hooks = self._listeners.get(fullname) or self._half_imported
-        if not has_hooks and fullname.partition(".")[0] not in (self._roots or ()):
+        # While a module is half imported, any other import is an occasion to look whether its own has ended.
+        is_awaited = self._listeners.get(fullname) or self._half_imported
+        if not is_awaited and fullname.partition(".")[0] not in (self._roots or ()):
             return None
         spec = self._ask_others(fullname, path, target)
         # Without a loader it is a namespace, as `megatron` is: the first package in it will do.

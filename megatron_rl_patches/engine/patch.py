@@ -70,7 +70,10 @@ class Patch:
         summary: one line, in terms of what users see.
         upstream: issues and pull requests that describe the fault.
         options: a frozen dataclass with a default for every field. Its fields become keyword arguments of
-            ``Settings`` and variables ``MEGATRON_RL_PATCHES_<FIELD>``; see :mod:`.options` for their types.
+            ``Settings`` and variables ``MEGATRON_RL_PATCHES_<FIELD>``. Values are converted and checked if
+            the type is ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``tuple[X, ...]`` of these or of
+            pairs ``tuple[str, str]``, or a union of such types, of which the first that fits is taken; those
+            of other types are taken as they are, and ``__post_init__`` may check them.
         configured: returns further sites that follow from the options.
         notes: says what the ``SiteStatus`` of all selected sites mean for users; ``doctor`` shows it.
         explicit: it changes what is computed, on purpose, and so is never among "all"; its name selects it.

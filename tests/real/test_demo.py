@@ -52,6 +52,12 @@ def run(capture: pytest.CaptureFixture[str], folder: Path, code: int = 0, **opti
     return Run(figures and SimpleNamespace(**figures), out, err)
 
 
+def test_the_plot_is_of_this_task() -> None:
+    from megatron_rl_patches.demo import figures, policy
+
+    assert (figures._DIGITS, figures._VOCABULARY) == (policy.DIGITS, policy.VOCABULARY)
+
+
 def _two_small_rollouts(folder: str) -> list[float]:
     with cpu_backend(), applied(settings=Settings(train_functions=(launch._TRAIN_FUNCTION,))):
         from megatron_rl_patches.demo import policy, program, teachers
