@@ -89,13 +89,6 @@ def test_a_damage_that_shows_only_when_the_framework_is_imported(
         assert last in complaint, (name, last)
 
 
-def test_files_that_are_not_needed_yet(environment: Environment, loaded: list[Path]) -> None:
-    files = set((environment.site_packages / PACKAGE).rglob("*.py")) - set(loaded)
-    assert len(files) > 50
-    with set_aside(*files):
-        assert "2 applied" in environment.run(IMPORTS_MEGATRON, ON).complaint
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_startup_module_damaged_or_left_behind_alone(environment: Environment, damage: str) -> None:
     with damaged(environment.site_packages / STARTUP, damage):
@@ -116,15 +109,9 @@ def test_startup_file_and_module_left_behind(environment: Environment) -> None:
 
 WRAPTS = {
     "missing": None,
-    "empty": "",
     "raises": "raise RuntimeError('built for\\nanother Python')",
     "too old": "class FunctionWrapper: pass\ndef decorator(function): return function\n",
     "no classes": "def FunctionWrapper(*args): pass\nregister_post_import_hook = FunctionWrapper\n",
-    "other hooks": (
-        "class FunctionWrapper: pass\nclass ObjectProxy: pass\nBaseObjectProxy = ObjectProxy\n"
-        "def register_post_import_hook(): pass\n"
-    ),
-    "not a module": "import sys; sys.modules[__name__] = None",
 }
 
 
@@ -138,4 +125,4 @@ def test_wrapt_is_not_what_it_should_be(environment: Environment, kind: str) -> 
         assert environment.run(UNRELATED, ON).complaint == ""
         complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
     assert complaint.startswith(NOT_ACTIVATED)
-    assert "wrapt" in complaint or kind in ("raises", "no classes", "other hooks", "not a module")
+    assert "wrapt" in complaint or kind in ("raises", "no classes")

@@ -113,6 +113,7 @@ def test_a_function_that_somebody_has_wrapped_meanwhile_can_be_replaced_again() 
         owner.function = lambda: [*ours(), "wrapper"]
         assert owner.function() == ["original", "substitute", "wrapper"]
     assert owner.function() == ["original", "wrapper"]
-    with replaced_in_this_thread(owner, "function", substitute):
+    with pytest.raises(ZeroDivisionError), replaced_in_this_thread(owner, "function", substitute):
         assert owner.function() == ["original", "wrapper", "substitute"]
+        raise ZeroDivisionError
     assert owner.function() == ["original", "wrapper"]

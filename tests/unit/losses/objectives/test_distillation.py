@@ -238,6 +238,18 @@ def test_masked_tokens_may_be_anything_and_are_not_computed(kind: str, divergenc
 
 
 @of_each_kind
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_students_logits_of_masked_tokens_may_be_anything(kind: str, inplace: bool) -> None:
+    batch, results = DistillationBatch([teacher(kind, "math")], MASKS), []
+    for value in (0.0, math.nan):
+        leaf = random(sum(TOTALS), V, seed=1).index_fill_(0, ROWS[~MASK], value).requires_grad_()
+        loss_func = make_distillation_loss_func(LAYOUT, batch, inplace_backward=inplace)
+        loss, _, metrics = loss_func(leaf[None] * 1)
+        results.append((loss, *torch.autograd.grad(loss, leaf), *metrics.values()))
+    assert all(map(torch.equal, *results))
+
+
+@of_each_kind
 def test_a_microbatch_wholly_masked_reaches_every_parameter(kind: str) -> None:
     hidden, weight = student()
     batch = DistillationBatch(teachers(kind, "routed"), NOTHING)
