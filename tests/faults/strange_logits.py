@@ -43,11 +43,16 @@ class Logits:
 
 
 @st.composite
-def strange_logits(draw: st.DrawFn, strides: tuple[str, ...] = tuple(STRIDES)) -> Logits:
-    rows, width = draw(st.integers(0, 6)), draw(st.sampled_from(WIDTHS))
+def strange_logits(
+    draw: st.DrawFn,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    widths: tuple[int, ...] = WIDTHS,
+    strides: tuple[str, ...] = tuple(STRIDES),
+) -> Logits:
+    rows, width = draw(st.integers(0, 6)), draw(st.sampled_from(widths))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(rows, width, dtype=torch.float64, generator=generator)
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = draw(st.sampled_from(dtypes))
     # The reference divides float64 by temperatures, which must not overflow.
     largest = min(torch.finfo(dtype).max, 1e100)
     for row in range(rows):

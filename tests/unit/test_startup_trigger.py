@@ -132,6 +132,16 @@ def test_leaves_no_mark_on_the_module(framework, activate):
     assert after["__loader__"] is after["__spec__"].loader
 
 
+def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, activate):
+    calls = activate()
+    startup.main()
+    spec = importlib.util.find_spec(framework)
+    assert spec.loader.get_source(framework) == "" and not calls
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert calls == [1]
+
+
 def test_lazy_loader(framework, activate):
     calls = activate()
     startup.main()
@@ -176,6 +186,13 @@ def test_root_that_the_activation_imports_is_executed_once(
     startup.main()
     root = importlib.import_module(framework)
     assert issubclass(importlib.import_module(f"{framework}.model").Model, root.Base)
+
+
+def test_activation_that_imports_a_framework_is_not_started_twice(framework, activate):
+    calls = activate(lambda: importlib.import_module(f"{framework}.model") and None)
+    startup.main()
+    importlib.import_module(framework)
+    assert calls == [1]
 
 
 def test_failure_costs_one_line_and_disarms(framework, activate, capsys):

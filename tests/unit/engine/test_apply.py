@@ -227,6 +227,15 @@ def test_copies_are_rebound_again_when_reapplied_under_a_third_party(tagged: Tag
     assert module.train is actor.train is original
 
 
+def test_a_plain_replacement_that_calls_ours_stays_in_force(patched: Any) -> None:
+    inner = patched.train
+    patched.train = lambda model: ("third", inner(model))
+    for _ in range(2):
+        assert states() == {"train": "lost"}
+        assert patched.train("m") == ("third", PATCHED)
+        apply()
+
+
 def test_a_copy_from_before_a_reload_is_inert_after_revert(patched: Any) -> None:
     old = patched.train
     importlib.reload(patched)

@@ -142,6 +142,22 @@ def test_a_site_that_is_gone_again_holds_nobody_back(
     assert module.train("m") == PATCHED
 
 
+def test_a_revert_meanwhile_is_not_undone(framework: Framework, engine: Engine, broken: Pause) -> None:
+    name = framework()
+    engine["good"] = patch_of(name, "train", name="good")
+    module = importlib.import_module(f"{name}.model")
+    original = module.train
+    apply("good")
+    with ThreadPoolExecutor(1) as other:
+        failing = other.submit(apply, "broken")
+        assert broken.reached.wait(10)
+        revert("good")
+        broken.go_on.set()
+        assert isinstance(failing.exception(10), PatchError)
+    assert module.train is original
+    assert states() == {"good": "reverted"}
+
+
 @pytest.fixture
 def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
     """A function whose adapter returns an option."""
