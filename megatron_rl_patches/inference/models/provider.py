@@ -168,5 +168,9 @@ def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
 
 def pipeline_rank_and_size(pg_collection: Any) -> tuple[int, int]:
     """Return this rank in the pipeline-parallel group, and its size."""
-    group = parallel_state.get_pipeline_model_parallel_group() if pg_collection is None else pg_collection.pp
-    return group.rank(), group.size()
+    if pg_collection is not None:
+        return pg_collection.pp.rank(), pg_collection.pp.size()
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
