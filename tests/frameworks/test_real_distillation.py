@@ -15,8 +15,6 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, apply
-from megatron_rl_patches.frameworks import distillation_loss
-from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
 from tests.frameworks.rollouts import states_of
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
@@ -93,6 +91,10 @@ def test_the_student_approaches_its_teachers(
         entropy_coef=0.0,
     )
     losses: list[float] = []
+    # Where the checkout's Megatron has been put on the path.
+    from megatron_rl_patches.frameworks import distillation_loss
+    from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer, scorer
+
     original = distillation_loss.opd_loss
 
     def noting(*args: Any) -> Any:
