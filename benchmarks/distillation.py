@@ -129,7 +129,7 @@ def trl(module: Any, x: Inputs, divergence: str) -> Tensor:
 
 CANDIDATES = (
     Candidate("formula, autograd", naive),
-    Candidate("logits made", made),
+    Candidate("logits materialized", made),
     Candidate("deferred", deferred),
     Candidate("TRL", trl, checkout("TRL", "trl.kernels.chunked_divergence")),
 )

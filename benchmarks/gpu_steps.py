@@ -165,7 +165,7 @@ def head(dry: bool) -> StepResult:
 
 
 def _products(x: head_candidates.Inputs, _: object) -> None:
-    """Multiply as often as a loss that makes the logits must, of the rows that it reads."""
+    """Multiply as often as a loss that materializes the logits must, of the rows that it reads."""
     hidden, weight = x.used.detach(), x.weight.detach()
     logits = hidden @ weight.T
     if x.hidden.requires_grad:

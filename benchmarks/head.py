@@ -1,4 +1,4 @@
-"""Memory, time and error of an output layer with its loss: logits that are made, and deferred ones."""
+"""Memory, time and error of an output layer with its loss: materialized logits, and deferred ones."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
     if not cost.details:
         return
     if name in (NAIVE, BASE):
-        yield "makes the logits"
+        yield "materializes the logits"
         return
     if cost.details[0] > 1e-4:
         yield "the temperature" if cost.details[0] > 1e-2 else "exact values"
@@ -316,7 +316,7 @@ def plot(results: Results, figure: Any) -> None:
         for way in WAYS
     }
     bars(memory, "peak beyond gradients, in float32 logits", peaks)
-    bars(duration, "time, logits made with lean-loss = 1", times)
+    bars(duration, "time, logits materialized with lean-loss = 1", times)
     duration.set_title(str(first.setup), fontsize=9)
     memory.legend(fontsize=7, loc="lower right")
 

@@ -172,7 +172,7 @@ def _definition(file: Path, name: str) -> Any:
     return scope[name]
 
 
-NAIVE, BASE, DEFERRED = "naive autograd", "logits made, `lean-loss`", "deferred"
+NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"
 HALF_KEPT = "deferred, half of the tiles kept"
 NEMO_RL = "NeMo-RL, chunks of 256"
 OURS = (

@@ -154,7 +154,7 @@ def demo(
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")
     ] = False,
     without_lean_head: Annotated[
-        bool, typer.Option("--without-lean-head", help="Make the logits, with all other patches.")
+        bool, typer.Option("--without-lean-head", help="Materialize the logits, with all other patches.")
     ] = False,
 ) -> None:
     """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.

@@ -110,7 +110,7 @@ class LearningFigures(Figures):
         for use, parts in self.memory.items():
             listed = ", ".join(f"{name} {size / 1000:.0f}" for name, size in parts.items())
             rows[f"kB per rank, {use}"] = f"{sum(parts.values()) / 1000:.0f} ({listed})"
-        made = "" if self.makes_logits else " (never made: lean-head)"
+        made = "" if self.makes_logits else " (never materialized: lean-head)"
         rows["kB per rank, logits of a microbatch"] = f"{self.logits / 1000:.0f}{made}"
         return rows
 

@@ -44,7 +44,7 @@ def test_the_numbers_are_those_that_were_measured() -> None:
 
     measured = ("benchmarks/head.md", "Memory")
     setup = "[8192, 256] × 65536, float32"
-    columns = ("deferred", "logits made, `lean-loss`")
+    columns = ("deferred", "logits materialized, `lean-loss`")
     assert head[:2] == tuple(f"{float(_cell(*measured, setup, column)) + 1e-9:.2f}" for column in columns)
     assert "8,192 tokens and 65,536 ids" in head[2] and "(benchmarks/head.md)" in head[2]
 

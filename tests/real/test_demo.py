@@ -103,7 +103,7 @@ def test_the_reward_rises_over_repeated_calls_of_train(
     assert "lean-head (megatron.core:" in figures.patches
     assert not figures.makes_logits
     assert figures.logits == 4 * 32 * 12 * 12  # answers of a microbatch, tokens, ids
-    assert "(never made: lean-head)" in out.replace("│\n│", "")
+    assert "(never materialized: lean-head)" in out.replace("│\n│", "")
     assert (figures.ranks, figures.backend, figures.seed) == (2, "gloo", 0)
     assert figures.steps >= 2 * ROLLOUTS
     assert figures.seconds > 0
