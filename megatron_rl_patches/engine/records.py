@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from .wrapper import SwitchableWrapper
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
 Moves = list[tuple[Any, Any]]
-_HOLDERS_DEEP = 3
+# So many holders of a copy are named, each after so many searches through everything in memory.
+_NAMED, _SEARCHES = 5, 8
 
 
 @dataclass(eq=False)
@@ -204,28 +206,49 @@ def out_of_reach(wrapper: Any) -> list[str]:
     # If that is the wrapper of another patch, its record and its own closure hold it, too.
     closure = getattr(getattr(function, "_self_wrapper", None), "__closure__", None) or ()
     own = {id(cell) for cell in closure}
+    holders: deque[Any] = deque()
     names = set()
-    for holder in _holders(function):
+    for holder in _holders(function):  # not in a comprehension, whose closure would hold the function, too
         if type(holder) not in (type(wrapper), Record, staticmethod, classmethod) and id(holder) not in own:
-            names.add(_name_of(holder, function, _HOLDERS_DEEP))
-    return sorted(names)
+            holders.append(holder)
+    for _ in range(min(len(holders), _NAMED)):
+        names.add(_name_of(holders.popleft(), function))
+    return [*sorted(names), *([f"{len(holders)} more"] if holders else [])]
 
 
 def _holders(value: Any) -> list[Any]:
     return [each for each in gc.get_referrers(value) if not isinstance(each, FrameType)]
 
 
-def _name_of(holder: Any, value: Any, steps: int) -> str:
+def _name_of(holder: Any, value: Any) -> str:
     """Return the name of an object that holds the value, or of what holds that object."""
+    # What is held by much, which is held by much, would take minutes to follow, so the searches are counted.
+    # They would find a list or a tuple of this function among the holders, but leave out a deque.
+    holders, values = deque([holder]), deque([value])
+    for _ in range(_SEARCHES):
+        if not holders:
+            break
+        each, held = holders.popleft(), values.popleft()
+        if name := _own_name(each, held):
+            return name if each is holder else f"a {_kind(holder)} of {name}"
+        for outer in _holders(each):
+            if _has_a_name(outer, each):
+                holders.append(outer)
+                values.append(each)
+    return f"a {_kind(holder)}"
+
+
+def _kind(holder: Any) -> str:
+    return "closure" if isinstance(holder, CellType) else type(holder).__name__
+
+
+def _own_name(holder: Any, value: Any) -> str:
+    """Return the name of a function, or of an attribute of a module or of a class in it; else nothing."""
     if inspect.isfunction(holder):
         return f"{holder.__module__}.{holder.__qualname__}"
     if isinstance(holder, dict) and (module := holder.get("__module__", holder.get("__name__"))):
-        key = next((key for key, held in holder.items() if held is value), "?")
-        return f"{module}.{key}"  # an attribute of a module, or of a class in it
-    kind = {CellType: "closure"}.get(type(holder), type(holder).__name__)
-    above = [each for each in _holders(holder) if _has_a_name(each, holder)] if steps else []
-    outer = next((name for each in above if "." in (name := _name_of(each, holder, steps - 1))), "")
-    return f"a {kind}" + (f" of {outer.removeprefix('a tuple of ')}" if outer else "")
+        return f"{module}.{next((key for key, held in holder.items() if held is value), '?')}"
+    return ""
 
 
 def _has_a_name(holder: Any, value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -95,6 +96,24 @@ def test_copies_that_cannot_be_reached_are_named(framework: Framework, tagged: T
         f"a closure of {here}.make.<locals>.<lambda>, a dict of {here}.TABLE, a tuple of {here}.go"
     )
     assert module.run("m") == PLAIN
+
+
+def test_the_search_for_copies_ends(tagged: Tagged, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = tagged("train")
+    function = load(f"{name}.model").train
+    holders = [[function] for _ in range(20)]
+    wide = [[holder] for holder in holders for _ in range(20)]
+    deep = [[holder] for holder in wide for _ in range(2)]
+    searches: list[Any] = []
+    find = gc.get_referrers
+    monkeypatch.setattr(gc, "get_referrers", lambda value: searches.append(0) or find(value))
+    del function
+    apply()
+    assert len(deep) == 800 and len(searches) < 50
+    reason = status()[0].reason
+    assert reason.startswith("in place, but not where it was copied before: a list") and reason.endswith(
+        "more"
+    )
 
 
 def test_the_wrapper_of_another_patch_is_no_copy(framework: Framework, engine: Engine) -> None:
