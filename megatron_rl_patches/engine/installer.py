@@ -293,8 +293,8 @@ class Installer(Listener):
         with without_logging_errors(), self._log_internal_errors():
             statuses = zip(self._records.values(), self.status(), strict=False)
             # A module that some releases do without need not be imported.
-            said = [s for r, s in statuses if s.state != "waiting" or not r.site.optional_module]
-            self.announcer.at_exit(said)
+            of_interest = [s for r, s in statuses if s.state != "waiting" or not r.site.optional_module]
+            self.announcer.at_exit(of_interest)
 
 
 installer = Installer()

@@ -252,6 +252,7 @@ def _own_name(holder: Any, value: Any) -> str:
 
 
 def _has_a_name(holder: Any, value: Any) -> bool:
-    return (not isinstance(holder, FrameType) and isinstance(holder, dict | list | tuple | set)) or (
+    """Return whether the holder may have a name, or be in something that has one."""
+    return isinstance(holder, dict | list | tuple | set) or (
         inspect.isfunction(holder) and value in (holder.__closure__, holder.__defaults__, vars(holder))
     )
