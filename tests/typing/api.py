@@ -269,7 +269,7 @@ def unit_tests() -> None:
         ranks: tuple[int, ...] = failed.ranks
         raise SystemExit(ranks) from failed
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
-    ddp = MockDDP(MockFloat16Module(module), MockConfig(), overlap_param_gather=True)
+    ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])
     groups: list[MockBucketGroup] = ddp.bucket_groups
     print(results, optimizer.calls, groups, MockDDPConfig(overlap_grad_reduce=False))
