@@ -34,7 +34,7 @@ def _hooks_are_patched() -> bool:
     from .. import status
 
     states = {site.state for site in status() if site.target.endswith(".disable_forward_pre_hook")}
-    return not states.isdisjoint({"applied", "waiting"})
+    return not states.isdisjoint({"applied", "waiting", "absent"})
 
 
 class MockDDP(torch.nn.Module):
