@@ -31,6 +31,7 @@ from megatron_rl_patches.inference import (
     forward_hidden_states,
     forward_log_probs,
     forward_topk,
+    forward_values,
     load_inference_checkpoint,
     memory_report,
     output_head,
@@ -151,12 +152,13 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
         forward_topk(model, microbatches, at=topk)
         forward_topk(model, microbatches, at=[distribution.indices for distribution in topk])
     hidden: list[Tensor] | None = forward_hidden_states(model, microbatches, output_device="cpu")
+    values: list[Tensor] | None = forward_values(model, microbatches, progress=False)
     head: OutputHead | None = output_head(model)
     if hidden is not None and head is not None:
         one = FullDistribution.of(torch.cat(hidden), head)
         parts: list[FullDistribution] = one.split([3, 4])
         whole: FullDistribution = FullDistribution.cat(parts)
-        print(whole.nbytes, iteration)
+        print(whole.nbytes, iteration, values)
 
     pool = TeacherPool(model)
     pool.add("math", path)
