@@ -25,6 +25,11 @@ from megatron_rl_patches import (
 )
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
 from megatron_rl_patches.inference import (
+    GPTDescription,
+    MemoryEstimate,
+    OptimizerSettings,
+    ParallelSizes,
+    Scores,
     TeacherPool,
     build_inference_model,
     estimate_memory,
@@ -72,7 +77,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
+from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import (
     MockBucketGroup,
     MockConfig,
@@ -82,8 +87,10 @@ from megatron_rl_patches.testing import (
     MockModule,
     MockOptimizer,
     RanksFailed,
+    TinyModel,
     cpu_backend,
     spawn_ranks,
+    tiny_model,
 )
 
 Model = Sequence[torch.nn.Module]
@@ -123,7 +130,7 @@ def hooks(args: Any, model: list[Any]) -> list[Any]:
 def own_loop(model: Model, optimizer: Any, step: Callable[[], float]) -> Iterator[float]:
     with reentrant_train(model, optimizer=optimizer):
         yield step()
-    with preserved_hooks(model):
+    with preserved_hooks(model), TrainGuard(model, optimizer):
         pass
 
 
@@ -142,7 +149,9 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     iteration: int = load_inference_checkpoint(model, path, format="torch_dist", ckpt_step=7, exact=True)
     load_inference_checkpoint(model[0], str(path))
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
-    scores = forward_log_probs(model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000)
+    scores: Scores | None = forward_log_probs(
+        model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000
+    )
     if scores is not None:
         log_probs: list[Tensor] = scores.log_probs
         entropy: list[Tensor] | None = scores.entropy
@@ -170,7 +179,11 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     pool.remove("code")
     sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
     print("math" in pool, resident, of_pool, names, sizes, memory_report(pool=pool).teachers)
-    for stage in estimate_memory(model, teachers=2, teacher_heads=True).stages:
+    described = estimate_memory(
+        GPTDescription(2, 64, 4, 100), parallel=ParallelSizes(), optimizer=OptimizerSettings()
+    )
+    estimates: list[MemoryEstimate] = [described, estimate_memory(model, teachers=2, teacher_heads=True)]
+    for stage in estimates[0].stages:
         total: int = stage.training.device.total - stage.inference_only.device.total
         print(total)
 
@@ -262,6 +275,14 @@ def recomputed(logits: Tensor) -> Tensor:
 def on_a_rank(number: int, scale: float = 1.0) -> float:
     with cpu_backend():
         return number * scale
+
+
+def tiny() -> None:
+    described: TinyModel = tiny_model("moe", tp=2, overlap_param_gather=False, config={"num_layers": 2})
+    described.initialize()
+    chunks: list[Any] = described.chunks()
+    model, optimizer = described.build()
+    print(chunks, model, optimizer, described.provider, described.positions(), described.dtype)
 
 
 def unit_tests() -> None:
