@@ -29,8 +29,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     "moe": {"num_moe_experts": 4, "add_bias_linear": False},
     "mtp": {"mtp_num_layers": 1},
 }
-# Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
-_BUCKET = 16_000
+#: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
+BUCKET = 16_000
 
 
 def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
@@ -199,7 +199,7 @@ class TinyModel:
             overlap_param_gather=self.overlap_param_gather,
             use_distributed_optimizer=self.use_distributed_optimizer,
             check_for_nan_in_grad=True,
-            bucket_size=_BUCKET,
+            bucket_size=BUCKET,
         )
         # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
         model = [
