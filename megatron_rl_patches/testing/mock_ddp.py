@@ -306,6 +306,12 @@ class MockOptimizer:
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
 
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        return self.get_main_grads_for_grad_norm()
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        return False
+
     def get_grad_stats_parallel_group(self) -> MockProcessGroup:
         return MockProcessGroup()
 
@@ -368,6 +374,9 @@ class MockOptimizer:
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         self.calls.append("reload_model_params")
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        self.calls.append("prepare_model_params_for_param_sync")
 
     def save_parameter_state(self, filename: str) -> None:
         self.calls.append("save_parameter_state")

@@ -183,6 +183,8 @@ class TinyModel:
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm),
             vocab_size=self.vocab_size,
             max_sequence_length=self.seq_length,
+            # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
+            position_embedding_type="rope" if self.kind == "mtp" else "learned_absolute",
             share_embeddings_and_output_weights=self.tied,
             pre_process=pre_process,
             post_process=post_process,

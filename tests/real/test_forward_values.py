@@ -29,8 +29,8 @@ class ValueHead(torch.nn.Linear):
 
 
 def critic(tiny: TinyModel) -> list[Any]:
-    def provide(pre_process: bool = True, post_process: bool = True, **options: Any) -> torch.nn.Module:
-        chunk = tiny.provider(pre_process, post_process, **options)
+    def provide(pre_process: bool, post_process: bool, config: Any, vp_stage: Any = None) -> torch.nn.Module:
+        chunk = tiny.provider(pre_process, post_process, config, vp_stage)
         if post_process:
             chunk.output_layer = ValueHead(32, tiny.sequence_parallel)
         return chunk

@@ -7,7 +7,7 @@ import itertools
 import logging
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .pickles import EXTRA_STATE, load_dict, without_inert_extra_states
 _log = logging.getLogger("megatron_rl_patches")
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
 _TORCH_FILE = "model_optim_rng.pt"
+_MTP = "mtp."
 _Model = torch.nn.Module | Sequence[torch.nn.Module]
 _State = dict[str, Any]
 
@@ -100,6 +101,9 @@ def load_inference_checkpoint(
         iteration = _iteration(location, content)
         states = [without_inert_extra_states(state, location.folder) for state in states]
         for chunk, state in zip(chunks, states, strict=True):
+            kept = _without_mtp(list(state), chunk.state_dict())
+            for name in state.keys() - set(kept):
+                del state[name]
             _refuse(_compare(chunk, state, exact))
     # From here on only an extra state can refuse, or a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
@@ -146,11 +150,30 @@ def _read_torch_dist(
             _log.warning("%s has %d rows in the checkpoint and %d in the model", name, *rows)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         union = functools.reduce(operator.or_, all_bits)
-        unexpected = [name for position, name in enumerate(names) if not union >> position & 1]
+        by_request: dict[bool, list[str]] = {True: [], False: []}
+        for position, name in enumerate(names):
+            by_request[bool(union >> position & 1)].append(name)
+        unexpected = _without_mtp(by_request[False], by_request[True])
         _refuse(*all_differing, {"unexpected in the checkpoint": {name: name for name in unexpected}})
     with _on_all_ranks_or_none(f"cannot read {location.folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
+
+
+def _without_mtp(stored: list[str], requested: Iterable[str]) -> list[str]:
+    """Return the names without those of multi-token prediction, unless the model has such layers.
+
+    A model that only scores is built without them, and its policy's checkpoint has them.
+    """
+    others = [name for name in stored if not name.startswith(_MTP)]
+    if len(others) == len(stored) or any(name.startswith(_MTP) for name in requested):
+        return stored
+    if is_rank_0():
+        count = len(stored) - len(others)
+        _log.info(
+            "%d tensors of multi-token prediction (%s*) are not loaded: this model only scores", count, _MTP
+        )
+    return others
 
 
 def _read_torch(chunks: Sequence[torch.nn.Module], folder: Path) -> tuple[_State, list[_State]]:

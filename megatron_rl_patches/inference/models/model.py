@@ -61,6 +61,7 @@ def build_inference_model(
     pg_collection: Any = None,
     pre_wrap: Callable[[list[Module]], Sequence[Module] | None] | None = None,
     perform_initialization: bool = False,
+    with_mtp: bool = False,
 ) -> list[Module]:
     """Build a model that only scores: a teacher, a reference or a reward model.
 
@@ -93,6 +94,7 @@ def build_inference_model(
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
             does, for a provider that needs their values while it builds the model, or loads them. They are
             not filled with NaN, and collectives that constructors start (of tied embeddings) run.
+        with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
         One module per virtual pipeline stage; a list of one without virtual stages.
@@ -127,6 +129,8 @@ def build_inference_model(
     stages = _virtual_stages(virtual_pipeline_size, config, pg_collection)
     own = inference_copy(config, dtype)
     own.virtual_pipeline_model_parallel_size = stages
+    if not with_mtp and getattr(own, "mtp_num_layers", None):
+        own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
 

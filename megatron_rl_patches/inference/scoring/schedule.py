@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +93,7 @@ def forward_only(
             **dict.fromkeys(("timers", *SYNC_FUNCTIONS)),
             variable_seq_lengths=forward is not None or len(shapes) > 1 or config.variable_seq_lengths,
         ),
+        _without_mtp(chunks),
         tqdm(total=len(schedule), desc="scoring", unit="microbatch", leave=False, disable=hide) as bar,
     ):
 
@@ -201,6 +202,25 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         for chunk in chunks:
             # The stage keeps the last activation that it received. This frees it.
             get_attr_wrapped_model(chunk, "set_input_tensor")([None])
+
+
+@contextmanager
+def _without_mtp(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Leave out the layers of multi-token prediction, which predict what nobody scores.
+
+    Without labels megatron-core up to 0.16 cannot run them.
+    """
+    models = [unwrap(chunk) for chunk in chunks]
+    configs = {
+        id(model.config): model.config for model in models if getattr(model.config, "mtp_num_layers", None)
+    }
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(replaced(config, mtp_num_layers=None))
+        for model in models:
+            if getattr(model, "mtp_process", False):
+                stack.enter_context(replaced(model, mtp_process=False))
+        yield
 
 
 def _without_float32_copy(chunk: Any) -> dict[str, bool]:
