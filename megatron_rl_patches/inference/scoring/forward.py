@@ -50,7 +50,8 @@ def forward_log_probs(
     """Score response tokens with a model: forward only, without pipelining, with PP, or interleaved (VPP).
 
     All ranks of a tensor- and pipeline-parallel group of ``megatron.core.parallel_state`` call it with the
-    same microbatches, each data-parallel replica with its own. Afterwards, also if it raises, no autograd
+    same microbatches, each data-parallel replica with its own, also where replicas share experts and have
+    different numbers of them. Afterwards, also if it raises, no autograd
     graph and no activation is left, and training modes and config are as before.
 
     Args:

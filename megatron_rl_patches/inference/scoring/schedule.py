@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -63,24 +64,26 @@ def forward_only(
         raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    batches = parse_microbatches(
-        microbatches,
-        packing=forward is not None,
-        vocabulary=vocab_size or padded_size,
-        sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
-        cp_rank=context_parallel.rank,
-        cp_size=context_parallel.size,
-        device=next(chunks[-1].parameters()).device,
-        every_token=every_token,
-    )
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    if check is not None:
-        raise_on_all_stages(check(batches) if on_last_stage else None)
+    with _replicas_that_share_experts(config) as replicas:
+        batches = parse_microbatches(
+            microbatches,
+            packing=forward is not None,
+            vocabulary=vocab_size or padded_size,
+            sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
+            cp_rank=context_parallel.rank,
+            cp_size=context_parallel.size,
+            device=next(chunks[-1].parameters()).device,
+            every_token=every_token,
+        )
+        if check is not None:
+            raise_on_all_stages(check(batches) if on_last_stage else None)
+        # The interleaved schedule takes full groups: the smallest batch is repeated to fill the last one.
+        group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+        smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
+        replicas.schedule = [*batches, *[smallest] * (-len(batches) % group_size)]
+    schedule = replicas.schedule
     shapes = {batch.tokens_bs.shape for batch in batches}
-    # The interleaved schedule takes full groups: the smallest batch is repeated until the last one is full.
-    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-    smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
-    schedule = [*batches, *[smallest] * (-len(batches) % group_size)]
     hide = not (progress and is_rank_0())
     with (
         torch.no_grad(),
@@ -145,6 +148,56 @@ def raise_on_all_stages(problem: str | None) -> None:
         [problem] = problems
     if problem is not None:
         raise InvalidInputError(problem)
+
+
+class _Replicas:
+    """What data-parallel replicas that share experts have to agree on, and this one's schedule."""
+
+    schedule: list[Microbatch]
+
+
+@contextmanager
+def _replicas_that_share_experts(config: Any) -> Iterator[_Replicas]:
+    """Let replicas that send each other tokens run equally many rounds, or all of them raise.
+
+    Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
+    waiting in the token dispatcher, so it scores its smallest one again, and the results are dropped. One
+    that refuses its input makes the others refuse theirs. One collective, if there are such replicas.
+
+    Raises:
+        InvalidInputError: the body raised it on some replica; or the dispatcher ``allgather`` would get
+            tokens of different shapes.
+    """
+    replicas, problem = _Replicas(), None
+    if not getattr(config, "num_moe_experts", None) or config.expert_model_parallel_size == 1:
+        yield replicas
+        return
+    shapes: list[tuple[int, ...]] = []
+    try:
+        yield replicas
+        shapes = [tuple(batch.tokens_bs.shape) for batch in replicas.schedule]
+    except InvalidInputError as error:
+        problem = error
+    group = parallel_state.get_expert_model_parallel_group()
+    gathered: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(gathered, (problem and str(problem), shapes), group=group)
+    if problem is not None:
+        raise problem
+    for rank, (text, _) in enumerate(gathered):
+        if text is not None:
+            raise InvalidInputError(f"expert-parallel rank {rank} refuses its microbatches: {text}")
+    rounds = max(len(of_rank) for _, of_rank in gathered)
+    smallest = min(replicas.schedule, key=lambda batch: batch.tokens_bs.numel())
+    replicas.schedule += [smallest] * (rounds - len(replicas.schedule))
+    if config.moe_token_dispatcher_type == "allgather":
+        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for _, of_rank in gathered]
+        for number, of_round in enumerate(zip(*full, strict=True)):
+            if len(set(of_round)) > 1:
+                raise InvalidInputError(
+                    f"microbatch {number} has other shapes on other expert-parallel ranks, {of_round}, and "
+                    "moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all ranks "
+                    "as many microbatches, or use 'alltoall'"
+                )
 
 
 class _ContextParallel(NamedTuple):
