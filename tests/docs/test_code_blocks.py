@@ -24,7 +24,7 @@ from tests.docs import docstrings, pages
 from tests.docs.pages import ROOT, Block
 from tests.ranks import on_ranks
 
-LANGUAGES = {"bash", "console", "mermaid", "python", "text", "toml"}
+LANGUAGES = {"bash", "console", "python", "text", "toml"}
 
 ADDING = "docs/adding-a-patch.md"
 QUICKSTARTS = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
@@ -159,11 +159,3 @@ def test_text_is_what_it_quotes() -> None:
         " ".join(block.code.split()) for block in pages.in_language("text") if not _entry(followed, block)
     }
     assert texts == quoted, "compare it, or say why not"
-
-
-def test_diagrams_are_well_formed() -> None:
-    step = re.compile(r"(\[\*\]|[A-Z]\w+) --> [A-Z]\w+(: .+)?|direction (TB|LR)|")
-    for block in pages.in_language("mermaid"):
-        first, *lines = block.code.split("\n")
-        assert first == "stateDiagram-v2", block.place
-        assert [line for line in map(str.strip, lines) if not step.fullmatch(line)] == [], block.place
