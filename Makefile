@@ -12,10 +12,10 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
     checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
-    docs-version screenshots clean
+    docs-version options screenshots clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | screenshots | clean"
+	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
 	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
 	@echo "make release-check | mutation"
@@ -150,6 +150,10 @@ $(GPU_VENV)/.installed: pyproject.toml setup.cfg benchmarks/gpu-requirements.txt
 	    --requirement benchmarks/gpu-requirements.txt megatron-core
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# Writes docs/options.md from the options that the patches declare.
+options: venv
+	$(BIN)/python docs/options.py
 
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict

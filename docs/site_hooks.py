@@ -1,7 +1,6 @@
 """What MkDocs does besides: addresses from pyproject.toml, equations as MathML, tables without a header.
 
-The pages are readable where they lie, on a forge, and the site needs nothing from elsewhere: an equation is MathML,
-which browsers draw themselves.
+Pages can be read where they lie, on a forge, and the site needs nothing from elsewhere: browsers draw MathML.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+_EXAMPLE = re.compile(r"\]\((?:\.\./)+(examples/[^)]+)\)")
 _REPOSITORY = re.compile(r'^Repository = "(.+)"$', re.MULTILINE)
 _EQUATION = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 _EMPTY_HEADER = re.compile(r"<thead>\s*<tr>\s*(?:<th[^>]*>\s*</th>\s*)+</tr>\s*</thead>\s*")
 
 
 def on_config(config: Any) -> Any:
-    """Take the address of the repository from pyproject.toml; the menu of versions is for mike's builds only."""
+    """Take the repository from pyproject.toml; the menu of versions is for builds by mike only."""
     config.repo_url = repository()
     if "MIKE_DOCS_VERSION" not in os.environ:
         del config.extra["version"]
@@ -28,10 +28,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    return markdown.replace("git+REPOSITORY", f"git+{repository()}")
+    """Examples are files of the repository, not of the site."""
+    return _EXAMPLE.sub(lambda link: f"]({repository()}/blob/main/{link[1]})", markdown)
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:
+    content = re.sub(r"(?<=git\+)REPOSITORY|(?<=<code>)REPOSITORY(?=</code>)", repository(), content)
     return _EMPTY_HEADER.sub("", _EQUATION.sub(_mathml, content))
 
 

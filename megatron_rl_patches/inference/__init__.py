@@ -11,9 +11,15 @@ from ..common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from .checkpoints.load import load_inference_checkpoint as load_inference_checkpoint
+    from .memory.estimate import MemoryEstimate as MemoryEstimate
+    from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
+    from .memory.model import GPTDescription as GPTDescription
+    from .memory.model import ParallelSizes as ParallelSizes
+    from .memory.usage import MemoryReport as MemoryReport
     from .memory.usage import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
+    from .scoring.forward import Scores as Scores
     from .scoring.forward import forward_hidden_states as forward_hidden_states
     from .scoring.forward import forward_log_probs as forward_log_probs
     from .scoring.forward import forward_topk as forward_topk
@@ -25,9 +31,16 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".models.model": ["build_inference_model"],
         ".checkpoints.load": ["load_inference_checkpoint"],
-        ".memory.estimate": ["estimate_memory"],
-        ".memory.usage": ["memory_report"],
-        ".scoring.forward": ["forward_hidden_states", "forward_log_probs", "forward_topk", "output_head"],
+        ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
+        ".memory.model": ["GPTDescription", "ParallelSizes"],
+        ".memory.usage": ["MemoryReport", "memory_report"],
+        ".scoring.forward": [
+            "Scores",
+            "forward_hidden_states",
+            "forward_log_probs",
+            "forward_topk",
+            "output_head",
+        ],
         ".teachers": ["TeacherPool"],
     },
 )

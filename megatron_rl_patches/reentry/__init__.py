@@ -1,6 +1,6 @@
 """Make Megatron's training state re-enterable, by plain functions on model chunks that need no patch."""
 
 from .forward_pre_hooks import preserved_hooks
-from .guard import reentrant_train
+from .guard import TrainGuard, reentrant_train
 
-__all__ = ["preserved_hooks", "reentrant_train"]
+__all__ = ["TrainGuard", "preserved_hooks", "reentrant_train"]

@@ -85,17 +85,13 @@ def common() -> Names:
         "targets": torch.tensor([1, 4, 2]),
         "response_rows": torch.tensor([2, 5, 6]),
         "tp_group": None,
+        "tokens": torch.zeros(2, 52, dtype=torch.int64),
         "student": [chunk],
         "indices": [0, 1],
         "loss_masks": loss_masks(),
         "layout": SequenceLayout.build(LENGTHS, RESPONSES),
         "pool": pool,
     }
-
-
-def after_readme(names: Names) -> None:
-    names["ray"].init.assert_called_once_with(runtime_env=VARIABLE)
-    names["train"](tiny_gpt.build(OPTIONS)[0], None, [])
 
 
 def after_distillation(names: Names) -> None:
@@ -111,6 +107,7 @@ def losses() -> Names:
     batch = {
         "tokens": tokens,
         "input_ids": torch.cat(tokens)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
         "total_lengths": LENGTHS,
         "response_lengths": RESPONSES,
         "advantages": torch.tensor([1.0, -1.0]),
@@ -191,7 +188,6 @@ def docstrings() -> Names:
 
 # Page -> the names that its blocks find there, and what must hold after them.
 SETUPS = {
-    "README.md": (common, after_readme),
     "docs/activation.md": (common, after_activation),
     "docs/distillation.md": (common, after_distillation),
     "docs/inference.md": (common, lambda names: None),

@@ -1,4 +1,4 @@
-"""A real browser, without a network, shows every page of the site: on a desktop and on a phone, light and dark."""
+"""A real browser, without a network, shows every page: on a desktop and on a phone, light and dark."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: 
     assert scheme_of_page == {"light": "default", "dark": "slate"}[scheme]
 
 
-@pytest.mark.parametrize("image", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "image", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem
+)
 def test_labels_can_be_read_on_a_phone_and_in_the_dark(image: Path) -> None:
     text = image.read_text("utf-8")
     if image.stem in ("doctor", "logo", "favicon"):  # a terminal, which scrolls, and marks without text

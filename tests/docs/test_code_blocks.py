@@ -42,10 +42,13 @@ NOT_COMPARED = {
     ("docs/demo.md", "megatron_rl_patches 0.2.0: inference-only"): A_RECORD,
     ("docs/demo.md", "rollout   1  routed, top-k: ascending"): A_RECORD,
     ("docs/demo.md", "rollout   1  reward"): A_RECORD,
+    **{
+        (page, "$ megatron-rl-patches demo"): "test_landing_page.py"
+        for page in ("README.md", "docs/index.md")
+    },
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_hooks.py calls it",
-    ("docs/how-it-works.md", "environment variable"): "a drawing",
-    ("docs/losses.md", "forward                         kept"): "a drawing",
+    ("docs/losses.md", "forward                "): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "cd Megatron-LM"): CONFORMANCE,
