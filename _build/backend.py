@@ -39,8 +39,9 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+ROOT = Path(__file__).parents[1]
 STARTUP_FILES = tuple(
-    Path(__file__).parents[1] / "startup" / f"megatron_rl_patches_startup.{suffix}"
+    ROOT / "startup" / f"megatron_rl_patches_startup.{suffix}"
     for suffix in ("pth", "start")
 )
 
@@ -100,7 +101,7 @@ def links_into_the_repository(metadata: str) -> str:
     assert repository and version
 
     def link(relative: re.Match[str]) -> str:
-        kind = "raw" if relative[1].endswith(".png") else "blob"
+        kind = "tree" if (ROOT / relative[1]).is_dir() else "blob"
         return f"]({repository[1]}/{kind}/v{version[1]}/{relative[1]})"
 
     metadata = re.sub(r"(git\+|`)REPOSITORY\b", rf"\1{repository[1]}", metadata)

