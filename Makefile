@@ -170,9 +170,10 @@ docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
-# Draws what docs/images has of the command line.
+# Draws what docs/images has of the command line, of the demo and of the estimate.
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
+	$(BIN)/python -m docs.plots
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RECORDS) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
