@@ -32,17 +32,18 @@ is on the page [activation](activation.md).
 
 ## Which patches
 
-| variable | value | meaning |
-|---|---|---|
-| `{VARIABLE}` | unset, empty, `0`, `false`, `off`, `no`, `none` | nothing happens, nothing is loaded |
-| | `1`, `all` | all patches but those that change what is trained (`distillation`) |
-| | `reentrant-train` | this one; several are separated by commas |
-| | `all,-reentrant-train` | all but this one |
-| | `all,distillation` | all, and one that only its name selects |
-| `{STRICT_VARIABLE}` | `1` | a patch that cannot take effect is an error where its framework is imported, \
-not a warning; `Settings(strict=True)` |
-| `{ROOTS_VARIABLE}` | `my_framework,...` | further packages that the import trigger waits for; only needed \
-for patches of other packages |
+| `{VARIABLE}` | meaning |
+|---|---|
+| unset, empty, `0`, `false`, `off`, `no`, `none` | nothing happens, nothing is loaded |
+| `1`, `all` | all patches but those that change what is trained (`distillation`) |
+| `reentrant-train` | this one; several are separated by commas |
+| `all,-reentrant-train` | all but this one |
+| `all,distillation` | all, and one that only its name selects |
+
+- **`strict`** (`bool`, default `0`): a patch that cannot take effect is an error where its framework is
+  imported, not a warning. Variable `{STRICT_VARIABLE}`.
+- Variable **`{ROOTS_VARIABLE}`** (list of names, default empty): further packages that the import trigger
+  waits for. Only patches of other packages need it.
 """
 
 
@@ -56,11 +57,10 @@ def _section(patch: Any) -> Iterator[str]:
         return
     types, meanings = registry.field_types(patch.options), _meanings(patch.options)
     yield f"## {patch.name}\n\n[`{patch.name}`](patches/{patch.name}.md): {patch.summary}.\n"
-    yield "| option | type | default | meaning |\n|---|---|---|---|"
     for field in fields(patch.options):
         assert field.default is not MISSING
-        names = f"`{field.name}`<br>`{variable_of(field.name)}`"
-        yield f"| {names} | {_type(types[field.name])} | {_default(field.default)} | {meanings[field.name]} |"
+        kind = f"{_type(types[field.name])}, default {_default(field.default)}"
+        yield f"- **`{field.name}`** ({kind}): {meanings[field.name]}. Variable `{variable_of(field.name)}`."
     yield ""
 
 
@@ -73,7 +73,7 @@ def _meanings(options: Any) -> dict[str, str]:
 
 def _markdown(text: str) -> str:
     text = re.sub(r":\w+:`[\w.]*?(\w+)`", r"`\1`", text)
-    return text.replace("``", "`").replace("|", "\\|")
+    return text.replace("``", "`")
 
 
 def _type(kind: Any) -> str:
