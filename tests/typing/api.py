@@ -12,10 +12,14 @@ from torch import Tensor
 
 import megatron_rl_patches
 from megatron_rl_patches import (
+    Call,
     MegatronRLPatchesError,
     Patch,
     PatchError,
     Settings,
+    Site,
+    SiteStatus,
+    TargetSource,
     applied,
     apply,
     available,
@@ -25,6 +29,12 @@ from megatron_rl_patches import (
 )
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
 from megatron_rl_patches.inference import (
+    GPTDescription,
+    MemoryEstimate,
+    MemoryReport,
+    OptimizerSettings,
+    ParallelSizes,
+    Scores,
     TeacherPool,
     build_inference_model,
     estimate_memory,
@@ -71,7 +81,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
+from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import (
     MockBucketGroup,
     MockConfig,
@@ -105,11 +115,23 @@ def patches() -> None:
     version: str = megatron_rl_patches.__version__
     revert("lean-loss")
     revert()
-    print(summaries, version, [site.state for site in status()])
+    states: list[SiteStatus] = status()
+    print(summaries, version, [one.state for one in states])
 
 
 def a_patch() -> Patch:
-    return Patch("my-patch", "what it does", upstream=("owner/repository#1",))
+    def is_quiet(target: TargetSource) -> str | None:
+        return "it is quiet" if target.calls("get_logger") else None
+
+    patch = Patch("my-patch", "what it does", upstream=("owner/repository#1",))
+
+    @patch.wrap("framework.loop", "evaluate", skip_if=is_quiet)
+    def evaluate(call: Call) -> Any:
+        return call(model=call["model"])
+
+    sites: Sequence[Site] = patch.sites
+    print(sites, evaluate)
+    return patch
 
 
 def hooks(args: Any, model: list[Any]) -> list[Any]:
@@ -122,7 +144,7 @@ def hooks(args: Any, model: list[Any]) -> list[Any]:
 def own_loop(model: Model, optimizer: Any, step: Callable[[], float]) -> Iterator[float]:
     with reentrant_train(model, optimizer=optimizer):
         yield step()
-    with preserved_hooks(model):
+    with preserved_hooks(model), TrainGuard(model, optimizer=optimizer):
         pass
 
 
@@ -142,6 +164,8 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     load_inference_checkpoint(model[0], str(path))
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
     scores = forward_log_probs(model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000)
+    again: Scores | None = forward_log_probs(model, microbatches)
+    print(again)
     if scores is not None:
         log_probs: list[Tensor] = scores.log_probs
         entropy: list[Tensor] | None = scores.entropy
@@ -167,7 +191,13 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     names: list[str] = pool.names
     pool.remove("code")
     sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
-    print("math" in pool, resident, of_pool, names, sizes, memory_report(pool=pool).teachers)
+    report: MemoryReport = memory_report(pool=pool)
+    print("math" in pool, resident, of_pool, names, sizes, report.teachers)
+    description = GPTDescription(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=128)
+    adam = OptimizerSettings(use_distributed_optimizer=True)
+    parallel = ParallelSizes(data_parallel_size=2)
+    estimate: MemoryEstimate = estimate_memory(description, parallel=parallel, optimizer=adam)
+    print(estimate.worst)
     for stage in estimate_memory(model, teachers=2, teacher_heads=True).stages:
         total: int = stage.training.device.total - stage.inference_only.device.total
         print(total)
