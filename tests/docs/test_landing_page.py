@@ -69,6 +69,10 @@ def test_before_and_after_are_of_the_demo(page: str) -> None:
     assert error and error in " ".join(recorded.split())
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
+
+
 def test_the_estimate_is_as_near_to_what_was_measured_as_the_page_says() -> None:
     _, teacher, *_ = _cards()
     (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
