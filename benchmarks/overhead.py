@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
-from megatron_rl_patches.testing import spawn_ranks
+from megatron_rl_patches.testing import TinyModel, spawn_ranks
 from tests.real.one_device import gpu_or_cpu
 
 from .measure import added
@@ -78,10 +78,9 @@ def patched() -> Iterator[str]:
 
 def cases(bf16: bool = False) -> Iterator[Case]:
     """Yield each case when it can be called, which it is no more when the next one is asked for."""
-    from tests.real import tiny_gpt
 
     for gather in (False, True):
-        model, optimizer = tiny_gpt.build(tiny_gpt.Options(overlap_param_gather=gather, bf16=bf16))
+        model, optimizer = TinyModel(overlap_param_gather=gather, bf16=bf16).build()
         yield Case(
             f"train(), {'with' if gather else 'without'} overlapped parameter gather",
             functools.partial(_bare_train, model, optimizer),

@@ -77,7 +77,11 @@ class Startup:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that ``doctor`` shows. ``problems`` is empty when what is selected can take effect."""
+    """Everything that ``doctor`` shows. ``problems`` is empty when what is selected can take effect.
+
+    Attributes:
+        hook: what the command names of :mod:`.hooks`, which needs neither variable nor startup file.
+    """
 
     version: str
     path: str
@@ -92,10 +96,33 @@ class Diagnosis:
     startup: Startup
     notes: tuple[str, ...]
     problems: tuple[Problem, ...]
+    hook: str | None = None
 
 
-def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
-    """Gather everything; this starts one child process."""
+def read_command(command: str) -> tuple[dict[str, str], str | None]:
+    """Return the variables of ours that a command line sets for what it starts, and the hook that it names.
+
+    A variable may stand before the program, at the end of an option, as Hydra's do, or in an option's JSON.
+    """
+    variables = {
+        name: value.strip("'")
+        for word in shlex.split(command)
+        for name, value in re.findall(rf"({VARIABLE}\w*)\"?\s*[=:]\s*\"?([^\"\s}}]*)", word)
+    }
+    hook = re.search(rf"{__package__}\.hooks(\.\w+)*", command)
+    return variables, hook and hook[0]
+
+
+def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagnosis:
+    """Gather everything; this starts one child process.
+
+    Args:
+        command: the command line of a job, whose variables and hook count as those of this environment.
+    """
+    of_command, hook = read_command(command)
+    environ = {**environ, **of_command}
+    if hook and not environ.get(VARIABLE, "").strip():
+        environ[VARIABLE] = "all"
     choice = choice_of(environ)
     patches = registry.patches().values()
     # The program of this process is not the one that trains.
@@ -115,13 +142,18 @@ def examine(environ: Mapping[str, str] = os.environ) -> Diagnosis:
         sites=tuple(statuses),
         startup=startup,
         notes=tuple(notes_of(choice, statuses)),
-        problems=tuple(problems_of(choice, statuses, startup, wrapt)),
+        problems=tuple(problems_of(choice, statuses, None if hook else startup, wrapt)),
+        hook=hook,
     )
 
 
 def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     """Return what the variables select. A value that does not parse is reported as a problem, not raised."""
-    ours = {name: value for name, value in sorted(environ.items()) if name.startswith(VARIABLE)}
+    ours = {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(VARIABLE) or difflib.get_close_matches(name, [VARIABLE], 1, 0.9)
+    }
     problems = [_unknown_variable(name, ours[name]) for name in ours if name not in variables()]
     settings, refused = Settings.without_bad_values(environ)
     problems += [Problem(message, f"unset {name}") for name, message in refused.items()]
@@ -137,24 +169,30 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
 
 def _unknown_variable(name: str, value: str) -> Problem:
     unset = f"unset {shlex.quote(name)}"
-    endings = [known.removeprefix(VARIABLE) for known in variables()]
-    if meant := difflib.get_close_matches(name.removeprefix(VARIABLE), endings, 1):
-        known = VARIABLE + meant[0]
+    # What all of them begin with would make all of them alike.
+    prefix = VARIABLE if name.startswith(VARIABLE) else ""
+    endings = [known.removeprefix(prefix) for known in variables()]
+    if meant := difflib.get_close_matches(name.removeprefix(prefix), endings, 1):
+        known = prefix + meant[0]
         return Problem(f"{name}: no such variable; there is {known}", f"{unset}; {_export(known, value)}")
     return Problem(f"{name}: no such variable; known: {', '.join(sorted(variables()))}", unset)
 
 
 def problems_of(
-    choice: Choice, statuses: Sequence[SiteStatus], startup: Startup, wrapt: str | None
+    choice: Choice, statuses: Sequence[SiteStatus], startup: Startup | None, wrapt: str | None
 ) -> list[Problem]:
-    """Return the reasons why something that is selected does not take effect."""
+    """Return the reasons why something that is selected does not take effect.
+
+    Args:
+        startup: ``None`` where a hook of the framework applies the patches.
+    """
     problems = list(choice.problems)
     number = tuple(map(int, re.findall(r"\d+", wrapt or "")[:2]))
     if not (1, 16) <= number < (3,):
         what = "wrapt is not installed" if wrapt is None else f"wrapt {wrapt} is out of range"
         remedy = _pip_install(shlex.quote(f"wrapt{WRAPT_RANGE}"))
         problems.append(Problem(f"{what}; needed: wrapt{WRAPT_RANGE}", remedy))
-    if choice.patches and not startup.fires:
+    if choice.patches and startup and not startup.fires:
         message = f"{VARIABLE} is set, but the startup file does not fire: {startup.reason}"
         root = Path(__file__).parents[1]
         this_package = "--force-reinstall megatron-rl-patches"
@@ -212,6 +250,12 @@ def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Cho
         known = [f"{module}:{name}" for name in functions_in(text)]
     else:
         known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
+    if not known:
+        root, dot, rest = item.partition(".")
+        names = [
+            path.stem for folder in sys.path for path in Path(folder).glob("*") if path.stem.isidentifier()
+        ]
+        known = [f"{name}{dot}{rest}" for name in difflib.get_close_matches(root, names, 1, 0.8)]
     message = f"{status}; {variable} names it"
     if status.state == "absent" and not known:
         return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')

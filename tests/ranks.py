@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
 
 
 def on_ranks(
@@ -35,7 +35,7 @@ def on_ranks(
         megatron: run inside ``cpu_backend()``.
         timeout: in seconds.
         env: environment variables, which need new interpreters instead of forks.
-        sizes: fields of ``tiny_gpt.Parallelism``; with any of them, Megatron's groups are initialized.
+        sizes: options of ``tiny_model()``; with any of them, Megatron's groups are initialized.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
@@ -71,8 +71,7 @@ def _run_test(
         if megatron:
             stack.enter_context(cpu_backend())
         if sizes:
-            tiny_gpt = import_module("tests.real.tiny_gpt")
-            tiny_gpt.initialize(tiny_gpt.Parallelism(**sizes), seed=1234)
+            tiny_model(**sizes).initialize()
         test = getattr(import_module(module), name).__wrapped__
         gc.freeze()  # what is imported is no garbage: collections take a fraction of the time
         try:

@@ -64,7 +64,12 @@ def _root(
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
+def doctor(
+    command: Annotated[
+        str, typer.Option(metavar="TEXT", help="A job's command line: its variables and hook count, too.")
+    ] = "",
+    json: Json = False,
+) -> None:
     """Find out why patches do not take effect in this environment.
 
     Starts one child process to see whether the startup file fires. Imports no framework.
@@ -78,7 +83,7 @@ def doctor(json: Json = False) -> None:
     """
     # A program finds what is in its own folder, where most people call this command, too.
     with replaced(sys, path=[*sys.path, ""]):
-        diagnosis = examine()
+        diagnosis = examine(command=command)
     if json:
         show_json({**asdict(diagnosis), "out_of_reach": OUT_OF_REACH})
     else:
@@ -148,7 +153,11 @@ def demo(
         Path | None, output_file("--plot", "Draw learning curves and memory.", check_plot)
     ] = None,
     distill: Annotated[
-        bool, typer.Option("--distill", help="Distill two teachers into a student, without a reward.")
+        bool,
+        typer.Option(
+            "--distill",
+            help="Distill two teachers into students, without a reward; 60 rollouts take about 10 minutes.",
+        ),
     ] = False,
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")
@@ -159,7 +168,7 @@ def demo(
 ) -> None:
     """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.
 
-    Needs the extra `demo`, torch and megatron-core.
+    Needs torch and megatron-core; --plot needs the extra `demo`, too.
     """
     from ..demo import run_demo
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,16 +20,27 @@ from .screens import check_plot, output_file, show_json, show_table
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
-def _size(group: str, *short: str, help: str | None = None) -> Any:
-    names = f"--{group}-size", *short
-    panel = "Parallel groups"
-    return typer.Option(*names, metavar="N", min=1, show_default=False, rich_help_panel=panel, help=help)
+#: Panels of the help, whose options are short enough to be shown in 80 columns.
+_MODEL, _GROUPS, _TRAINING, _OUTPUT = "Model", "Parallel groups", "Training and teachers", "Output"
+
+
+def _size(short: str, group: str, help: str) -> Any:
+    """Return the option for the size of a group, which also has the name that it has in Megatron-LM."""
+    names = (short, f"--{group}-size") if group else (short,)
+    return typer.Option(*names, metavar="N", min=1, show_default=False, rich_help_panel=_GROUPS, help=help)
 
 
 def estimate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            show_default=False,
+            help="ORGANIZATION/NAME of a model in the local Hugging Face cache, or its config.json.",
+        ),
+    ] = None,
     hf_config: Annotated[
-        Path | None,
-        typer.Option(help="A Hugging Face config.json.", exists=True, dir_okay=False, show_default=False),
+        str | None, typer.Option(metavar="FILE", help="The same.", show_default=False, rich_help_panel=_MODEL)
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -36,35 +48,61 @@ def estimate(
             "--set",
             metavar="FIELD=VALUE",
             show_default=False,
+            rich_help_panel=_MODEL,
             help="A field of GPTDescription, ParallelSizes or OptimizerSettings, named as in Megatron-LM: "
             "num_layers=2, swiglu=true, moe_layer_freq=[0,1]. Can be repeated; overrides the file.",
         ),
     ] = None,
-    tensor_model_parallel_size: Annotated[int | None, _size("tensor-model-parallel", "--tp")] = None,
-    pipeline_model_parallel_size: Annotated[int | None, _size("pipeline-model-parallel", "--pp")] = None,
-    context_parallel_size: Annotated[int | None, _size("context-parallel", "--cp")] = None,
-    expert_model_parallel_size: Annotated[int | None, _size("expert-model-parallel", "--ep")] = None,
-    data_parallel_size: Annotated[int | None, _size("data-parallel", "--dp")] = None,
-    world_size: Annotated[
-        int | None, _size("world", help="All ranks, in place of --data-parallel-size.")
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="bf16, fp16 or fp32.", rich_help_panel=_MODEL)
+    ] = "bf16",
+    tensor_model_parallel_size: Annotated[
+        int | None, _size("--tp", "tensor-model-parallel", "Ranks that share each layer.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the parameters: bf16, fp16 or fp32.")] = "bf16",
-    use_distributed_optimizer: Annotated[bool, typer.Option("--use-distributed-optimizer")] = False,
+    pipeline_model_parallel_size: Annotated[
+        int | None, _size("--pp", "pipeline-model-parallel", "Ranks that share the layers.")
+    ] = None,
+    context_parallel_size: Annotated[
+        int | None, _size("--cp", "context-parallel", "Ranks that share each sequence.")
+    ] = None,
+    expert_model_parallel_size: Annotated[
+        int | None, _size("--ep", "expert-model-parallel", "Ranks that share the experts.")
+    ] = None,
+    data_parallel_size: Annotated[int | None, _size("--dp", "data-parallel", "Replicas.")] = None,
+    world_size: Annotated[int | None, _size("--world-size", "", "All ranks, in place of --dp.")] = None,
+    use_distributed_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--dist-opt",
+            "--use-distributed-optimizer",
+            help="The distributed optimizer: its states are divided over the replicas.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = False,
     teachers: Annotated[
         int,
-        typer.Option(min=0, help="Models of this shape that wait in host memory to score, one at a time."),
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Models of this shape that wait in host memory to score, one at a time.",
+            rich_help_panel=_TRAINING,
+        ),
     ] = 1,
     teacher_heads: Annotated[
         bool,
         typer.Option(
             "--teacher-heads",
             help="Their output layers stay on the device, as exact distillation needs them.",
+            rich_help_panel=_TRAINING,
         ),
     ] = False,
     plot: Annotated[
-        Path | None, output_file("--plot", "Draw stacked bars; needs the extra `demo`.", check_plot)
+        Path | None,
+        output_file("--plot", "Draw stacked bars; needs the extra `demo`.", check_plot, _OUTPUT),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Write JSON to stdout, all in bytes.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Write JSON to stdout, all in bytes.", rich_help_panel=_OUTPUT)
+    ] = False,
 ) -> None:
     """Say how much memory a model takes on each rank: training, inference-only, and training beside teachers.
 
@@ -93,14 +131,15 @@ def estimate(
     values |= {name: value for name, value in flags.items() if value is not None}
     if world_size is not None:
         values["data_parallel_size"] = _replicas(world_size, values)
-    model, sizes, optimizer = (
+    described, sizes, optimizer = (
         {field.name: values[field.name] for field in fields(owner) if field.name in values}
         for owner in owners
     )
-    if not hf_config and (missing := [name for name in _REQUIRED if name not in model]):
-        raise InvalidInputError(f"missing: {', '.join(missing)}; pass each with --set, or pass --hf-config")
+    source = model or hf_config
+    if not source and (missing := [name for name in _REQUIRED if name not in described]):
+        raise InvalidInputError(f"missing: {', '.join(missing)}; pass each with --set, or pass a model")
     result = memory.estimate_memory(
-        description_from_hf_config(_read(hf_config), **model) if hf_config else owners[0](**model),
+        description_from_hf_config(_read(source), **described) if source else owners[0](**described),
         parallel=owners[1](**sizes),
         dtype=dtype,
         optimizer=owners[2](**optimizer),
@@ -113,6 +152,10 @@ def estimate(
         header, *rows = report.rows(result)
         show_table(header, rows)
         typer.echo(report.summary(result))
+        if not use_distributed_optimizer:
+            typer.echo(
+                "--use-distributed-optimizer divides the states of the optimizer by the number of replicas"
+            )
     if plot:
         report.plot(result, plot)
 
@@ -153,8 +196,26 @@ def _replicas(world_size: int, sizes: Mapping[str, Any]) -> int:
     return world_size // one_replica
 
 
-def _read(hf_config: Path) -> Any:
+def _read(source: str) -> Any:
+    """Return the content of the ``config.json`` that a file, a folder or a name of a model stands for."""
+    file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+    if not file.exists():
+        file = _in_cache(source)
     try:
-        return jsonlib.loads(hf_config.read_text(encoding="utf-8"))
+        return jsonlib.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidInputError(f"{hf_config} is not JSON: {error}") from None
+        raise InvalidInputError(f"{file} is not JSON: {error}") from None
+
+
+def _in_cache(name: str) -> Path:
+    """Return the newest ``config.json`` of a model in the local Hugging Face cache."""
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    snapshots = (cache / f"models--{name.replace('/', '--')}" / "snapshots").glob("*/config.json")
+    newest = max(snapshots, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        raise InvalidInputError(
+            f"there is no file or folder {name}, and no such model in {cache}: "
+            f"`hf download {name} config.json` brings its configuration, or pass the path of one"
+        )
+    return newest

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..common.tables import plain_table
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, Fault, SiteStatus
+from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted
 from ..engine.settings import VARIABLE
 from ..errors import InvalidInputError
 
@@ -51,7 +51,9 @@ def check_plot(option: str, file: Path) -> None:
     check_writable(option, file)
 
 
-def output_file(option: str, help: str, check: Callable[[str, Path], None] = check_writable) -> Any:
+def output_file(
+    option: str, help: str, check: Callable[[str, Path], None] = check_writable, panel: str | None = None
+) -> Any:
     """Return an option for a file that a command writes. It is checked before the work, which may be long."""
 
     def checked(file: Path | None) -> Path | None:
@@ -59,7 +61,9 @@ def output_file(option: str, help: str, check: Callable[[str, Path], None] = che
             check(option, file)
         return file
 
-    return typer.Option(option, metavar="FILE", show_default=False, help=help, callback=checked)
+    return typer.Option(
+        option, metavar="FILE", show_default=False, help=help, callback=checked, rich_help_panel=panel
+    )
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -76,13 +80,6 @@ def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
-
-
-def plain_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows in aligned columns, a line each."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (map(str.ljust, row, widths) for row in rows)
-    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 # --- doctor
@@ -125,7 +122,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     for name, value in diagnosis.variables.items():
         if name != VARIABLE:
             screen.line(f"{name}={value}")
-    _show_selected(screen, diagnosis.variables.get(VARIABLE), diagnosis.selected)
+    _show_selected(screen, diagnosis)
     screen.line()
     _show_sites(screen, diagnosis.sites, diagnosis.selected)
     reported = {problem.message for problem in diagnosis.problems}
@@ -138,7 +135,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
         screen.line("why a site is not needed: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
         screen.line(note)
-    if diagnosis.selected and not diagnosis.startup.fires:
+    if diagnosis.selected and not diagnosis.startup.fires and not diagnosis.hook:
         screen.line("\nThe variable does not reach these; megatron_rl_patches.apply() in the program does:")
         for place in OUT_OF_REACH:
             screen.line(f"- {place}")
@@ -194,8 +191,11 @@ def _shortened(path: str) -> str:
     return path
 
 
-def _show_selected(screen: Screen, variable: str | None, names: Sequence[str]) -> None:
+def _show_selected(screen: Screen, diagnosis: Diagnosis) -> None:
+    variable, names = diagnosis.variables.get(VARIABLE), diagnosis.selected
     value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
+    if diagnosis.hook:
+        value = f"{diagnosis.hook} applies the patches of {value}"
     if names:
         screen.line(f"{value}: selected: {', '.join(names)}")
     elif variable:
@@ -214,7 +214,14 @@ def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequen
             by_place.setdefault((status.patch, status.framework), []).append(status)
     for (patch, framework), sites in by_place.items():
         is_left_out = bool(selected) and patch not in selected
-        rows.append((patch, framework, _counted(sites) + is_left_out * " (not selected)"))
+        rows.append(
+            (
+                patch,
+                framework,
+                counted(sorted(sites, key=lambda site: site.state != "fits"))
+                + is_left_out * " (not selected)",
+            )
+        )
         fault = next((site.state for site in sites if site.is_fault), None)
         styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
     if by_place:
@@ -222,11 +229,3 @@ def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequen
     shown = {patch for patch, _ in by_place}
     if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in shown]:
         screen.line(f"no framework for these is here: {', '.join(idle)}", "dim")
-
-
-def _counted(sites: Sequence[SiteStatus]) -> str:
-    """Return how many sites are in which state; those that fit come first."""
-    fit = sum(site.state == "fits" for site in sites)
-    others = Counter(site.state for site in sites if site.state != "fits")
-    first = [f"{fit} {'fits' if len(sites) == 1 else 'fit'}"] if fit else []
-    return ", ".join([*first, *(f"{count} {state}" for state, count in others.items())])

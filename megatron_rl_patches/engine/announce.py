@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 
 from ..common.ranks import is_rank_0
 from ..common.scopes import replaced
-from .judge import SiteStatus
+from .judge import SiteStatus, counted
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -61,9 +60,11 @@ def summary(statuses: Sequence[SiteStatus], version: str) -> str:
     """Return one line about what is in place and what is not. Absent frameworks are not mentioned."""
     parts = []
     for patch in dict.fromkeys(status.patch for status in statuses):
-        own = [status for status in statuses if status.patch == patch and status.state != "waiting"]
-        counts = Counter((status.framework, status.state) for status in own)
-        states = ", ".join(f"{framework}: {count} {state}" for (framework, state), count in counts.items())
+        by_framework: dict[str, list[SiteStatus]] = {}
+        for status in statuses:
+            if status.patch == patch and status.state not in ("waiting", "absent"):
+                by_framework.setdefault(status.framework, []).append(status)
+        states = ", ".join(f"{framework}: {counted(own)}" for framework, own in by_framework.items())
         parts.append(f"{patch} ({states or 'waiting for a framework'})")
     return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import PatchError
 from . import installer, registry
-from .judge import SiteStatus, judge_all, refuse_faults
+from .judge import Statuses, judge_all, refuse_faults
 from .records import Claim
 from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
@@ -21,7 +21,7 @@ _log = logging.getLogger("megatron_rl_patches")
 
 def apply(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
-) -> list[SiteStatus]:
+) -> Statuses:
     """Put patches in place: the named ones, or all but the explicit ones. May be called before or after the
     frameworks are imported, any number of times, from any thread.
 
@@ -48,7 +48,7 @@ def apply(
 @contextmanager
 def applied(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
-) -> Iterator[list[SiteStatus]]:
+) -> Iterator[Statuses]:
     """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it."""
     claim = _apply(names, exclude, settings, strict)
     try:
@@ -102,8 +102,11 @@ def revert(*names: str) -> None:
     installer.installer.remove({patch.name for patch in registry.select(names or registry.patches())})
 
 
-def status() -> list[SiteStatus]:
-    """Return the state of every site of the patches selected so far, read from the live objects."""
+def status() -> Statuses:
+    """Return the state of every site of the patches selected so far, read from the live objects.
+
+    Printed it is a table of patches and frameworks; the list has one :class:`.SiteStatus` for each site.
+    """
     return installer.installer.status()
 
 

@@ -16,7 +16,7 @@ from _megatron_rl_patches_startup import Listener, finder
 from ..errors import PatchError
 from .announce import Announcer, without_logging_errors
 from .call import Call
-from .judge import SiteStatus, all_or_nothing, refuse_faults, status_of
+from .judge import SiteStatus, Statuses, all_or_nothing, refuse_faults, status_of
 from .patch import Patch, Site, imported
 from .records import Claim, Moves, Record, out_of_reach, rebind
 from .settings import Settings
@@ -134,19 +134,22 @@ class Installer(Listener):
             self._revert(record for record in records if not record.is_reverted)
 
     def _revert(self, records: Iterable[Record]) -> None:
-        for record in reversed([*records]):
+        records = [*records]
+        for record in reversed(records):
+            if record.wrapper is None:  # it was never put in place, so there is nothing to report
+                del self._records[record.site.patch, record.site.target]
             self._moved += record.unwrap()
             record.status = status_of(record.site, "reverted", "reverted", record.status.fingerprint)
         self._rebind_copies()
         awaited = {record.site.module for record in self._records.values() if not record.is_reverted}
-        for module in {record.site.module for record in self._records.values()} - awaited:
+        for module in {record.site.module for record in records} - awaited:
             finder.forget(module, self)
 
-    def status(self) -> list[SiteStatus]:
+    def status(self) -> Statuses:
         """Return the states of all selected sites, read from the live objects."""
         self._apply_missed()
         with self._lock:
-            return [record.current() for record in self._records.values()]
+            return Statuses(record.current() for record in self._records.values())
 
     # --- called by hooks
 

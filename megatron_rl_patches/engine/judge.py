@@ -5,11 +5,13 @@ Judgement rests on the code, never on a version number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, TypeVar, get_args
 
+from ..common.tables import plain_table
 from ..errors import PatchError
 from . import target_source
 from .patch import Patch, Site
@@ -47,6 +49,38 @@ class SiteStatus:
 
     def __str__(self) -> str:
         return f"{self.patch}: {self.target}: {self.state}: {self.reason}"
+
+
+class Statuses(list[SiteStatus]):
+    """States of sites. Printed they are a table, patches by frameworks, and a line for each site at fault.
+
+    Frameworks that are not there have no column; the list has their sites all the same.
+    """
+
+    def __str__(self) -> str:
+        present = [status for status in self if status.state != "absent"]
+        patches, frameworks = (
+            list(dict.fromkeys(column))
+            for column in ((s.patch for s in self), (s.framework for s in present))
+        )
+        rows = [("patch", *frameworks)]
+        for patch in patches:
+            cells = ([s for s in present if (s.patch, s.framework) == (patch, name)] for name in frameworks)
+            rows.append((patch, *map(counted, cells)))
+        lines = [plain_table(rows)] if frameworks else ["no framework is here that a selected patch knows"]
+        return "\n".join(
+            [*lines, *(str(status) for status in present if status.is_fault or status.state == "lost")]
+        )
+
+    __repr__ = __str__
+
+
+def counted(statuses: Iterable[SiteStatus]) -> str:
+    """Return how many sites are in which state, such as ``3 applied, 1 not needed``."""
+    counts = Counter(status.state for status in statuses)
+    return ", ".join(
+        f"{count} {'fit' if state == 'fits' and count > 1 else state}" for state, count in counts.items()
+    )
 
 
 def status_of(site: Site, state: State, reason: str, fingerprint: str = "") -> SiteStatus:

@@ -104,7 +104,7 @@ class Record:
             return status
         if environment.has_package(site.framework):
             return without_source(site)
-        return status_of(site, "waiting", f"{site.framework} is not installed")
+        return status_of(site, "absent", f"{site.framework} is not installed")
 
     def judge(self, is_imported: bool) -> SiteStatus:
         """Judge the site anew, unless it is in place."""

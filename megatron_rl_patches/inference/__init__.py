@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .scoring.forward import forward_hidden_states as forward_hidden_states
     from .scoring.forward import forward_log_probs as forward_log_probs
     from .scoring.forward import forward_topk as forward_topk
+    from .scoring.forward import forward_values as forward_values
     from .scoring.forward import output_head as output_head
     from .teachers import TeacherPool as TeacherPool
 
@@ -35,10 +36,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".memory.model": ["GPTDescription", "ParallelSizes"],
         ".memory.usage": ["MemoryReport", "memory_report"],
         ".scoring.forward": [
-            "Scores",
-            "forward_hidden_states",
-            "forward_log_probs",
-            "forward_topk",
+            *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
             "output_head",
         ],
         ".teachers": ["TeacherPool"],

@@ -67,7 +67,9 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
     models = [s for s in sites if s.target.endswith((".GPTModel.forward", ".ColumnParallelLinear.forward"))]
     losses = [s for s in sites if s.patch == "lean-loss" and s.target.endswith(_LOG_PROB_FUNCTIONS)]
     if models and not losses:
-        return [f"{_MATERIALIZED}: `lean-loss` is not selected, or knows no framework that is here"]
+        if any(status.patch == "lean-loss" for status in statuses):
+            return [f"{_MATERIALIZED}, but for losses of this package: `lean-loss` knows no others here"]
+        return [f"{_MATERIALIZED}: `lean-loss` is not selected"]
     notes = []
     for loss in losses:
         against = next((status for status in (*models, loss) if status.state != "fits"), None)

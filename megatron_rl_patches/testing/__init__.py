@@ -1,22 +1,38 @@
 """Tools to test RL pipelines on megatron-core without a GPU.
 
-Importing them loads neither torch nor megatron.
+Importing the package loads neither torch nor megatron; mocks and models do when they are first used.
 """
 
-from .cpu_backend import cpu_backend
-from .mock_ddp import MockDDP, MockOptimizer
-from .mock_modules import MockBucketGroup, MockConfig, MockDDPConfig, MockFloat16Module, MockModule
-from .ranks import RanksFailed, spawn_ranks
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "MockBucketGroup",
-    "MockConfig",
-    "MockDDP",
-    "MockDDPConfig",
-    "MockFloat16Module",
-    "MockModule",
-    "MockOptimizer",
-    "RanksFailed",
-    "cpu_backend",
-    "spawn_ranks",
-]
+from ..common.lazy import lazy_names
+from .cpu_backend import cpu_backend as cpu_backend
+from .ranks import RanksFailed as RanksFailed
+from .ranks import spawn_ranks as spawn_ranks
+
+if TYPE_CHECKING:
+    from .mock_ddp import MockDDP as MockDDP
+    from .mock_ddp import MockOptimizer as MockOptimizer
+    from .mock_modules import MockBucketGroup as MockBucketGroup
+    from .mock_modules import MockConfig as MockConfig
+    from .mock_modules import MockDDPConfig as MockDDPConfig
+    from .mock_modules import MockFloat16Module as MockFloat16Module
+    from .mock_modules import MockModule as MockModule
+    from .tiny_models import TinyModel as TinyModel
+    from .tiny_models import tiny_model as tiny_model
+
+__getattr__, __dir__, _lazy = lazy_names(
+    __name__,
+    {
+        ".mock_ddp": ["MockDDP", "MockOptimizer"],
+        ".mock_modules": [
+            "MockBucketGroup",
+            "MockConfig",
+            "MockDDPConfig",
+            "MockFloat16Module",
+            "MockModule",
+        ],
+        ".tiny_models": ["TinyModel", "tiny_model"],
+    },
+)
+__all__ = ["RanksFailed", "cpu_backend", "spawn_ranks", *_lazy]

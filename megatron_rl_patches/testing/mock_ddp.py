@@ -1,7 +1,6 @@
-"""Megatron's distributed data parallelism without Megatron, for unit tests of the code around it.
+"""Megatron's distributed data parallelism without communication, for unit tests of the code around it.
 
-The mocks are pure Python and compute nothing: ``ddp()`` is a forward pass, ``ddp.backward()`` a backward
-pass. They keep what a pipeline can observe: which call raises what, which hooks are installed, which
+``MockDDP`` keeps what a pipeline can observe: which call raises what, which hooks are installed, which
 collectives would be outstanding, and whether a forward pass would have used stale parameters, as in
 megatron-core 0.16 to 0.19. While the patch ``reentrant-train`` is applied, the hook methods behave as those
 of the patched class do.
@@ -9,21 +8,22 @@ of the patched class do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+import torch
+
 from ..common.chunks import bucket_groups
+from ..errors import InvalidInputError
 from ..reentry import forward_pre_hooks
 from .mock_modules import (
     MockBucketGroup,
     MockConfig,
     MockDDPConfig,
-    MockHandle,
     MockModule,
-    MockParameter,
     MockProcessGroup,
     require,
 )
@@ -34,33 +34,57 @@ def _hooks_are_patched() -> bool:
     from .. import status
 
     states = {site.state for site in status() if site.target.endswith(".disable_forward_pre_hook")}
-    return not states.isdisjoint({"applied", "waiting"})
+    return not states.isdisjoint({"applied", "waiting", "absent"})
 
 
-class MockDDP(MockModule):
-    """Stands for ``megatron.core.distributed.DistributedDataParallel``.
+class MockDDP(torch.nn.Module):
+    """Stands for ``megatron.core.distributed.DistributedDataParallel``, and takes its arguments.
+
+    So ``mocker.patch("my_rl.setup.DDP", MockDDP)`` does for code that wraps models in DDP. It has the public
+    methods of the real class; those that communicate are recorded in ``calls``, and no data moves.
 
     Parameters of one module share a bucket group, and groups are in the order of the backward pass; without
-    overlapped reduction all parameters share one group.
+    overlapped reduction, or with bucketing disabled, all parameters share one group.
 
     Args:
-        module: the model; by default :meth:`MockModule.tiny`.
         config: the model's config, which chunks of an interleaved pipeline share.
-        ddp_options: fields of :class:`MockDDPConfig`.
+        ddp_config: real or mocked; by default :class:`MockDDPConfig`.
+        module: the model, any ``torch.nn.Module``; by default :meth:`MockModule.tiny`.
+        disable_bucketing: all parameters share one bucket group.
+        pg_collection: not used, as all further arguments of the real class in some release.
+        ddp_options: fields of ``ddp_config`` that differ from it.
 
     Attributes:
         calls: names and keyword arguments of the methods that were called on it, in order.
         stale_forwards: how many forward passes have used a parameter before its gather.
+
+    Raises:
+        InvalidInputError: ``config`` is a module: the order of arguments is that of the real class.
     """
 
     def __init__(
-        self, module: MockModule | None = None, config: MockConfig | None = None, **ddp_options: Any
+        self,
+        config: Any = None,
+        ddp_config: Any = None,
+        module: torch.nn.Module | None = None,
+        disable_bucketing: bool = False,
+        pg_collection: Any = None,
+        *,
+        full_param_layout: Any = None,
+        grad_comm_pgs: Any = None,
+        model_comm_pgs: Any = None,
+        **ddp_options: Any,
     ) -> None:
-        module = module or MockModule.tiny()
-        super().__init__(module)
-        self.module = module
-        self.config = config or MockConfig()
-        self.ddp_config = MockDDPConfig(**ddp_options)
+        if isinstance(config, torch.nn.Module):
+            raise InvalidInputError(
+                f"config is a module, {type(config).__name__}; expected MockDDP(config, ddp_config, module), "
+                "or MockDDP(module=module)"
+            )
+        super().__init__()
+        self.module = MockModule.tiny() if module is None else module
+        self.config = MockConfig() if config is None else config
+        base = MockDDPConfig() if ddp_config is None else ddp_config
+        self.ddp_config = replace(base, **ddp_options) if ddp_options else base
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.stale_forwards = 0
         self.force_all_reduce = False
@@ -68,19 +92,27 @@ class MockDDP(MockModule):
         self.use_forward_hook = (
             self.ddp_config.use_distributed_optimizer and self.ddp_config.overlap_param_gather
         )
-        self.param_to_bucket_group: dict[MockParameter, MockBucketGroup] = {}
-        self.bucket_groups = self._group(expert=False)
-        self.expert_parallel_bucket_groups = self._group(expert=True)
-        self.remove_forward_pre_hook_handles: dict[MockModule, MockHandle] = {}
+        one_group = disable_bucketing or not self.ddp_config.overlap_grad_reduce
+        self.param_to_bucket_group: dict[torch.nn.Parameter, MockBucketGroup] = {}
+        self.bucket_groups = self._group(one_group, expert=False)
+        self.expert_parallel_bucket_groups = self._group(one_group, expert=True)
+        for param in self.param_to_bucket_group:
+            param.main_grad = torch.zeros_like(param)  # type: ignore[attr-defined]
+            param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+        self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
         if self.use_forward_hook:
             self._install_hooks()
 
-    def _group(self, expert: bool) -> list[MockBucketGroup]:
+    def _group(self, one_group: bool, expert: bool) -> list[MockBucketGroup]:
         per_module = [
-            [param for param in module.parameters(recurse=False) if param.allreduce is not expert]
+            [
+                param
+                for param in module.parameters(recurse=False)
+                if param.requires_grad and getattr(param, "allreduce", True) is not expert
+            ]
             for module in self.module.modules()
         ]
-        if not self.ddp_config.overlap_grad_reduce:
+        if one_group:
             per_module = [list(chain.from_iterable(per_module))]
         process_group, not_empty = MockProcessGroup(), filter(None, reversed(per_module))
         groups = [MockBucketGroup(params, self.ddp_config, process_group) for params in not_empty]
@@ -95,12 +127,20 @@ class MockDDP(MockModule):
         for module in self.module.modules():
             self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(self._pre_hook)
 
-    def _pre_hook(self, module: MockModule, *unused: Any) -> None:
+    def _pre_hook(self, module: torch.nn.Module, *unused: Any) -> None:
         require(self.use_forward_hook, "Should use pre-hook only when overlap_param_gather is True")
         skip_next = self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
         for param in module.parameters(recurse=False):
             if param in self.param_to_bucket_group:
                 self.param_to_bucket_group[param].finish_param_sync(skip_next_bucket_dispatch=skip_next)
+
+    def _accumulate(self, param: torch.nn.Parameter) -> None:
+        """Move a gradient to ``main_grad`` and tell the bucket group, as Megatron's hook does."""
+        if param.grad is not None:
+            param.main_grad += param.grad  # type: ignore[attr-defined]
+            param.grad = None
+        if self.ddp_config.overlap_grad_reduce:
+            self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
 
     def enable_forward_pre_hook(self) -> None:
         """Raise AssertionError without overlapped gather, or when any hook is installed."""
@@ -162,51 +202,184 @@ class MockDDP(MockModule):
 
     def zero_grad_buffer(self) -> None:
         self.calls.append(("zero_grad_buffer", {}))
+        for param in self.param_to_bucket_group:
+            param.main_grad.zero_()  # type: ignore[attr-defined]
         for group in bucket_groups(self):
             group.reset()
 
-    def __call__(self, *args: Any) -> None:
-        """Run a forward pass: the hooks of every module, in order."""
-        super().__call__(*args)
+    def scale_gradients(self, scaling_factor: float) -> None:
+        self.calls.append(("scale_gradients", {"scaling_factor": scaling_factor}))
+        for param in self.param_to_bucket_group:
+            param.main_grad *= scaling_factor  # type: ignore[attr-defined]
+
+    def broadcast_params(self) -> None:
+        self.calls.append(("broadcast_params", {}))
+
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        self.calls.append(("offload_grad_buffers", {"synchronize": synchronize, "empty_cache": empty_cache}))
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        self.calls.append(("restore_grad_buffers", {"synchronize": synchronize}))
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        self.calls.append(("reset_param_sync_dispatch_state", {}))
+        for group in bucket_groups(self):
+            group.param_gather_dispatched = False
+
+    def free_overlap_buffers(self) -> None:
+        self.calls.append(("free_overlap_buffers", {}))
+
+    def set_is_first_microbatch(self) -> None:
+        """Set what Transformer Engine's modules read, on the modules that have it."""
+        self._set_where_present("is_first_microbatch", True)
+
+    def set_symmetric_ar(self, set_to: str | None = None) -> None:
+        """Set what inference layers read, on the modules that have it."""
+        self._set_where_present("symmetric_ar_type", set_to)
+
+    def _set_where_present(self, name: str, value: Any) -> None:
+        for module in self.modules():
+            if hasattr(module, name):
+                setattr(module, name, value)
+
+    def state_dict(self, *, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
+        """Return the state of the module, under names without a prefix for DDP, as Megatron does."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the state of the module; there is one shard of everything."""
+        sharded = getattr(self.module, "sharded_state_dict", None)
+        return sharded(prefix, sharded_offsets, metadata) if sharded else self.state_dict(prefix=prefix)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass of the module, whose hooks gather parameters."""
+        output = self.module(*args, **kwargs)
         if any(group.is_stale for group in bucket_groups(self)):
             self.stale_forwards += 1
+        return output
 
     def backward(self) -> None:
-        """Run a backward pass: the hook of every parameter, last module first."""
-        if self.ddp_config.overlap_grad_reduce:
-            for param in reversed(list(self.parameters())):
-                if param in self.param_to_bucket_group:
-                    self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+        """Run a backward pass without gradients: the hook of every parameter, last module first."""
+        for param in reversed(list(self.parameters())):
+            if param in self.param_to_bucket_group:
+                self._accumulate(param)
+
+
+class _Scale(float):
+    """A number that can be read as Megatron's tensor of one element is."""
+
+    item = float.__float__
 
 
 @dataclass
 class MockOptimizer:
-    """Stands for the distributed optimizer: a step leaves other ranks' shards of the parameters stale.
+    """Stands for Megatron's optimizer: a step leaves other ranks' shards of the parameters stale.
 
     Attributes:
         model_chunks: the chunks whose parameters it updates.
         calls: names of the methods that were called on it, in order.
+        result: what ``step`` returns: success, the gradient norm, and the number of zeros or ``None``.
+        param_groups: one group with all parameters, which schedulers write learning rates to.
     """
 
     model_chunks: Sequence[MockDDP]
     calls: list[str] = field(default_factory=list)
+    result: tuple[bool, float | None, int | None] = (True, 0.0, None)
+
+    def __post_init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": self.get_parameters(), "lr": 0.0, "weight_decay": 0.0, "is_expert_parallel": False}
+        ]
+        self.state: dict[Any, Any] = {}
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
+
+    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+        return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
+
+    def get_grad_stats_parallel_group(self) -> MockProcessGroup:
+        return MockProcessGroup()
+
+    def grads_states_parallel_group_is_shared(self) -> bool:
+        return True
+
+    def get_loss_scale(self) -> float:
+        return _Scale(1.0)
 
     def scale_loss(self, loss: Any) -> Any:
         return loss
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         self.calls.append("zero_grad")
 
-    def step(self) -> tuple[bool, float, None]:
-        """Return whether it succeeded, the gradient norm and no count of zeros, as Megatron's does."""
-        self.calls.append("step")
+    def prepare_grads(self) -> bool:
+        """Return whether a gradient is not finite."""
+        return not self.result[0]
+
+    def get_grad_norm(self) -> float | None:
+        return self.result[1]
+
+    def clip_grad_norm(self, clip_grad: float) -> float | None:
+        self.calls.append("clip_grad_norm")
+        return self.result[1]
+
+    def count_zeros(self) -> int | None:
+        return self.result[2]
+
+    def step_with_ready_grads(self) -> bool:
+        self.calls.append("step_with_ready_grads")
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 for group in bucket_groups(chunk):
                     group.is_stale = True
                 if not chunk.ddp_config.overlap_param_gather:
                     chunk.start_param_sync()
-        return True, 0.0, None
+        return True
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Return :attr:`result`; a step that fails changes nothing."""
+        self.calls.append("step")
+        if self.result[0]:
+            self.step_with_ready_grads()
+            self.calls.pop()
+        return self.result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        }
+
+    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
+        return self.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(loaded)
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        self.calls.append("reload_model_params")
+
+    def save_parameter_state(self, filename: str) -> None:
+        self.calls.append("save_parameter_state")
+
+    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
+        self.calls.append("load_parameter_state")
+
+    def offload_to_cpu(self) -> None:
+        self.calls.append("offload_to_cpu")
+
+    def restore_from_cpu(self) -> None:
+        self.calls.append("restore_from_cpu")
 
     def _copy_main_params_to_param_buffer(self) -> None:
         # The mock records the call. The copy for mxfp8 parameters is not mocked.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 
 @dataclass
@@ -30,14 +32,6 @@ class MockDDPConfig:
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
 
 
-@dataclass(eq=False)
-class MockParameter:
-    """A parameter; ``allreduce`` is False for those of experts, as in Megatron."""
-
-    allreduce: bool = True
-    requires_grad: bool = True
-
-
 class MockProcessGroup:
     """A process group of this rank alone: there is nobody to communicate with."""
 
@@ -49,76 +43,45 @@ class MockProcessGroup:
 
 
 class MockHandle:
-    """What ``register_forward_pre_hook`` and asynchronous collectives return."""
+    """What asynchronous collectives return."""
 
     def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def wait(self) -> None:
-        self._action()
-
-    remove = wait
+        self.wait = action
 
 
-class MockModule:
-    """A node of a module tree, which may be changed through ``children``.
+class MockModule(torch.nn.Module):
+    """A module whose forward pass calls the modules below it, one after the other, and computes nothing.
 
     Args:
         children: the modules below it.
-        params: how many parameters it holds itself.
+        params: how many parameters it holds itself, each a zero.
         expert: whether these belong to an expert, and so to a bucket group of experts.
     """
 
-    def __init__(self, *children: MockModule, params: int = 0, expert: bool = False) -> None:
-        self.children = list(children)
-        self.training = True
-        self.forward_pre_hooks: list[Callable[..., None]] = []
-        self._parameters = [MockParameter(allreduce=not expert) for _ in range(params)]
-
-    @property
-    def _modules(self) -> dict[str, MockModule]:
-        # torch modules keep their children under this name.
-        return {str(number): child for number, child in enumerate(self.children)}
+    def __init__(self, *children: torch.nn.Module, params: int = 0, expert: bool = False) -> None:
+        super().__init__()
+        for number, child in enumerate(children):
+            self.add_module(str(number), child)
+        for number in range(params):
+            param = torch.nn.Parameter(torch.zeros(()))
+            param.allreduce = not expert  # type: ignore[attr-defined]
+            self.register_parameter(f"weight{number}", param)
 
     @classmethod
     def tiny(cls) -> MockModule:
         """Return an embedding, two layers in a decoder, and a head: six parameters in four bucket groups."""
         return cls(cls(params=1), cls(cls(params=2), cls(params=2)), cls(params=1))
 
-    def modules(self) -> Iterator[MockModule]:
-        """Yield this module, then all modules below it."""
-        yield self
-        for child in self.children:
-            yield from child.modules()
-
-    def parameters(self, recurse: bool = True) -> Iterator[MockParameter]:
-        for module in self.modules() if recurse else [self]:
-            yield from module._parameters
-
-    def register_forward_pre_hook(self, hook: Callable[..., None]) -> MockHandle:
-        self.forward_pre_hooks.append(hook)
-        return MockHandle(lambda: self.forward_pre_hooks.remove(hook))
-
-    def train(self, mode: bool = True) -> MockModule:
-        for module in self.modules():
-            module.training = mode
-        return self
-
-    def eval(self) -> MockModule:
-        return self.train(False)
-
-    def __call__(self, *args: Any) -> None:
-        for hook in list(self.forward_pre_hooks):
-            hook(self, args)
-        for child in self.children:
-            child(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        for child in self.children():
+            child(*args, **kwargs)
 
 
 class MockFloat16Module(MockModule):
     """The wrapper that sits between DDP and the model in half precision."""
 
-    def __init__(self, module: MockModule) -> None:
-        super().__init__(module)
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
         self.module = module
 
 
@@ -136,7 +99,7 @@ class MockBucketGroup:
     """
 
     def __init__(
-        self, params: Sequence[MockParameter], ddp_config: MockDDPConfig, process_group: MockProcessGroup
+        self, params: Sequence[torch.nn.Parameter], ddp_config: Any, process_group: MockProcessGroup
     ) -> None:
         self.params = set(params)
         self.ddp_config = ddp_config
@@ -145,8 +108,8 @@ class MockBucketGroup:
         else:
             self.data_parallel_group = process_group
         self.next_param_gather_bucket_group: MockBucketGroup | None = None
-        self.golden_per_param_grad_ready_counts: dict[MockParameter, int] = {}
-        self.per_param_grad_ready_counts: dict[MockParameter, int] = {}
+        self.golden_per_param_grad_ready_counts: dict[torch.nn.Parameter, int] = {}
+        self.per_param_grad_ready_counts: dict[torch.nn.Parameter, int] = {}
         self.is_last_microbatch = True
         self.is_first_batch = True
         self.param_gather_handle: MockHandle | None = None
@@ -217,7 +180,7 @@ class MockBucketGroup:
         self.grad_reduce_handle.wait()
         self.grad_reduce_handle = None
 
-    def register_grad_ready(self, param: MockParameter, force_all_reduce: bool = False) -> None:
+    def register_grad_ready(self, param: torch.nn.Parameter, force_all_reduce: bool = False) -> None:
         require(
             self.ddp_config.overlap_grad_reduce,
             "register_grad_ready() should only be called when overlap_grad_reduce is True",

@@ -3,16 +3,17 @@
 Copied into a package ``my_rl``, beside the loop of ``tests/real/tiny_gpt.py``.
 """
 
-from .loop import Options, data_iterators
-from .loop import build as build_gpt
+from megatron_rl_patches.testing import tiny_model
+
+from .loop import data_iterators
 from .loop import train as train_steps
 
-OPTIONS = Options()
+TINY = tiny_model("dense")
 
 
 def build():
-    return build_gpt(OPTIONS)
+    return TINY.build()
 
 
 def train(model, optimizer):
-    return train_steps(model, optimizer, data_iterators(OPTIONS), [2, 2], OPTIONS)
+    return train_steps(model, optimizer, data_iterators(TINY), [2, 2], TINY)

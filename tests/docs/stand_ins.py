@@ -16,21 +16,22 @@ import torch
 
 from megatron_rl_patches.inference import TeacherPool
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
+from megatron_rl_patches.testing import TinyModel
 from tests.docs.docstrings import public_names
 from tests.real import checkpoints, tiny_gpt
 
 TEACHERS = ("math", "code")
 LENGTHS, RESPONSES = [6, 9], [3, 5]
 VARIABLE = {"env_vars": {"MEGATRON_RL_PATCHES": "1"}}
-OPTIONS = tiny_gpt.Options()
-tiny_gpt.VOCABULARY = 128  # the pages ask for a top-k of 64
+VOCABULARY = 128  # the pages ask for a top-k of 64
+OPTIONS = TinyModel(vocab_size=VOCABULARY)
 
 Names = dict[str, Any]
 
 
 def teacher_model(seed: int) -> list[Any]:
     """As ``build_inference_model`` returns it, with weights."""
-    model = tiny_gpt.inference_model(tiny_gpt.Options(bf16=True))
+    model = tiny_gpt.inference_model(TinyModel(vocab_size=VOCABULARY, bf16=True))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for chunk in model:
@@ -49,13 +50,13 @@ def save_teachers(folder: Path) -> None:
 
 def logits_of(rows: int) -> torch.Tensor:
     """``[rows, vocabulary]``; not a leaf, as those of a model."""
-    leaf = torch.randn(rows, tiny_gpt.VOCABULARY, generator=torch.Generator().manual_seed(0))
+    leaf = torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(0))
     return leaf.requires_grad_() * 1.0
 
 
 def samples() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(tiny_gpt.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
 def loss_masks() -> list[torch.Tensor]:
@@ -75,8 +76,8 @@ def common() -> Names:
     return {
         "ray": mock.Mock(),
         "Trainer": mock.Mock(),
-        "model_provider": tiny_gpt.provider(OPTIONS),
-        "config": tiny_gpt._transformer_config(OPTIONS),
+        "model_provider": OPTIONS.provider,
+        "config": OPTIONS.transformer_config(),
         "microbatches": [
             {"tokens": tokens[None], "lengths": [len(tokens)], "response_lengths": [response]}
             for tokens, response in zip(samples(), RESPONSES, strict=True)
@@ -139,8 +140,8 @@ def after_activation(names: Names) -> None:
 
 
 def own_loop() -> Names:
-    options = tiny_gpt.Options(overlap_param_gather=False)  # until the page applies the patch
-    model, optimizer = tiny_gpt.build(options)
+    options = TinyModel(vocab_size=VOCABULARY, overlap_param_gather=False)  # until the page applies the patch
+    model, optimizer = options.build()
     steps = {"data_iterator": tiny_gpt.data_iterators(options), "num_microbatches": [2], "options": options}
     my_rl = SimpleNamespace(train=tiny_gpt.train)
     return {"model": model, "optimizer": optimizer, "steps": steps, "my_rl": my_rl, "rollouts": range(3)}
@@ -159,7 +160,7 @@ def reentry_page() -> Names:
 
 def after_reentry_page(names: Names) -> None:
     """A rollout that breaks off, then one that does not, and a save that finds the hooks as they were."""
-    model, optimizer = tiny_gpt.build(OPTIONS)
+    model, optimizer = OPTIONS.build()
     with pytest.raises(TypeError):
         names["rollout"](model, optimizer, [None])
     assert names["rollout"](model, optimizer, tiny_gpt.data_iterators(OPTIONS))
@@ -169,7 +170,7 @@ def after_reentry_page(names: Names) -> None:
 
 def docstrings() -> Names:
     """For the examples in docstrings of public names."""
-    model, optimizer = tiny_gpt.build(OPTIONS)
+    model, optimizer = OPTIONS.build()
     return common() | {
         **public_names(),
         "model": model,

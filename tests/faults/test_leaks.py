@@ -16,10 +16,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from megatron_rl_patches import applied
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real.faults import Trainee, same_process_groups
 from tests.real.test_interruption import SETTINGS
-from tests.real.tiny_gpt import Options
 from tests.unit.losses.live_bytes import reachable_bytes
 
 ROUNDS = 4
@@ -44,7 +44,7 @@ ROUND = [
 def test_forty_failing_calls() -> None:
     assert ROUNDS * len(ROUND) == 40
     with applied("reentrant-train", settings=SETTINGS):
-        trainee = Trainee(Options())
+        trainee = Trainee(TinyModel())
         found = []  # after the first call of every stage, and 20 and 40 calls later
         for done in range(1 + ROUNDS):
             for stage, step in ROUND:
@@ -53,7 +53,7 @@ def test_forty_failing_calls() -> None:
                 found.append(held(trainee.model))
         trainee.train(2)
         with same_process_groups():
-            undisturbed = Trainee(Options())
+            undisturbed = Trainee(TinyModel())
         undisturbed.train(trainee.done)
     warm, *later = found
     assert warm["hooks"] > 0 and warm["live bytes"] > 0

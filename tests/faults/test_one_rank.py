@@ -9,12 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.testing import RanksFailed
+from megatron_rl_patches.testing import RanksFailed, TinyModel
 from tests.faults.groups import error_of, meet, short_lived_groups, timed_out, worlds_of
 from tests.ranks import on_ranks
 from tests.real.faults import PLACES, STAGES, Trainee, counting_updates, steps_done
 from tests.real.test_interruption import OVERLAPS, SETTINGS
-from tests.real.tiny_gpt import Options, Parallelism
 
 #: Sizes, overlap and place for each pair of ranks. Pairs run at the same time: they wait for most of it.
 PAIRS: dict[str, list[tuple[dict[str, int], str, str]]] = {
@@ -29,7 +28,7 @@ PAIRS: dict[str, list[tuple[dict[str, int], str, str]]] = {
 def test_error_in_time(kind: str, tmp_path: Path) -> None:
     with applied("reentrant-train", settings=SETTINGS), worlds_of(2, tmp_path, "pair") as pair:
         sizes, overlap, place = PAIRS[kind][pair]
-        options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
+        options = TinyModel(**sizes, **OVERLAPS[overlap])
         before = _new_model(options, tmp_path, f"{pair}, before")
         for stage in STAGES:
             error, updates = _outcome(options, stage, place, tmp_path, f"{pair}, {stage}")
@@ -43,7 +42,7 @@ def test_error_in_time(kind: str, tmp_path: Path) -> None:
         assert _new_model(options, tmp_path, f"{pair}, after") == before
 
 
-def _outcome(options: Options, stage: str, place: str, folder: Path, name: str) -> tuple[str, int]:
+def _outcome(options: TinyModel, stage: str, place: str, folder: Path, name: str) -> tuple[str, int]:
     """Return the error of the peer, and how many updates this rank has made."""
     done, failing_step = PLACES[place]
     error = ""
@@ -60,7 +59,7 @@ def _outcome(options: Options, stage: str, place: str, folder: Path, name: str) 
     return error, len(updates)
 
 
-def _new_model(options: Options, folder: Path, name: str) -> str:
+def _new_model(options: TinyModel, folder: Path, name: str) -> str:
     """Return what a new model's weights are after a step, in new groups."""
     with short_lived_groups(folder, name):
         trainee = Trainee(options)
@@ -78,7 +77,7 @@ def test_a_lone_retry_whose_reductions_its_peer_takes_for_its_own(tmp_path: Path
         applied("reentrant-train", settings=SETTINGS),
         short_lived_groups(tmp_path, "groups") as store,
     ):
-        trainee = Trainee(Options(parallelism=Parallelism(tp=2)))
+        trainee = Trainee(TinyModel(tp=2))
         trainee.train(1)
         before = trainee.checksums()
         if dist.get_rank() == 1:
@@ -92,7 +91,7 @@ def test_a_lone_retry_whose_reductions_its_peer_takes_for_its_own(tmp_path: Path
 @on_ranks(2, timeout=90)
 def _mismatch(folder: Path) -> None:
     with applied("reentrant-train", settings=SETTINGS), short_lived_groups(folder, "groups"):
-        trainee = Trainee(Options())
+        trainee = Trainee(TinyModel())
         trainee.train(1)
         if dist.get_rank() == 1:
             trainee.fail("before forward", 0)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import recovery
-from megatron_rl_patches.testing import RanksFailed
+from megatron_rl_patches.testing import RanksFailed, TinyModel
 from tests.faults.calls import first_and_last, interrupted_after, watched
 from tests.ranks import everywhere, on_ranks
 from tests.real.faults import Trainee, counting_updates, fault, interrupt, same_process_groups
 from tests.real.test_interruption import SETTINGS
-from tests.real.tiny_gpt import Options
 
 # Not the optimizer: its calls are those of the rank's shard. Not testing/: it stands for CUDA.
 PARTS = (
@@ -31,7 +30,7 @@ class Interrupted:
     """A model whose training is interrupted again and again, and goes on for a step after each interrupt."""
 
     def __init__(self) -> None:
-        self.trainee = Trainee(Options())
+        self.trainee = Trainee(TinyModel())
         self._losses: dict[str, tuple[int, float]] = {}  # after the interrupt at a place
 
     def go_on(self, place: object) -> None:
@@ -40,7 +39,7 @@ class Interrupted:
 
     def assert_same_as_undisturbed(self) -> None:
         with same_process_groups():
-            undisturbed = Trainee(Options())
+            undisturbed = Trainee(TinyModel())
         undisturbed.train(self.trainee.done)
         for place, (step, loss) in self._losses.items():
             assert loss == undisturbed.losses[step], f"{place}: step {step}"
@@ -102,7 +101,7 @@ def _terminated(exits: bool) -> None:
     with applied("reentrant-train", settings=SETTINGS):
         if exits:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        trainee = Trainee(Options())
+        trainee = Trainee(TinyModel())
         trainee.train(1)
         if dist.get_rank() == 1:
             trainee.fail("backward 1", 0, lambda stage: os.kill(os.getpid(), signal.SIGTERM))

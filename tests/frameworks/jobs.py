@@ -19,6 +19,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_timers, set_global_variables
 
+from megatron_rl_patches.testing import TinyModel
 from tests.real import tiny_gpt
 
 MICROBATCHES = 2  # per step
@@ -106,8 +107,8 @@ class Job:
     patched: tuple[str, ...] = ("train", "save")
 
     def __init__(self, **options: Any) -> None:
-        self.options = tiny_gpt.Options(**options)
-        self.model, self.optimizer = tiny_gpt.build(self.options)
+        self.options = TinyModel(**options)
+        self.model, self.optimizer = self.options.build()
         self.scheduler = scheduler_for(self.optimizer)
         self.config = get_model_config(self.model[0])
         self.batches = Batches()

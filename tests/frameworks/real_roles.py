@@ -18,10 +18,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.training import checkpointing
 
+from megatron_rl_patches.testing import TinyModel
 from tests.frameworks.loss_jobs import Arguments, set_parallel_state_of_miles
 from tests.frameworks.real_jobs import set_megatron_arguments
 from tests.frameworks.role_jobs import ITERATION, provider
-from tests.real import tiny_gpt
 
 GLOBAL_BATCH = 4
 
@@ -83,7 +83,7 @@ def global_arguments(**values: Any) -> Arguments:
 
 def process(seed: int = 1234) -> None:
     torch.serialization.add_safe_globals([Arguments])  # of a checkpoint
-    tiny_gpt.initialize(tiny_gpt.Parallelism(), seed)
+    TinyModel(seed=seed).initialize()
     torch.manual_seed(seed)
 
 

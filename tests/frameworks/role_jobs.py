@@ -25,6 +25,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.training import checkpointing, global_vars
 
+from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.frameworks.jobs import MICROBATCHES, Batches
 from tests.frameworks.loss_jobs import Arguments
 from tests.real import tiny_gpt
@@ -35,8 +36,8 @@ ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1
 
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
-    options = tiny_gpt.Options(bf16=global_vars.get_args().bf16)
-    return tiny_gpt.provider(options)()
+    options = TinyModel(bf16=global_vars.get_args().bf16)
+    return options.provider()
 
 
 def arguments(**values: Any) -> Arguments:
@@ -64,7 +65,7 @@ def arguments(**values: Any) -> Arguments:
         overlap_grad_reduce=True,
         overlap_param_gather=True,
         use_distributed_optimizer=True,
-        ddp_bucket_size=tiny_gpt.BUCKET,
+        ddp_bucket_size=tiny_models.BUCKET,
         timing_log_level=0,
     )
     vars(args).update(values)
@@ -74,7 +75,7 @@ def arguments(**values: Any) -> Arguments:
 
 def process(seed: int = 1234) -> None:
     """What a framework has initialized before it builds a model."""
-    tiny_gpt.initialize(tiny_gpt.Parallelism(), seed)
+    TinyModel(seed=seed).initialize()
     torch.manual_seed(seed)
     destroy_num_microbatches_calculator()
     # A global batch that grows with the samples consumed: 2, 4, ... 8.

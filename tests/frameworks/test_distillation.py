@@ -98,7 +98,6 @@ class Student:
         from megatron.core import parallel_state
 
         from tests.frameworks.jobs import JOBS
-        from tests.real import tiny_gpt
 
         # Of a checkpoint each rank has its own part.
         self.paths = {name: folder / name / str(torch.distributed.get_rank()) for name in TEACHERS}
@@ -107,8 +106,7 @@ class Student:
         teachers = tuple((name, str(path)) for name, path in self.paths.items())
         chosen = {"opd_top_k": top_k, "opd_combine": combine, "opd_teachers": teachers}
         apply(NAME, "reentrant-train", settings=Settings(**chosen))
-        sizes = tiny_gpt.Parallelism(tp=torch.distributed.get_world_size())
-        self.job = job = cast("Any", JOBS[framework](parallelism=sizes))
+        self.job = job = cast("Any", JOBS[framework](tp=torch.distributed.get_world_size()))
         vars(job.args).update(vars(_arguments(framework)))
         model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
         self.losses: list[float] = []

@@ -46,7 +46,8 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
 
     class PolicyJob(JOBS[framework]):  # type: ignore[misc]
         def __init__(self) -> None:
-            super().__init__()
+            one = {"num_layers": 1, "num_attention_heads": 1}
+            super().__init__(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
             vars(self.args).update(POLICY_LOSS)
 
         def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:

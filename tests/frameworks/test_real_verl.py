@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
+from megatron_rl_patches.testing import TinyModel
 from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
@@ -48,16 +49,16 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 
     utils = importlib.import_module("verl.utils.megatron_utils")
     assert utils.__file__.startswith(verl[0])
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(pp=2, vpp=2), overlap_param_gather=False)
-    model, optimizer = tiny_gpt.build(options)
+    options = TinyModel(pp=2, vpp=2, overlap_param_gather=False)
+    model, optimizer = options.build()
     tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
     uninterrupted = tiny_gpt.checksum(model, optimizer)
 
-    unpatched = outcome(utils.register_megatron_training_hooks, *tiny_gpt.build(options))
+    unpatched = outcome(utils.register_megatron_training_hooks, *options.build())
     assert unpatched.startswith(NO_SYNC)
     original = utils.register_megatron_training_hooks
     apply("reentrant-train")
-    model, optimizer = tiny_gpt.build(options)
+    model, optimizer = options.build()
     config = tiny_gpt.get_model_config(model[0])
     for _ in range(3):  # the functions are replaced, not doubled
         utils.register_megatron_training_hooks(model, optimizer)

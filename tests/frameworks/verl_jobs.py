@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_rl_patches.testing import TinyModel
 from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments, takes_packed_tokens
 from tests.real import tiny_gpt
 
@@ -28,17 +29,15 @@ class EngineJob:
         self.module = importlib.import_module(VERL_ENGINE)
         config = importlib.import_module("verl.workers.config")
         utils = importlib.import_module("verl.utils.megatron_utils")
-        parallelism = tiny_gpt.Parallelism(**sizes)
-        model, optimizer = tiny_gpt.build(
-            tiny_gpt.Options(parallelism=parallelism, overlap_param_gather=False)
-        )
+        tiny = TinyModel(**sizes, overlap_param_gather=False)
+        model, optimizer = tiny.build()
         utils.register_megatron_training_hooks(model, optimizer)
         for chunk in model:
             takes_packed_tokens(chunk.module)
         engine = object.__new__(self.module.MegatronEngineWithLMHead)
         engine.module, engine.optimizer = model, optimizer
         engine.tf_config = get_model_config(model[0])
-        engine.engine_config = config.McoreEngineConfig(tensor_model_parallel_size=parallelism.tp)
+        engine.engine_config = config.McoreEngineConfig(tensor_model_parallel_size=tiny.tp)
         engine.enable_routing_replay = False
         engine.model_config = SimpleNamespace(
             mtp=Arguments(),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl_patches.testing import TinyModel
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.ranks import on_ranks
 from tests.real.one_device import gpu_or_cpu
 from tests.real.test_reentry import check_rollouts
-from tests.real.tiny_gpt import Options
 
 pytestmark = needs_gpu
 
@@ -19,4 +19,4 @@ def test_rollouts_equal_one_uninterrupted_run() -> None:
     with gpu_or_cpu() as device:
         assert device == DEVICE.type
         torch.use_deterministic_algorithms(True, warn_only=True)
-        check_rollouts(Options(bf16=True))
+        check_rollouts(TinyModel(bf16=True))

@@ -25,6 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import FileSystemReader, filesystem
 
 from megatron_rl_patches.common.chunks import unwrap
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
 from tests.real import tiny_gpt
 
@@ -36,16 +37,16 @@ class OfTheHost:
     """What frameworks keep in their arguments: an object of a class that torch does not know to be safe."""
 
 
-def trained(options: tiny_gpt.Options) -> tuple[list[Any], Any]:
+def trained(options: TinyModel) -> tuple[list[Any], Any]:
     """A model and an optimizer with states, after two steps."""
-    model, optimizer = tiny_gpt.build(options)
+    model, optimizer = options.build()
     tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
     return model, optimizer
 
 
-def scoring(options: tiny_gpt.Options) -> list[Any]:
+def scoring(options: TinyModel) -> list[Any]:
     """A model that only scores, with weights of its own."""
-    tiny_gpt.initialize(options.parallelism, options.seed)
+    options.initialize()
     chunks = tiny_gpt.inference_model(options)
     with torch.no_grad():
         for chunk in chunks:

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerLayer
 
+from megatron_rl_patches.testing import TinyModel
 from tests.real import tiny_gpt
 
 MICROBATCHES = 2
@@ -162,9 +163,9 @@ def counting_updates(optimizer: Any) -> Iterator[list[None]]:
 class Trainee:
     """A model that is trained by several calls, each of which goes on after the steps done so far."""
 
-    def __init__(self, options: tiny_gpt.Options) -> None:
+    def __init__(self, options: TinyModel) -> None:
         self._options = options
-        self.model, self.optimizer = tiny_gpt.build(options)
+        self.model, self.optimizer = options.build()
         self._data = tiny_gpt.data_iterators(options)
         self.done = 0
         self.losses: list[float] = []

@@ -27,7 +27,7 @@ from megatron_rl_patches.inference.memory.estimate import (
     ParallelSizes,
     estimate_memory,
 )
-from megatron_rl_patches.testing import spawn_ranks
+from megatron_rl_patches.testing import TinyModel, spawn_ranks
 from tests.real import tiny_gpt
 from tests.real.one_device import gpu_or_cpu
 from tests.unit.losses.live_bytes import reachable_bytes
@@ -137,14 +137,11 @@ def _measure(case: Case, device: str) -> Measured:
 
 
 def initialize(sizes: ParallelSizes) -> None:
-    tiny_gpt.initialize(
-        tiny_gpt.Parallelism(
-            tp=sizes.tensor_model_parallel_size,
-            pp=sizes.pipeline_model_parallel_size,
-            ep=sizes.expert_model_parallel_size,
-        ),
-        seed=1,
-    )
+    TinyModel(
+        tp=sizes.tensor_model_parallel_size,
+        pp=sizes.pipeline_model_parallel_size,
+        ep=sizes.expert_model_parallel_size,
+    ).initialize()
 
 
 def _config(case: Case) -> TransformerConfig:
@@ -182,7 +179,7 @@ def _train(case: Case, config: TransformerConfig, device: str) -> tuple[list[Any
     """A policy after its first step, in an ordinary set-up of megatron-core."""
     stage, last = get_pipeline_model_parallel_rank(), case.parallel.pipeline_model_parallel_size - 1
     chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
-    options = tiny_gpt.Options(
+    options = TinyModel(
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         use_distributed_optimizer=case.optimizer.use_distributed_optimizer,
@@ -192,7 +189,7 @@ def _train(case: Case, config: TransformerConfig, device: str) -> tuple[list[Any
     if options.bf16:
         chunk = Float16Module(config, chunk)
     config.finalize_model_grads_func = finalize_model_grads
-    model, optimizer = tiny_gpt.in_training(options, config, [chunk])
+    model, optimizer = options.in_training(config, [chunk])
     tiny_gpt.train_step(model, optimizer, [tiny_gpt.SyntheticData()], num_microbatches=1)
     return model, optimizer
 

@@ -61,7 +61,7 @@ def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, count:
 
 @contextmanager
 def _attention_for_context_parallelism(policy: Any) -> Iterator[None]:
-    from tests.real.tiny_gpt import GatheredAttention
+    from megatron_rl_patches.testing.tiny_models import GatheredAttention
 
     plain = policy.get_gpt_layer_local_spec
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
 from tests.ranks import everywhere, on_ranks
 
 STEPS, MICROBATCHES = 4, 4
@@ -33,10 +33,8 @@ def trained(layout: dict[str, Any], bf16: bool = False, overlap: bool = True) ->
     """Return losses, checksum, and how often communication overlapped."""
     from tests.real import tiny_gpt
 
-    options = tiny_gpt.Options(
-        tiny_gpt.Parallelism(**layout), overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16
-    )
-    model, optimizer = tiny_gpt.build(options)
+    options = TinyModel(**layout, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16)
+    model, optimizer = options.build()
     with tiny_gpt.counting_overlap() as counts:
         data = tiny_gpt.data_iterators(options)
         losses = tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * STEPS, options)
@@ -107,7 +105,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """A run that loads model and distributed optimizer goes on as the run that saved them."""
     from tests.real import checkpoints, tiny_gpt
 
-    options = tiny_gpt.Options(overlap_grad_reduce=False, overlap_param_gather=False)
+    options = TinyModel(overlap_grad_reduce=False, overlap_param_gather=False)
 
     def go_on(model: Any, optimizer: Any) -> tuple[list[float], str]:
         data = tiny_gpt.data_iterators(options, seed=1)
@@ -117,7 +115,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer = checkpoints.trained(options)
     saved = checkpoints.save_torch_dist(model, optimizer, tmp_path, 2)
     expected = go_on(model, optimizer)
-    model, optimizer = tiny_gpt.build(options)
+    model, optimizer = options.build()
     with torch.serialization.safe_globals([checkpoints.OfTheHost]):
         checkpoints.load_torch_dist(model, optimizer, saved)
     assert go_on(model, optimizer) == expected

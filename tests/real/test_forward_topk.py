@@ -15,6 +15,7 @@ from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
 from tests.real.test_scoring import (
@@ -34,7 +35,7 @@ K = 5
 
 def _models(**sizes: Any) -> tuple[list[Any], list[Any]]:
     """Student and teacher: the second has other weights."""
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes))
+    options = TinyModel(**sizes)
     ddp, student = filled(options)
     teacher = tiny_gpt.inference_model(options)
     with torch.no_grad():

@@ -22,6 +22,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 from tests.real.test_scoring import by_speed
@@ -38,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, siz
     "PP 2, tied embeddings": (2, {"pp": 2}, {"tied": True}),
     "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}, {}),
     "CP 2": (2, {"cp": 2}, {}),
-    "EP 2, MoE": (2, {"ep": 2}, {"experts": 4}),
+    "EP 2, MoE": (2, {"ep": 2}, {"kind": "moe"}),
 }
 ROUTER = {
     "moe_router_topk": 2,
@@ -48,12 +49,12 @@ ROUTER = {
 }
 
 
-def options_of(layout: str, bf16: bool = False) -> tiny_gpt.Options:
+def options_of(layout: str, bf16: bool = False) -> TinyModel:
     _, sizes, options = LAYOUTS[layout]
     # The attention that stands in for context parallelism does not know query groups.
-    config = ({} if "cp" in sizes else {"num_query_groups": 2}) | (ROUTER if "experts" in options else {})
-    return tiny_gpt.Options(
-        parallelism=tiny_gpt.Parallelism(**sizes),
+    config = ({} if "cp" in sizes else {"num_query_groups": 2}) | (ROUTER if "kind" in options else {})
+    return TinyModel(
+        **sizes,
         bf16=bf16,
         overlap_param_gather=False,
         config=config,
@@ -118,10 +119,10 @@ def test_is_a_policy_without_what_trains_it(layout: str) -> None:
         _compare_with_a_policy(options_of(layout, dtype == "bf16"), dtype)
 
 
-def _compare_with_a_policy(options: tiny_gpt.Options, dtype: Any) -> None:
-    tiny_gpt.initialize(options.parallelism, options.seed)
-    config, provider = tiny_gpt._transformer_config(options), tiny_gpt.provider(options)
-    reference = tiny_gpt.bare_chunks(options, config)
+def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
+    options.initialize()
+    config, provider = options.transformer_config(), options.provider
+    reference = options.chunks(config)
     described = [_described(chunk) for chunk in reference]
     policy = in_ddp(reference, config)
     for name in SYNC_FUNCTIONS:
@@ -177,13 +178,13 @@ def test_a_teacher_leaves_no_trace_in_the_training_of_a_policy() -> None:
     On the policy's own config, the teacher's schedule would leave the policy's ``no_sync`` while the policy
     still accumulates, which would reduce its gradients without those of the last microbatch.
     """
-    options = tiny_gpt.Options()
+    options = TinyModel()
 
     def trained(is_scored: bool) -> list[Any]:
         random.seed(3)
         torch.manual_seed(3)
-        policy, optimizer = tiny_gpt.build(options)
-        teacher = build_inference_model(tiny_gpt.provider(options), policy[0].config, dtype="bf16")
+        policy, optimizer = options.build()
+        teacher = build_inference_model(options.provider, policy[0].config, dtype="bf16")
         weights = policy[0].module.state_dict()
         teacher[0].load_state_dict({name: value for name, value in weights.items() if value is not None})
 
@@ -203,12 +204,11 @@ def test_a_teacher_leaves_no_trace_in_the_training_of_a_policy() -> None:
 @on_ranks(lambda expert_parallel: expert_parallel)
 def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int) -> None:
     """Their classes keep CUDA streams for all models of the process."""
-    sizes = tiny_gpt.Parallelism(ep=expert_parallel)
-    options = tiny_gpt.Options(
+    options = TinyModel(
+        kind="moe",
+        ep=expert_parallel,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
-        parallelism=sizes,
-        experts=4,
         config={"moe_token_dispatcher_type": "alltoall"},
     )
     tokens = torch.randint(tiny_gpt.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -220,10 +220,10 @@ def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int
         return forward_log_probs(model, [{"tokens": tokens, "lengths": [8, 8]}], progress=False).log_probs
 
     losses = []
-    tiny_gpt.initialize(sizes, options.seed)
+    options.initialize()
     before = [tiny_gpt.inference_model(options, device) for device in ("meta", "cpu")]
     for _ in range(2):
-        policy, optimizer = tiny_gpt.build(options)
+        policy, optimizer = options.build()
         losses.append(train(policy, optimizer))
         teachers = [before[1], tiny_gpt.inference_model(options, "cpu")]
         tiny_gpt.inference_model(options, "meta")

@@ -16,11 +16,11 @@ from megatron.core import parallel_state
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import build_inference_model
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_inference_builder import in_ddp
 
-OPTIONS = tiny_gpt.Options()
+OPTIONS = TinyModel()
 INITIALIZE = "pass perform_initialization=True, with which parameters are constructed on the device"
 OTHER_CONFIG = "the model provider does not build on the config that it is called with, but on one that"
 
@@ -36,12 +36,12 @@ def refused(
 
 def prepared() -> tuple[Callable[..., Any], Any]:
     """A provider and a config."""
-    tiny_gpt.initialize(OPTIONS.parallelism, OPTIONS.seed)
-    return tiny_gpt.provider(OPTIONS), tiny_gpt._transformer_config(OPTIONS)
+    OPTIONS.initialize()
+    return OPTIONS.provider, OPTIONS.transformer_config()
 
 
 def policy_on(config: Any) -> list[Any]:
-    return in_ddp(tiny_gpt.bare_chunks(OPTIONS, config), config)
+    return in_ddp(OPTIONS.chunks(config), config)
 
 
 def _keep_a_number(model: Any, weight: Any) -> None:
@@ -93,7 +93,7 @@ def test_models_that_train() -> None:
         in_it = f"{returned} in {kind.__name__}, which trains"
         refused(in_it, lambda kind=kind: torch.nn.Sequential(kind()), config)
 
-    own = tiny_gpt._transformer_config(OPTIONS)
+    own = OPTIONS.transformer_config()
     bare = provider(config=own)
     not_new = "the model provider .*weight, which it has not just created: build and return a new model$"
     for on_device in (False, True):
@@ -115,14 +115,14 @@ def test_configs_of_other_models() -> None:
 
     refused(f"{OTHER_CONFIG} is the one passed in", on(config), config)
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
-        other = tiny_gpt._transformer_config(OPTIONS)
+        other = OPTIONS.transformer_config()
         setattr(other, name, print)
         refused(f"{OTHER_CONFIG} has {name} of a model that trains", on(other), config)
     own = (
         "dtype is 'bf16', but the model provider builds on a config of its own, with bf16: False, "
         "params_dtype: torch.float32"
     )
-    refused(own, on(tiny_gpt._transformer_config(OPTIONS)), config, dtype="bf16")
+    refused(own, on(OPTIONS.transformer_config()), config, dtype="bf16")
 
 
 @on_ranks(1)
@@ -163,7 +163,7 @@ class _Bridge:
     """Mixed into a config, as Megatron-Bridge does: the config provides the model."""
 
     def provide(self, pre_process: bool = True, post_process: bool = True) -> Any:
-        return tiny_gpt.provider(OPTIONS)(pre_process, post_process, config=self)
+        return OPTIONS.provider(pre_process, post_process, config=self)
 
 
 @on_ranks(1)
@@ -189,7 +189,7 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
     assert provided.config is not bridge_config
 
     [fresh] = build_inference_model(
-        lambda pre_process, post_process: provider(config=tiny_gpt._transformer_config(OPTIONS)),
+        lambda pre_process, post_process: provider(config=OPTIONS.transformer_config()),
         config,
         dtype="fp32",
     )
@@ -198,17 +198,16 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
 
 @on_ranks(2)
 def test_virtual_stages_must_fit() -> None:
-    interleaved = tiny_gpt.Parallelism(pp=2, vpp=2)
-    options = tiny_gpt.Options(parallelism=interleaved, overlap_param_gather=False)
-    provider, config = tiny_gpt.provider(options), tiny_gpt._transformer_config(options)
+    options = TinyModel(pp=2, vpp=2, overlap_param_gather=False)
+    provider, config = options.provider, options.transformer_config()
     of_config = "config.virtual_pipeline_model_parallel_size: 2"
     invalid = partial(refused, error=InvalidInputError)
-    tiny_gpt.initialize(interleaved, seed=7)
+    options.initialize()
     invalid(f"virtual_pipeline_size: 4, {of_config}", provider, config, virtual_pipeline_size=4)
     silent = copy.copy(config)
     silent.virtual_pipeline_model_parallel_size = None
     for size in (2, None):  # None: as the groups have it
         chunks = build_inference_model(provider, silent, dtype="fp32", virtual_pipeline_size=size)
         assert [chunk.config.virtual_pipeline_model_parallel_size for chunk in chunks] == [2, 2]
-    tiny_gpt.initialize(tiny_gpt.Parallelism(pp=2), seed=7)
+    TinyModel(pp=2, seed=7).initialize()
     invalid(f".*{of_config}, Megatron's parallel groups: None; these do not", provider, config)

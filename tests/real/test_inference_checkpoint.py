@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
+from megatron_rl_patches.testing import tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.real import checkpoints, tiny_gpt
 
@@ -33,8 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _options(layout: str, bf16: bool = False, experts: int | None = None, ep: int = 1, **config: Any) -> Any:
     """``config`` are further fields of Megatron's."""
-    sizes = tiny_gpt.Parallelism(**LAYOUTS[layout], ep=ep)
-    return tiny_gpt.Options(parallelism=sizes, bf16=bf16, experts=experts, config=config)
+    kind = "moe" if experts else "dense"
+    return tiny_model(kind, **LAYOUTS[layout], ep=ep, bf16=bf16, config=config)
 
 
 def _on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, estimate_memory
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import memory_cases, tiny_gpt
+from tests.real import memory_cases
 from tests.real.memory_cases import EXPERTS, TIED, Case
 
 PLAIN = OptimizerSettings()
@@ -96,7 +97,7 @@ def test_uneven_pipelines() -> None:
             **split,
         )
         stages = config.virtual_pipeline_model_parallel_size
-        tiny_gpt.initialize(tiny_gpt.Parallelism(pp=2, vpp=stages), seed=1)
+        TinyModel(pp=2, vpp=stages, seed=1).initialize()
         count = sum(_parameters_of(config, stage) for stage in (range(stages) if stages else [None]))
         estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]

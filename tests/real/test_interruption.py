@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.reentry import reentrant_train
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 from tests.real.faults import (
@@ -27,7 +28,6 @@ from tests.real.faults import (
     raise_injected,
     same_process_groups,
 )
-from tests.real.tiny_gpt import Options, Parallelism
 
 STEPS = 4
 SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], list[tuple[str, str]], str | None]] = {
 
 
 def run(
-    options: Options, stage: str, place: tuple[int, int], strike: Callable[[str], None] = raise_injected
+    options: TinyModel, stage: str, place: tuple[int, int], strike: Callable[[str], None] = raise_injected
 ) -> tuple[list[float], Checksums, Checksums]:
     """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is empty.
 
@@ -98,7 +98,7 @@ CASES = [("DP 2", overlap) for overlap in OVERLAPS] + [("TP 2", "both"), ("PP 2"
 @on_ranks(2, timeout=240)
 def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, str]] | None) -> None:
     sizes, stages, shared = LAYOUTS[layout]
-    options = Options(parallelism=Parallelism(**sizes), **OVERLAPS[overlap])
+    options = TinyModel(**sizes, **OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
         expected_losses, _, expected = run(options, "", (0, 0))
         with same_process_groups():
@@ -115,7 +115,7 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
                     assert end == expected, (of_ranks, place)
 
 
-def _one_rank_fails(options: Options, stage: str, failing_step: int, failing_rank: int | None) -> Any:
+def _one_rank_fails(options: TinyModel, stage: str, failing_step: int, failing_rank: int | None) -> Any:
     """Its peer is in collectives, which its retry has to meet."""
     trainee = Trainee(options)
     trainee.train(1)
@@ -133,7 +133,7 @@ def _one_rank_fails(options: Options, stage: str, failing_step: int, failing_ran
 @pytest.mark.parametrize("overlap", ["grad reduce", "no overlap"])
 @on_ranks(2)
 def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str) -> None:
-    options = Options(**OVERLAPS[overlap])
+    options = TinyModel(**OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
         undisturbed = _one_rank_fails(options, "", 0, None)
         for place in (("before forward", 0), ("before forward", 1), ("forward 1", 1), ("after step", 1)):
@@ -143,7 +143,7 @@ def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str)
 @on_ranks(2)
 def test_one_rank_that_raises_after_its_last_collective_is_agreed_upon() -> None:
     with applied("reentrant-train"):
-        trainee = Trainee(Options())
+        trainee = Trainee(TinyModel())
         for raising in (False, True, False):
             try:
                 with reentrant_train(trainee.model, optimizer=trainee.optimizer):
@@ -152,7 +152,7 @@ def test_one_rank_that_raises_after_its_last_collective_is_agreed_upon() -> None
                         raise Injected
             except Injected:
                 pass
-        uninterrupted = Trainee(Options())
+        uninterrupted = Trainee(TinyModel())
         uninterrupted.train(6)
     first, second = everywhere(trainee.checksums().params)
     assert first == second
@@ -162,7 +162,7 @@ def test_one_rank_that_raises_after_its_last_collective_is_agreed_upon() -> None
 @on_ranks(1)
 def test_a_gradient_that_was_on_its_way_to_the_buffer_is_dropped() -> None:
     """Memory ran out while it was added; the next backward pass would add its own to it."""
-    trainee = Trainee(Options())
+    trainee = Trainee(TinyModel())
     first_parameter = next(trainee.model[0].parameters())
     full = mock.Mock(**{"add_.side_effect": MemoryError})
     with (

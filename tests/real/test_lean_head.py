@@ -14,6 +14,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer
 from megatron_rl_patches.losses.logits import deferred
+from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 from tests.real.test_loss_func import Case, train_step
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
 @dataclass(frozen=True)
 class Layout:
-    """``sizes`` are fields of ``tiny_gpt.Parallelism``, ``flags`` those of ``tiny_gpt.Options``.
+    """``sizes`` are and ``flags`` are fields of ``TinyModel``.
 
     ``fused``: the weight's gradient goes into ``main_grad``, as with ``gradient_accumulation_fusion``. The
     layer's own way needs a CUDA kernel for that, so in the run without the patch it goes into ``grad``.
@@ -67,8 +68,8 @@ LAYOUTS = {
     "CP 2": Layout(sizes={"cp": 2}),
     "CP 2, all-gather": Layout(sizes={"cp": 2}, allgather_cp=True),
     "1 rank, recomputed": Layout(1, flags={"config": RECOMPUTED}),
-    "1 rank, MoE": Layout(1, flags={"experts": 2}),
-    "1 rank, MTP": Layout(1, flags={"mtp": True}),
+    "1 rank, MoE": Layout(1, flags={"kind": "moe", "config": {"num_moe_experts": 2}}),
+    "1 rank, MTP": Layout(1, flags={"kind": "mtp"}),
 }
 FAST = {"1 rank", "TP 2, sequence parallel"}
 CASES = {
@@ -96,13 +97,10 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         mock.patch.object(deferred, "_warn", wraps=deferred._warn) as made,
         tiny_gpt.counting_overlap() as overlap,
     ):
-        model, optimizer = tiny_gpt.build(
-            tiny_gpt.Options(
-                parallelism=tiny_gpt.Parallelism(**layout.sizes),
-                calculate_per_token_loss=case.calculate_per_token_loss,
-                **layout.flags,
-            )
-        )
+        flags = {**layout.flags}
+        config = {"calculate_per_token_loss": case.calculate_per_token_loss, **flags.pop("config", {})}
+        lengths = {"vocab_size": tiny_gpt.VOCABULARY, "seq_length": tiny_gpt.SEQUENCE}
+        model, optimizer = TinyModel(**layout.sizes, **lengths, config=config, **flags).build()
         no_sync = [chunk.no_sync for chunk in model]
         get_model_config(model[0]).no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if layout.fused and lean:
@@ -131,7 +129,7 @@ def _one_piece(rank: int, size: int, length: int | None = None) -> torch.Tensor:
 @on_ranks(lambda name: LAYOUTS[name].ranks, timeout=240)
 def test_trains_as_without(name: str) -> None:
     layout = LAYOUTS[name]
-    if layout.flags.get("mtp") and not tiny_gpt.trains_mtp_without_labels():
+    if layout.flags.get("kind") == "mtp" and not tiny_gpt.trains_mtp_without_labels():
         pytest.skip("this release trains multi-token prediction with labels only")
     cases = CASES if name == "1 rank" else {"entropy bonus": CASES["entropy bonus"]}
     if layout.allgather_cp:
@@ -142,7 +140,9 @@ def test_trains_as_without(name: str) -> None:
     # 2.4e-3 and 8e-4; in float32 they go up to 6e-7 and 3e-6.
     bound_of_first, bound = (1e-4, 2**-8) if layout.flags.get("bf16") else (1e-5, 1e-5)
     for key, case in cases.items():
-        with mock.patch.object(tiny_gpt, "_positions", _one_piece) if layout.allgather_cp else nullcontext():
+        with (
+            mock.patch.object(tiny_models, "_positions", _one_piece) if layout.allgather_cp else nullcontext()
+        ):
             without, lean = (_train(layout, case, lean) for lean in (False, True))
         first = len(without.losses) // 2
         assert lean.losses[:first] == pytest.approx(without.losses[:first], rel=bound_of_first), key

@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import DeferredLogits, vocab_parallel_log_probs
+from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing.tiny_models import SequenceParallelNorm
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
 from tests.real.test_loss_func import causal_mask
@@ -36,8 +38,8 @@ def _hybrid_model() -> Any:
         block = import_module("megatron.core.ssm.mamba_block")
         kind = import_module("megatron.core.models.mamba.mamba_model").MambaModel
         stack, submodules = block.MambaStack, block.MambaStackSubmodules
-    tiny_gpt.initialize(tiny_gpt.Parallelism(), seed=0)
-    whole, norm = get_gpt_layer_local_spec(num_experts=None).submodules, tiny_gpt.SequenceParallelNorm
+    TinyModel(seed=0).initialize()
+    whole, norm = get_gpt_layer_local_spec(num_experts=None).submodules, SequenceParallelNorm
     attention = TransformerLayerSubmodules(
         input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
     )
@@ -48,7 +50,7 @@ def _hybrid_model() -> Any:
     )
     with mock.patch.object(block, "TENorm", norm):
         return kind(
-            tiny_gpt._transformer_config(tiny_gpt.Options()),
+            TinyModel().transformer_config(),
             ModuleSpec(stack, submodules=layers),
             vocab_size=tiny_gpt.VOCABULARY,
             max_sequence_length=tiny_gpt.SEQUENCE,

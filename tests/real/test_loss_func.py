@@ -28,6 +28,7 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     mean_count,
 )
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
 from tests.real.test_scoring import by_speed
@@ -158,8 +159,7 @@ def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tenso
         masks = [mask for data in step for mask in data.batch.loss_masks]
         group = parallel_state.get_data_parallel_group()
         normalizer = mean_count(masks, MICROBATCHES, case.options.normalization, data_parallel_group=group)
-    cp = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-    columns = tiny_gpt._positions(*cp)
+    columns = tiny_gpt.positions()
 
     def forward_step(data_iterator: Iterator[Microbatch], chunk: torch.nn.Module) -> tuple[Any, Any]:
         data = next(data_iterator)
@@ -238,16 +238,15 @@ def _compare(sizes: dict[str, Any], name: str, case: Case) -> None:
         "overlap_grad_reduce": False,
         "overlap_param_gather": False,
         "use_distributed_optimizer": False,  # leaves whole gradients on every rank
-        "calculate_per_token_loss": case.calculate_per_token_loss,
+        "config": {"calculate_per_token_loss": case.calculate_per_token_loss},
     }
-    parallelism = tiny_gpt.Parallelism(**sizes)
-    model, _ = tiny_gpt.build(tiny_gpt.Options(parallelism=parallelism, **flags))
+    tiny = TinyModel(**sizes, **flags)
+    model, _ = tiny.build()
     reports, replicas = train_step(case, model)
     averages = average_metrics(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    trained = weights_and_gradients(model, parallelism.pp)
+    trained = weights_and_gradients(model, tiny.pp)
 
-    whole_on_each_rank = tiny_gpt.Parallelism(tp=parallelism.tp)
-    (whole,), _ = tiny_gpt.build(tiny_gpt.Options(parallelism=whole_on_each_rank, **flags))
+    (whole,), _ = TinyModel(tp=tiny.tp, **flags).build()
     gpt = whole.module
     for parameter_name, parameter in gpt.named_parameters():
         parameter.data.copy_(trained[parameter_name][0])

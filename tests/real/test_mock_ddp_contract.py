@@ -1,9 +1,9 @@
 """MockDDP against megatron-core's own class: the same scripts of calls, and every outcome the same.
 
-The real class runs on one gloo rank. Its model has the shape of the mock's: one parameter per module, so one
-bucket group per module, and the second module may be an expert. After each call both sides give its outcome
-and their whole observable state. Scripts also call the functions of ``reentry``, so a loop that works with
-them on the mock works on the real class.
+Both wrap the same model on one gloo rank, with one parameter per module, so one bucket group per module, and
+the second module may be an expert. After each call both give its outcome and their whole observable state.
+Scripts also call the functions of ``reentry``, so a loop that works with them on the mock works on the real
+class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import forward_pre_hooks as hooks
 from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
-from megatron_rl_patches.testing import MockDDP, MockModule
+from megatron_rl_patches.testing import MockDDP
 from tests.ranks import on_ranks
 
 Script = tuple[str, ...]
@@ -116,7 +116,7 @@ KINDS: dict[str, tuple[tuple[bool, bool, bool], dict[str, Script]]] = {
 
 
 class Run:
-    """A script under way on either class; ``calls`` holds what the two spell differently."""
+    """A script under way on either class; ``calls`` has those that are no methods of the class."""
 
     def __init__(self, ddp: Any, calls: dict[str, Callable[[], object]]) -> None:
         self.ddp = ddp
@@ -202,38 +202,14 @@ class Run:
         }
 
 
-def run_mock(options: dict[str, bool], expert: bool, script: Script) -> Any:
-    first, last = MockModule(params=1), MockModule(params=1)
-    module = MockModule(first, MockModule(params=1, expert=expert), last)
-    ddp = MockDDP(module, **options)
-
-    def backward_of_last_module() -> None:
-        for param in last.parameters():
-            ddp.param_to_bucket_group[param].register_grad_ready(param)
-
-    calls: dict[str, Callable[[], object]] = {
-        "forward": ddp,
-        "forward_first_module": first,
-        "backward_of_last_module": backward_of_last_module,
-        "add_module": lambda: module.children.append(MockModule()),
-    }
-    return Run(ddp, calls).play(script)
-
-
-def _run(run: Callable[[dict[str, bool], bool, Script], Any], kind: str, script: Script) -> Any:
-    names = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
-    options = dict(zip(names, KINDS[kind][0], strict=True))
-    with applied("reentrant-train") if kind == "patched" else nullcontext():
-        return run(options, kind == "experts", script)
-
-
-def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> Any:
+def _run(ddp_class: Any, kind: str, script: Script) -> list[tuple[str, object, State]]:
     width = 4
     module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(3)))
-    module[1].weight.allreduce = not expert
-    ddp = DistributedDataParallel(
+    module[1].weight.allreduce = kind != "experts"  # type: ignore[assignment]
+    names = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+    ddp = ddp_class(
         TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1),
-        DistributedDataParallelConfig(bucket_size=1, **options),
+        DistributedDataParallelConfig(bucket_size=1, **dict(zip(names, KINDS[kind][0], strict=True))),
         module,
     )
     activations: list[torch.Tensor] = []
@@ -255,7 +231,8 @@ def _run_real_case(options: dict[str, bool], expert: bool, script: Script) -> An
         "backward_of_last_module": backward_of_last_module,
         "add_module": lambda: module.append(torch.nn.Identity()) is None or None,
     }
-    return Run(ddp, calls).play(script)
+    with applied("reentrant-train") if kind == "patched" else nullcontext():
+        return Run(ddp, calls).play(script)
 
 
 @on_ranks(1, timeout=240)
@@ -264,8 +241,8 @@ def test_same_outcomes() -> None:
     real: dict[tuple[str, str], Any] = {}
     for kind, (_, scripts) in KINDS.items():
         for name, script in scripts.items():
-            real[kind, name] = outcomes = _run(_run_real_case, kind, script)
-            assert _run(run_mock, kind, script) == outcomes, (kind, name)
+            real[kind, name] = outcomes = _run(DistributedDataParallel, kind, script)
+            assert _run(MockDDP, kind, script) == outcomes, (kind, name)
             if kind == "patched" or name in GUARDED:
                 assert [outcome for _, outcome, _ in outcomes] == [None] * len(script), (kind, name)
     for name, error in FAILING.items():

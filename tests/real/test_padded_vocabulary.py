@@ -14,8 +14,8 @@ from megatron_rl_patches.inference import (
     output_head,
 )
 from megatron_rl_patches.losses import FullDistribution, full_vocabulary_divergence
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_scoring import filled
 
 #: The model has 32 ids. The padding begins on the first rank, on the second, and between the two.
@@ -23,7 +23,7 @@ SIZES = (7, 16, 20)
 
 
 def _scores(tp: int, size: int) -> list[torch.Tensor]:
-    _, model = filled(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=tp)))
+    _, model = filled(TinyModel(tp=tp))
     group = parallel_state.get_tensor_model_parallel_group()
     tokens = torch.randint(size, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = [{"tokens": tokens, "lengths": [9, 6]}]

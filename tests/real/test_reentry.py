@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import Settings, applied
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
 
@@ -25,16 +26,16 @@ LAYOUTS = [
 ]
 
 
-def trained(options: tiny_gpt.Options, rollouts: int, steps: int) -> tuple[list[float], str]:
+def trained(options: TinyModel, rollouts: int, steps: int) -> tuple[list[float], str]:
     """Return the losses and the checksum of a new model, trained by as many calls of ``train()``."""
-    model, optimizer = tiny_gpt.build(options)
+    model, optimizer = options.build()
     data, losses = tiny_gpt.data_iterators(options), []
     for _ in range(rollouts):
         losses += tiny_gpt.train(model, optimizer, data, [MICROBATCHES] * steps, options)
     return losses, tiny_gpt.checksum(model, optimizer)
 
 
-def check_rollouts(options: tiny_gpt.Options) -> None:
+def check_rollouts(options: TinyModel) -> None:
     with pytest.raises(AssertionError, match=NO_SYNC):
         trained(options, 2, STEPS)
     uninterrupted = trained(options, 1, ROLLOUTS * STEPS)
@@ -48,4 +49,4 @@ def check_rollouts(options: tiny_gpt.Options) -> None:
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
-    check_rollouts(tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**layout)))
+    check_rollouts(TinyModel(**layout))

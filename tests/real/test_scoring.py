@@ -21,6 +21,7 @@ from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 from tests.unit.losses.live_bytes import reachable_bytes
@@ -67,9 +68,9 @@ def microbatches() -> list[dict[str, Any]]:
     ]
 
 
-def filled(options: tiny_gpt.Options) -> tuple[list[Any], list[Any]]:
+def filled(options: TinyModel) -> tuple[list[Any], list[Any]]:
     """Return a model in DDP and one that only scores, with weights that are the same on every layout."""
-    ddp, _ = tiny_gpt.build(options)
+    ddp, _ = options.build()
     for chunk in ddp:
         _fill(chunk)
     model = tiny_gpt.inference_model(options)
@@ -111,7 +112,7 @@ def dense_log_probs(model: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor, t
 
 def _reference(bf16: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies of all responses, from a model that each rank has alone."""
-    samples = sorted(dense_log_probs(filled(tiny_gpt.Options(bf16=bf16))[1]), key=lambda sample: sample[0])
+    samples = sorted(dense_log_probs(filled(TinyModel(bf16=bf16))[1]), key=lambda sample: sample[0])
     log_probs = [log_p_nv.gather(1, targets_n[:, None])[:, 0] for _, log_p_nv, targets_n in samples]
     return torch.cat(log_probs), torch.cat([-(log_p.exp() * log_p).sum(1) for _, log_p, _ in samples])
 
@@ -132,7 +133,7 @@ def _state(model: Sequence[Any]) -> tuple[Any, ...]:
 def test_layouts(layout: str) -> None:
     ranks, sizes = LAYOUTS[layout]
     expected = _reference()
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**sizes))
+    options = TinyModel(**sizes)
     ddp, model = filled(options)
     score = {"with_entropy": True, "temperature": TEMPERATURE}
     with mock.patch.object(LazyValues, "get", side_effect=AssertionError("the logits were made")):
@@ -140,7 +141,7 @@ def test_layouts(layout: str) -> None:
             scores = forward_log_probs(model, microbatches(), **score)
         of_ddp = forward_log_probs(ddp, microbatches(), progress=False, **score)
     assert ("scoring" in stderr.getvalue()) == (torch.distributed.get_rank() == 0)
-    is_last = parallel_state.get_pipeline_model_parallel_rank() == options.parallelism.pp - 1
+    is_last = parallel_state.get_pipeline_model_parallel_rank() == options.pp - 1
     assert (scores is not None) == (of_ddp is not None) == is_last
     tolerance = {"rtol": 1e-6, "atol": 1e-7} if ranks == 1 else {"rtol": 1e-5, "atol": 2e-6}
     for kind, reference in zip(("log_probs", "entropy"), expected, strict=True):
@@ -189,9 +190,9 @@ def _check_refusal(model: Sequence[Any], chunks: int) -> None:
     assert _state(model) == before
 
 
-def _trained(options: tiny_gpt.Options, scoring: bool) -> str:
+def _trained(options: TinyModel, scoring: bool) -> str:
     """Weights after two steps, scored by the trained model itself in between or not."""
-    model, optimizer = tiny_gpt.build(options)
+    model, optimizer = options.build()
     data = tiny_gpt.data_iterators(options)
     with applied("reentrant-train", settings=Settings(train_functions=("tests.real.tiny_gpt:train",))):
         for _ in range(2):
@@ -204,7 +205,7 @@ def _trained(options: tiny_gpt.Options, scoring: bool) -> str:
 @on_ranks(1)
 def test_bfloat16() -> None:
     expected = _reference(bf16=True)
-    models = filled(tiny_gpt.Options(bf16=True))
+    models = filled(TinyModel(bf16=True))
     of_ddp, scores = (
         forward_log_probs(model, microbatches(), with_entropy=True, temperature=TEMPERATURE)
         for model in models
@@ -223,7 +224,7 @@ def _forward(chunk: Any, microbatch: Any) -> torch.Tensor:
 
 @on_ranks(1)
 def test_a_forward_that_raises() -> None:
-    ddp, _ = filled(tiny_gpt.Options())
+    ddp, _ = filled(TinyModel())
     calls: list[Any] = []
 
     def fail(chunk: Any, microbatch: Any) -> torch.Tensor:
@@ -249,7 +250,7 @@ def test_a_forward_that_raises() -> None:
 
 @on_ranks(1)
 def test_custom_forwards() -> None:
-    _, model = filled(tiny_gpt.Options())
+    _, model = filled(TinyModel())
     held: list[weakref.ref[torch.Tensor]] = []
 
     def watch(chunk: Any, microbatch: Any) -> torch.Tensor:
@@ -288,7 +289,7 @@ def test_custom_forwards() -> None:
 @on_ranks(1)
 def test_padding_of_the_vocabulary_has_no_probability() -> None:
     """On ranks, see ``test_padded_vocabulary.py``."""
-    _, model = filled(tiny_gpt.Options())
+    _, model = filled(TinyModel())
     tokens = torch.randint(20, (1, 11), generator=torch.Generator().manual_seed(0))
     alone = [{"tokens": tokens, "lengths": [11]}]
     [of_20] = forward_log_probs(model, alone, vocab_size=20, progress=False).log_probs

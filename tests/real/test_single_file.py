@@ -14,7 +14,7 @@ LOOP = """
 print("run")
 import torch
 from megatron_rl_patches import apply, Settings, status
-from megatron_rl_patches.testing import cpu_backend
+from megatron_rl_patches.testing import TinyModel, cpu_backend
 
 with cpu_backend():
     from tests.real import tiny_gpt
@@ -29,8 +29,8 @@ def train(model, optimizer, data):
 
 def main():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    options = tiny_gpt.Options()
-    model, optimizer = tiny_gpt.build(options)
+    options = TinyModel()
+    model, optimizer = options.build()
     states = {{site.target: site.state for site in status()}}
     assert states["__main__.train"] == "applied", states
     for rollout in range(2):

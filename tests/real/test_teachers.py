@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_rl_patches.inference import (
     memory_report,
     output_head,
 )
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import checkpoints, tiny_gpt
 from tests.real.test_scoring import by_speed
@@ -47,8 +49,8 @@ def _equal(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("layout", by_speed(list(LAYOUTS), fast=("TP 2",)))
 @on_ranks(2, timeout=180)
 def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> None:
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(**LAYOUTS[layout]), bf16=True)
-    tiny_gpt.initialize(options.parallelism, seed=7)
+    options = TinyModel(**LAYOUTS[layout], bf16=True)
+    replace(options, seed=7).initialize()
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     microbatches = [{"tokens": tokens, "lengths": [16, 10]}] * 2
 

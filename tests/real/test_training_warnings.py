@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
 from megatron_rl_patches.reentry import training_warnings
+from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 
@@ -89,7 +90,7 @@ def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @on_ranks(1)
 def test_dropout(rate: float) -> None:
-    model, _ = tiny_gpt.build(tiny_gpt.Options(dropout=rate))
+    model, _ = TinyModel(config={"attention_dropout": rate, "hidden_dropout": rate}).build()
     batch = next(tiny_gpt.SyntheticData())
     losses = []
     for training in (True, False):
@@ -109,7 +110,7 @@ def test_dropout(rate: float) -> None:
 @on_ranks(1)
 def test_the_weight_of_a_token() -> None:
     right_model, wrong_model = (
-        tiny_gpt.build(tiny_gpt.Options(calculate_per_token_loss=per_token))[0] for per_token in (True, False)
+        TinyModel(config={"calculate_per_token_loss": per_token}).build()[0] for per_token in (True, False)
     )
     right, quiet = _warned(right_model)
     wrong, [line] = _warned(wrong_model)
@@ -126,8 +127,8 @@ def test_the_weight_of_a_token() -> None:
 @pytest.mark.slow
 @on_ranks(4)
 def test_one_rank_of_the_last_stage_warns() -> None:
-    options = tiny_gpt.Options(parallelism=tiny_gpt.Parallelism(tp=2, pp=2))
-    _, lines = _warned(tiny_gpt.build(options)[0])
+    options = TinyModel(tp=2, pp=2)
+    _, lines = _warned(options.build()[0])
     assert everywhere(len(training_warnings.reported())) == [0, 0, 1, 1]
     assert everywhere(len(lines)) == [0, 0, 1, 0]
 
@@ -135,7 +136,7 @@ def test_one_rank_of_the_last_stage_warns() -> None:
 @pytest.mark.parametrize("hooks", ["off", "on"])
 @on_ranks(2)
 def test_parameters_that_are_not_gathered(hooks: str) -> None:
-    model, optimizer = tiny_gpt.build(tiny_gpt.Options(calculate_per_token_loss=True))
+    model, optimizer = TinyModel(config={"calculate_per_token_loss": True}).build()
     _, lines = _warned(model, optimizer, hooks=hooks)
     sent = torch.cat([p.detach().flatten() for p in model[0].parameters()])
     if hooks == "on":
@@ -155,8 +156,8 @@ def test_parameters_that_are_not_gathered(hooks: str) -> None:
 @on_ranks(1)
 def test_log_probs_of_the_rollout(steps: int) -> None:
     """The weights that sample are those of some steps ago, as if the newer ones had never been sent."""
-    options = tiny_gpt.Options(lr=0.03)
-    model, optimizer = tiny_gpt.build(options)
+    options = TinyModel(lr=0.03)
+    model, optimizer = options.build()
     batch = next(tiny_gpt.SyntheticData())
 
     def score() -> list[Any]:

@@ -1,8 +1,7 @@
-"""A tiny GPT on real megatron-core, and an ordinary Megatron training loop for it.
+"""An ordinary Megatron training loop for ``tiny_model()``, and data for it.
 
-:func:`build` gives model chunks in real ``DistributedDataParallel`` with the real distributed optimizer;
 :func:`train` has the shape that Megatron-LM's and slime's ``train`` share, upstream assertions included.
-Call both on a rank with ``torch.distributed`` initialized: on NCCL and a GPU, or inside ``cpu_backend()``.
+Call it on a rank with ``torch.distributed`` initialized: on NCCL and a GPU, or inside ``cpu_backend()``.
 """
 
 from __future__ import annotations
@@ -12,224 +11,32 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig, multi_token_prediction
-from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.utils import get_model_config
 
-VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS, HEADS = 32, 16, 2, 32, 4, 4
-# Parameters per bucket: small enough for several buckets per chunk.
-BUCKET = 16_000
+from megatron_rl_patches.testing import TinyModel
+
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, LAYERS, HEADS = TinyModel.vocab_size, TinyModel.seq_length, 2, 32, 4, 4
 
 
-@dataclass(frozen=True)
-class Parallelism:
-    """Sizes of the parallel groups; what is left of the world is data parallel."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    cp: int = 1
-    ep: int = 1
-    sequence_parallel: bool = False
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a framework would have in its ``args``."""
-
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    use_distributed_optimizer: bool = True
-    grad_reduce_in_fp32: bool = True
-    bf16: bool = False
-    calculate_per_token_loss: bool = False
-    tied: bool = False  # input embedding and output layer
-    experts: int | None = None
-    frozen_head: bool = False
-    dropout: float = 0.0
-    mtp: bool = False  # a layer that predicts one token more; from megatron-core 0.19 on without labels
-    config: dict[str, Any] = field(default_factory=dict)  # further fields of TransformerConfig
-    lr: float = 5e-3
-    seed: int = 1234
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else torch.float32
-
-    @property
-    def overlaps_param_gather(self) -> bool:
-        return self.use_distributed_optimizer and self.overlap_param_gather
-
-
-class GatheredAttention(torch.nn.Module):
-    """Causal attention for context parallelism: keys and values are gathered, queries stay where they are.
-
-    Megatron's local core attention refuses context parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        group = parallel_state.get_context_parallel_group()
-        q_bhsd, k_bhtd, v_bhtd = (
-            tensor.permute(1, 2, 0, 3)
-            for tensor in (
-                query,
-                gather_from_sequence_parallel_region(key, group=group),
-                gather_from_sequence_parallel_region(value, group=group),
-            )
-        )
-        positions = [_positions(rank, group.size(), k_bhtd.shape[2]) for rank in range(group.size())]
-        mask_st = positions[group.rank()][:, None] >= torch.cat(positions)[None, :]
-        context = torch.nn.functional.scaled_dot_product_attention(q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st)
-        return context.permute(2, 0, 1, 3).flatten(2)
-
-
-class SequenceParallelNorm(torch.nn.LayerNorm):
-    """Layer norm whose parameters are marked for sequence parallelism; Megatron's torch norm refuses it."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def initialize(sizes: Parallelism, seed: int) -> None:
-    parallel_state.destroy_model_parallel()
-    parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
-    parallel_state.initialize_model_parallel(
-        sizes.tp,
-        sizes.pp,
-        sizes.vpp,
-        context_parallel_size=sizes.cp,
-        expert_model_parallel_size=sizes.ep,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def build(options: Options) -> tuple[list[DistributedDataParallel], Any]:
-    """Initialize Megatron's process groups over the whole world; return model chunks and optimizer."""
-    initialize(options.parallelism, options.seed)
-    config = _transformer_config(options)
-    return in_training(options, config, bare_chunks(options, config))
-
-
-def in_training(
-    options: Options, config: TransformerConfig, chunks: Sequence[torch.nn.Module]
-) -> tuple[list[DistributedDataParallel], Any]:
-    """Return the chunks in DDP, and their optimizer."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=options.grad_reduce_in_fp32,
-        overlap_grad_reduce=options.overlap_grad_reduce,
-        overlap_param_gather=options.overlap_param_gather,
-        use_distributed_optimizer=options.use_distributed_optimizer,
-        check_for_nan_in_grad=True,
-        bucket_size=BUCKET,
-    )
-    # As Megatron's get_model does: only the first chunk's communication is worth splitting up.
-    model = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
-    ]
-    for chunk in model:
-        chunk.broadcast_params()
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=options.lr,
-        bf16=options.bf16,
-        params_dtype=options.dtype,
-        use_distributed_optimizer=options.use_distributed_optimizer,
-    )
-    return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
-
-
-def bare_chunks(options: Options, config: TransformerConfig) -> list[Any]:
-    """Return what ``get_model(..., wrap_with_ddp=False)`` of every release comes to."""
-    sizes, chunks = options.parallelism, []
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    for stage in [None] if sizes.vpp is None else range(sizes.vpp):
-        pre_process = pp_rank == 0 and stage in (None, 0)
-        post_process = pp_rank == sizes.pp - 1 and stage in (None, (sizes.vpp or 1) - 1)
-        chunk = provider(options)(pre_process, post_process, config, stage).cuda()
-        if stage is not None:
-            chunk.vp_stage = stage
-        for parameter in chunk.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        if options.frozen_head and chunk.post_process:
-            chunk.output_layer.requires_grad_(False)
-        chunks.append(Float16Module(config, chunk) if options.bf16 else chunk)
-    return chunks
-
-
-def provider(options: Options) -> Callable[..., GPTModel]:
-    """Return a model provider, as a user writes it and ``get_model`` calls it."""
-
-    def provide(
-        pre_process: bool = True,
-        post_process: bool = True,
-        config: Any = None,
-        vp_stage: int | None = None,
-        **unused: Any,
-    ) -> GPTModel:
-        config = config or _transformer_config(options)
-        sizes = options.parallelism
-        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        if sizes.cp > 1:
-            layer.submodules.self_attention.submodules.core_attention = GatheredAttention
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
-        layers = [layer] * (LAYERS // (sizes.pp * (sizes.vpp or 1)))
-        optional: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
-        if "vp_stage" not in inspect.signature(GPTModel).parameters:
-            # Up to 0.12 stages are numbered by a global.
-            parallel_state.set_virtual_pipeline_model_parallel_rank(optional.pop("vp_stage", None))
-        if config.mtp_num_layers:
-            optional["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
-        return GPTModel(
-            config,
-            TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm),
-            vocab_size=VOCABULARY,
-            max_sequence_length=SEQUENCE,
-            share_embeddings_and_output_weights=options.tied,
-            pre_process=pre_process,
-            post_process=post_process,
-            **optional,
-        )
-
-    return provide
-
-
-def inference_model(options: Options, device: str | None = None) -> list[Any]:
+def inference_model(options: TinyModel, device: str | None = None) -> list[Any]:
     """Build the model that only scores, in the groups that there are; weights have to be loaded into it."""
     from megatron_rl_patches.inference import build_inference_model
 
     return build_inference_model(
-        provider(options),
-        _transformer_config(options),
+        options.provider,
+        options.transformer_config(),
         dtype="bf16" if options.bf16 else "fp32",
         device=device,
     )
@@ -241,42 +48,9 @@ def trains_mtp_without_labels() -> bool:
     return process is not None and "input_ids" in inspect.signature(process).parameters
 
 
-def _transformer_config(options: Options) -> TransformerConfig:
-    sizes = options.parallelism
-    interleaved = sizes.vpp is not None
-    fields = {
-        "num_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "num_attention_heads": HEADS,
-        "attention_dropout": options.dropout,
-        "hidden_dropout": options.dropout,
-        "tensor_model_parallel_size": sizes.tp,
-        "pipeline_model_parallel_size": sizes.pp,
-        "virtual_pipeline_model_parallel_size": sizes.vpp,
-        "context_parallel_size": sizes.cp,
-        "expert_model_parallel_size": sizes.ep,
-        "sequence_parallel": sizes.sequence_parallel,
-        "bf16": options.bf16,
-        "calculate_per_token_loss": options.calculate_per_token_loss,
-        "params_dtype": options.dtype,
-        "pipeline_dtype": options.dtype,
-        # Gloo matches messages by order: the batched form of the interleaved schedule mixes them up.
-        "overlap_p2p_comm": interleaved,
-        "batch_p2p_comm": not interleaved,
-        "num_moe_experts": options.experts,
-        "add_bias_linear": options.experts is None,
-        "mtp_num_layers": 1 if options.mtp else None,
-    }
-    return TransformerConfig(**(fields | options.config))
-
-
-def _positions(rank: int, size: int, length: int | None = None) -> torch.Tensor:
-    """Positions that a context-parallel rank holds: its piece from either end of the sequence."""
-    length = length or SEQUENCE
-    if size == 1:
-        return torch.arange(length)
-    pieces = torch.arange(length).chunk(2 * size)
-    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+def positions() -> torch.Tensor:
+    """Return the positions that this context-parallel rank has of each sequence, ``[s / cp]``."""
+    return TinyModel(cp=parallel_state.get_context_parallel_world_size(), seq_length=SEQUENCE).positions()
 
 
 class SyntheticData:
@@ -302,9 +76,7 @@ class SyntheticData:
         for _ in range(SEQUENCE):
             sequence.append((5 * sequence[-1] + 3) % VOCABULARY)
         tokens_bs = torch.stack(sequence, dim=1)
-        positions_s = _positions(
-            parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        )
+        positions_s = positions()
         return {
             "tokens": tokens_bs[:, positions_s],
             "labels": tokens_bs[:, positions_s + 1],
@@ -312,9 +84,9 @@ class SyntheticData:
         }
 
 
-def data_iterators(options: Options, seed: int = 0) -> list[SyntheticData]:
+def data_iterators(options: TinyModel, seed: int = 0) -> list[SyntheticData]:
     """One iterator per model chunk, all over the same stream."""
-    return [SyntheticData(seed) for _ in range(options.parallelism.vpp or 1)]
+    return [SyntheticData(seed) for _ in range(options.vpp or 1)]
 
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
@@ -338,7 +110,7 @@ def train(
     optimizer: Any,
     data_iterator: Sequence[Iterator[dict[str, torch.Tensor]]],
     num_microbatches: Sequence[int],
-    options: Options,
+    options: TinyModel,
 ) -> list[float]:
     """Train one step per entry of ``num_microbatches``; return the loss of each, the same on every rank.
 
@@ -359,14 +131,15 @@ def train(
     config.finalize_model_grads_func = finalize_model_grads
 
     pre_hook_enabled = False
-    if options.overlaps_param_gather:
+    overlaps = options.overlap_param_gather and options.use_distributed_optimizer
+    if overlaps:
         # The first step shows errors of loading or initialization before a gather can spread them.
         disable_forward_pre_hook(model, param_sync=False)
 
     losses = []
     for step, microbatches in enumerate(num_microbatches):
         losses.append(train_step(model, optimizer, data_iterator, microbatches))
-        if step == 0 and options.overlaps_param_gather:
+        if step == 0 and overlaps:
             enable_forward_pre_hook(model)
             pre_hook_enabled = True
     if pre_hook_enabled:

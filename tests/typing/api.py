@@ -41,6 +41,7 @@ from megatron_rl_patches.inference import (
     forward_hidden_states,
     forward_log_probs,
     forward_topk,
+    forward_values,
     load_inference_checkpoint,
     memory_report,
     output_head,
@@ -91,8 +92,10 @@ from megatron_rl_patches.testing import (
     MockModule,
     MockOptimizer,
     RanksFailed,
+    TinyModel,
     cpu_backend,
     spawn_ranks,
+    tiny_model,
 )
 
 Model = Sequence[torch.nn.Module]
@@ -144,7 +147,7 @@ def hooks(args: Any, model: list[Any]) -> list[Any]:
 def own_loop(model: Model, optimizer: Any, step: Callable[[], float]) -> Iterator[float]:
     with reentrant_train(model, optimizer=optimizer):
         yield step()
-    with preserved_hooks(model), TrainGuard(model, optimizer=optimizer):
+    with preserved_hooks(model), TrainGuard(model, optimizer):
         pass
 
 
@@ -163,9 +166,9 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     iteration: int = load_inference_checkpoint(model, path, format="torch_dist", ckpt_step=7, exact=True)
     load_inference_checkpoint(model[0], str(path))
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
-    scores = forward_log_probs(model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000)
-    again: Scores | None = forward_log_probs(model, microbatches)
-    print(again)
+    scores: Scores | None = forward_log_probs(
+        model, microbatches, with_entropy=True, temperature=0.7, vocab_size=50_000
+    )
     if scores is not None:
         log_probs: list[Tensor] = scores.log_probs
         entropy: list[Tensor] | None = scores.entropy
@@ -175,12 +178,13 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
         forward_topk(model, microbatches, at=topk)
         forward_topk(model, microbatches, at=[distribution.indices for distribution in topk])
     hidden: list[Tensor] | None = forward_hidden_states(model, microbatches, output_device="cpu")
+    values: list[Tensor] | None = forward_values(model, microbatches, progress=False)
     head: OutputHead | None = output_head(model)
     if hidden is not None and head is not None:
         one = FullDistribution.of(torch.cat(hidden), head)
         parts: list[FullDistribution] = one.split([3, 4])
         whole: FullDistribution = FullDistribution.cat(parts)
-        print(whole.nbytes, iteration)
+        print(whole.nbytes, iteration, values)
 
     pool = TeacherPool(model)
     pool.add("math", path)
@@ -193,12 +197,11 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
     report: MemoryReport = memory_report(pool=pool)
     print("math" in pool, resident, of_pool, names, sizes, report.teachers)
-    description = GPTDescription(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=128)
-    adam = OptimizerSettings(use_distributed_optimizer=True)
-    parallel = ParallelSizes(data_parallel_size=2)
-    estimate: MemoryEstimate = estimate_memory(description, parallel=parallel, optimizer=adam)
-    print(estimate.worst)
-    for stage in estimate_memory(model, teachers=2, teacher_heads=True).stages:
+    described = estimate_memory(
+        GPTDescription(2, 64, 4, 100), parallel=ParallelSizes(), optimizer=OptimizerSettings()
+    )
+    estimates: list[MemoryEstimate] = [described, estimate_memory(model, teachers=2, teacher_heads=True)]
+    for stage in estimates[0].stages:
         total: int = stage.training.device.total - stage.inference_only.device.total
         print(total)
 
@@ -292,6 +295,14 @@ def on_a_rank(number: int, scale: float = 1.0) -> float:
         return number * scale
 
 
+def tiny() -> None:
+    described: TinyModel = tiny_model("moe", tp=2, overlap_param_gather=False, config={"num_layers": 2})
+    described.initialize()
+    chunks: list[Any] = described.chunks()
+    model, optimizer = described.build()
+    print(chunks, model, optimizer, described.provider, described.positions(), described.dtype)
+
+
 def unit_tests() -> None:
     try:
         results: list[Any] = spawn_ranks(on_a_rank, 2, 3, scale=2.0, timeout=60, env={"NAME": "value"})
@@ -299,7 +310,7 @@ def unit_tests() -> None:
         ranks: tuple[int, ...] = failed.ranks
         raise SystemExit(ranks) from failed
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
-    ddp = MockDDP(MockFloat16Module(module), MockConfig(), overlap_param_gather=True)
+    ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])
     groups: list[MockBucketGroup] = ddp.bucket_groups
     print(results, optimizer.calls, groups, MockDDPConfig(overlap_grad_reduce=False))

@@ -69,6 +69,45 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["cache", "folder", "file"])
+def test_a_model_by_its_name_or_place(
+    counter: Counter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    folder = tmp_path / "hub" / "models--google--gemma" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
+    invoke({"cache": "google/gemma", "folder": folder, "file": folder / "config.json"}[place])
+    assert counter.description.hidden_size == 5376
+
+
+def test_what_to_download(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    message = refuse(capsys, "google/gemma")
+    assert "`hf download google/gemma config.json`" in message and len(message.splitlines()) == 1
+
+
+def test_every_option_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke("--help").stdout
+    for name in (
+        "--set",
+        "--tp",
+        "--pp",
+        "--cp",
+        "--ep",
+        "--dp",
+        "--world-size",
+        "--dist-opt",
+        "--plot",
+        "--json",
+    ):
+        assert f" {name}" in shown
+
+
 def test_table_per_stage_and_the_worst(counter: Counter) -> None:
     lines = invoke(*SMALL, "--teachers=2").stdout.splitlines()
     assert lines[0].split()[:5] == ["stage", "use", "where", "parameters", "(GB)"]
@@ -79,7 +118,7 @@ def test_table_per_stage_and_the_worst(counter: Counter) -> None:
         ["40.00", "37.25"],
         ["8.00", "7.45"],
     ]
-    assert lines[-1].startswith("stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB")
+    assert lines[-2].startswith("stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB")
 
 
 def test_json_is_in_bytes(counter: Counter) -> None:

@@ -61,6 +61,12 @@ NAME = "MEGATRON_RL_PATCHES"
             f"{NAME}_STRIKT: no such variable; there is {NAME}_STRICT",
             f"unset {NAME}_STRIKT; export {NAME}_STRICT=1",
         ),
+        (
+            NAME[:-2],
+            "1",
+            f"{NAME[:-2]}: no such variable; there is {NAME}",
+            f"unset {NAME[:-2]}; export {NAME}=1",
+        ),
         (f"{NAME}_XYZ", "1", f"{NAME}_XYZ: no such variable; known: {NAME}, ", f"unset {NAME}_XYZ"),
     ],
 )
@@ -324,6 +330,11 @@ class TestConfiguredFunctions:
             ),
             ("mrp_framework.lop:train", f"{NAME}_TRAIN_FUNCTIONS names it", "mrp_framework.loop:train"),
             (
+                "mrp_framwork.loop:train",
+                f"no mrp_framwork in this environment; {NAME}_TRAIN_FUNCTIONS names it",
+                "mrp_framework.loop:train",
+            ),
+            (
                 "mrp_nowhere.loop:train,mrp_framework.loop:train",
                 f"no mrp_nowhere in this environment; {NAME}_TRAIN_FUNCTIONS names it",
                 "",
@@ -372,3 +383,42 @@ def test_a_patch_whose_own_code_fails_is_alone(
     assert [problem.message for problem in diagnosis.problems if "broken" in problem.message] == [
         f"broken: broken.configured: failed: {message}"
     ]
+
+
+HOOK = "megatron_rl_patches.hooks.on_megatron_init"
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "hook"),
+    [
+        (f"python train.py --custom-megatron-init-path {HOOK}", {}, HOOK),
+        (
+            "python3 -m verl x=1 a.external_lib=megatron_rl_patches.hooks.verl",
+            {},
+            "megatron_rl_patches.hooks.verl",
+        ),
+        (f"{NAME}=all,-lean-loss torchrun train.py", {NAME: "all,-lean-loss"}, None),
+        ("python train.py +ray.env_vars.MEGATRON_RL_PATCHES=all", {NAME: "all"}, None),
+        (
+            f"""python train.py "+ray.env_vars.{NAME}='lean-loss,lean-head'" """,
+            {NAME: "lean-loss,lean-head"},
+            None,
+        ),
+        (
+            f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NAME}_STRICT": "1"}}}}'""",
+            {NAME: "1", f"{NAME}_STRICT": "1"},
+            None,
+        ),
+        ("python train.py --lr 1e-6", {}, None),
+    ],
+)
+def test_what_a_command_line_switches_on(command: str, variables: dict[str, str], hook: str | None) -> None:
+    assert doctor.read_command(command) == (variables, hook)
+
+
+def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine_startup", lambda environ: DEAD)
+    named = doctor.examine({}, f"python train.py --custom-megatron-init-path {HOOK}")
+    assert named.hook == HOOK and "reentrant-train" in named.selected
+    assert not [problem for problem in named.problems if "startup" in problem.message]
+    assert [p for p in doctor.examine({NAME: "1"}).problems if "startup" in p.message]

@@ -99,6 +99,15 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     if not isinstance(config, Mapping):
         raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
     text = config.get("text_config") or config
+    try:
+        return _described(config, text, overrides)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"a field of the configuration has a value of another type: {error}"
+        ) from None
+
+
+def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> GPTDescription:
     if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
         text = {**text, "num_hidden_layers": overrides["num_layers"]}
     kind = str(text.get("model_type", config.get("model_type")))
@@ -120,7 +129,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
         ),
         "add_qkv_bias": bool(text.get("attention_bias")),
         "mtp_num_layers": text.get("num_nextn_predict_layers"),
-        **{ours: text[theirs] for ours, theirs in names.items() if text.get(theirs) is not None},
+        **{ours: int(text[theirs]) for ours, theirs in names.items() if text.get(theirs) is not None},
         **family.fixed,
         **family.derived(text),
         **overrides,

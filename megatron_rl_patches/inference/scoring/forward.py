@@ -207,6 +207,50 @@ def forward_hidden_states(
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
+def forward_values(
+    model: Model,
+    microbatches: Sequence[Mapping[str, Any]],
+    *,
+    forward: Forward | None = None,
+    output_device: torch.device | str = "cpu",
+    progress: bool = True,
+) -> list[torch.Tensor] | None:
+    """Return what a head with one column says of each token of a sample, as of a reward model or a critic.
+
+    The reward of a sample is usually the value at its last token; the value of the state in which a critic's
+    response token is sampled is the one at the token before::
+
+        values = forward_values(reward_model, microbatches)
+        rewards = [values_l[-1] for values_l in values]
+
+    Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`;
+    ``response_lengths`` of a microbatch do not count.
+
+    Returns:
+        Per sample ``[length]``, float32, prompt and response, in the original order, on the last pipeline
+        stage: the same on all its tensor-parallel and context-parallel ranks. ``None`` on the other stages.
+
+    Raises:
+        InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
+            model's head has not one column.
+    """
+    problems: list[str] = []
+
+    def score(batch: Microbatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
+        if values_t1.shape[1] != 1:
+            problems.append(
+                f"the model returned {values_t1.shape[1]} numbers per token. Expected: one, from a value or "
+                "reward head in the place of the output layer."
+            )
+        return (values_t1[batch.layout.response_rows, 0].float(),)
+
+    samples = forward_only(
+        model, microbatches, score, forward, None, output_device, progress, every_token=True
+    )
+    raise_on_all_stages(problems[0] if problems else None)
+    return None if samples is None else [values_l for (values_l,) in samples]
+
+
 def hidden_states_of(logits_tv: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return the hidden states ``[n, h]`` whose product some rows of a model's deferred logits are."""
     if not isinstance(logits_tv, DeferredLogits) or logits_tv.divisor != 1 or not logits_tv.is_deferred:

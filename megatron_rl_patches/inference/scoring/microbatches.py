@@ -41,6 +41,7 @@ def parse_microbatches(
     cp_rank: int = 0,
     cp_size: int = 1,
     device: torch.device | str = "cpu",
+    every_token: bool = False,
 ) -> list[Microbatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
 
@@ -49,6 +50,8 @@ def parse_microbatches(
         vocabulary: token ids must be smaller; ``None`` if the vocabulary is not known.
         sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
         device: where the logits will be.
+        every_token: the layouts have the rows of all tokens of each sample, and not those that predict a
+            response; ``response_lengths`` do not count.
     """
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
@@ -57,7 +60,7 @@ def parse_microbatches(
     rank: dict[str, Any] = {"cp_rank": cp_rank, "cp_size": cp_size, "device": device}
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, count, packing, rank)
+            microbatch = _microbatch(mapping, count, packing, rank, every_token)
             _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
@@ -73,7 +76,7 @@ def parse_microbatches(
 
 
 def _microbatch(
-    fields: Mapping[str, Any], first_index: int, packing: bool, rank: dict[str, Any]
+    fields: Mapping[str, Any], first_index: int, packing: bool, rank: dict[str, Any], every_token: bool
 ) -> Microbatch:
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
@@ -101,7 +104,8 @@ def _microbatch(
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
-    layout = SequenceLayout.build(lengths, responses, **padding, **rank)
+    responses = lengths if every_token else responses
+    layout = SequenceLayout.build(lengths, responses, own_rows=every_token, **padding, **rank)
     return Microbatch(fields, tokens_bs, samples, indices, layout)
 
 

@@ -41,12 +41,14 @@ def forward_only(
     output_device: torch.device | str,
     progress: bool,
     check: Callable[[Sequence[Microbatch]], str | None] | None = None,
+    every_token: bool = False,
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     ``check`` returns what is wrong with data that only the last stage has; all stages then raise. The result
     has for each sample, in the original order, the part of each tensor of ``score`` that belongs to its
-    response, with memory of its own; it is ``None`` on stages other than the last.
+    response, or with ``every_token`` to the whole sample, with memory of its own; it is ``None`` on stages
+    other than the last.
     """
     chunks = list(as_chunks(model))
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -69,6 +71,7 @@ def forward_only(
         cp_rank=context_parallel.rank,
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
+        every_token=every_token,
     )
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     if check is not None:

@@ -69,6 +69,7 @@ class SequenceLayout:
         cp_rank: int = 0,
         cp_size: int = 1,
         allgather_cp: bool = False,
+        own_rows: bool = False,
         device: torch.device | str = "cpu",
     ) -> SequenceLayout:
         """Return the layout of a microbatch. All ranks of the CP group pass the same, except for ``cp_rank``.
@@ -88,13 +89,15 @@ class SequenceLayout:
             cp_rank: this rank in the CP group.
             cp_size: number of ranks in the CP group.
             allgather_cp: all-gather CP instead of zigzag CP.
+            own_rows: ``response_rows`` are the rows of the response tokens themselves, as value heads need
+                them, and not those that predict them. A response may then be a whole sample.
             device: device of the logits, where the index vectors are put.
 
         Raises:
             InvalidInputError: the arguments do not fit together; raised on every rank of the CP group.
         """
         totals, responses = integers(total_lengths), integers(response_lengths)
-        check_lengths(totals, responses)
+        check_lengths(totals, responses, without_prompt=own_rows)
         check_context_parallel(cp_rank, cp_size, allgather_cp, qkv_format)
         chunks = 2 * cp_size if cp_size > 1 and not allgather_cp else 1
         lengths = max_seq_lens, padded_lengths, num_rows
@@ -105,7 +108,7 @@ class SequenceLayout:
         sample = torch.arange(len(responses), device="cpu").repeat_interleave(length)
         position = torch.arange(sum(responses), device="cpu") - _starts(length)[sample]
         prompt = torch.tensor(totals, device="cpu") - length
-        predictor = prompt[sample] + position - 1  # position in the sample of the token before
+        predictor = prompt[sample] + position - (0 if own_rows else 1)  # position in the sample
         num_rows = logits_shape[0] * logits_shape[1]
         rank, row = _locate(sample, predictor, torch.tensor(padded, device="cpu"), chunks, num_rows)
         index = (rank == cp_rank).nonzero().squeeze(1)

@@ -17,15 +17,15 @@ def integers(lengths: Iterable[int]) -> Lengths:
     return tuple(int(length) for length in lengths)
 
 
-def check_lengths(totals: Lengths, responses: Lengths) -> None:
-    """Check that every sample has one response, shorter than the sample."""
+def check_lengths(totals: Lengths, responses: Lengths, without_prompt: bool = False) -> None:
+    """Check that every sample has one response, shorter than the sample unless it may be without a prompt."""
     if not totals or len(totals) != len(responses):
         raise InvalidInputError(
             f"{len(totals)} total lengths and {len(responses)} response lengths were given; "
             "pass one of each per sample, for at least one sample"
         )
     for sample, (total, response) in enumerate(zip(totals, responses, strict=True)):
-        if not 0 <= response < total:
+        if not 0 <= response < total + without_prompt:
             raise InvalidInputError(
                 f"sample {sample} has {total} tokens and a response of {response}; a response is shorter "
                 "than its sample, as its first token is predicted from the one before; keep a prompt token"

@@ -60,7 +60,7 @@ def test_of_two_ranks_that_differ_neither_is_the_usual_one() -> None:
     assert messages[0] == messages[1]
     assert re.search(
         r"slime\.backends\.megatron_utils\.model\.train: "
-        r"rank 0: waiting \(code \w+\); rank 1: not selected$",
+        r"rank 0: absent \(code \w+\); rank 1: not selected$",
         messages[0],
         re.MULTILINE,
     )
@@ -74,6 +74,6 @@ def test_ranks_that_differ_are_named_on_every_rank() -> None:
     messages: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
     assert len(set(messages)) == 1
     assert (
-        "slime.backends.megatron_utils.model.train: rank 1: not selected; most ranks: waiting" in messages[0]
+        "slime.backends.megatron_utils.model.train: rank 1: not selected; most ranks: absent" in messages[0]
     )
     assert "rank 0:" not in messages[0]

@@ -24,7 +24,27 @@ def verdicts() -> dict[str, tuple[str, str]]:
 def test_an_absent_framework_is_never_an_error(engine: Engine) -> None:
     engine["tagging"] = patch_of("no_such_framework", "train")
     apply("tagging", strict=True)
-    assert verdicts() == {"model.train": ("waiting", "no_such_framework is not installed")}
+    assert verdicts() == {"model.train": ("absent", "no_such_framework is not installed")}
+
+
+def test_states_print_as_a_table(framework: Framework, engine: Engine) -> None:
+    name = framework()
+    engine["tagging"] = patch_of(name, "train", "save")
+    engine["other"] = patch_of(name, "run", name="other")
+    engine["nowhere"] = patch_of("no_such_framework", "train", name="nowhere")
+    importlib.import_module(f"{name}.model")
+    apply()
+    header, *rows, fault = str(status()).splitlines()
+    assert header.split() == ["patch", name]
+    assert [row.split(maxsplit=1) for row in rows] == [
+        ["tagging", "2 applied"],
+        ["other", "1 missing"],
+        ["nowhere"],
+    ]
+    assert "does not define run" in fault
+    revert()
+    assert {site.state for site in status()} == {"reverted"}
+    assert [site.patch for site in status()] == ["tagging", "tagging"]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def statuses(**states: Any) -> list[SiteStatus]:
         ),
         (
             {"slime": "absent", "verl": "absent"},
-            ["the logits are materialized: `lean-loss` is not selected, or knows no framework that is here"],
+            ["the logits are materialized, but for losses of this package: `lean-loss` knows no others here"],
         ),
         ({"megatron": "absent", "slime": "absent", "verl": "absent"}, []),
     ],

@@ -22,7 +22,11 @@ def disable(chunk: MockDDP, **kwargs: bool) -> None:
 
 
 def hooked(chunk: MockDDP) -> list[bool]:
-    return [bool(module.forward_pre_hooks) for module in chunk.module.modules()]
+    return [bool(module._forward_pre_hooks) for module in chunk.module.modules()]
+
+
+def set_children(chunk: MockDDP, children: list[Any]) -> None:
+    chunk.module._modules = {str(number): child for number, child in enumerate(children)}
 
 
 def syncs(chunk: MockDDP) -> list[dict[str, Any]]:
@@ -111,7 +115,8 @@ def test_an_unstaged_mxfp8_gather_is_never_dispatched(mocker: MockerFixture) -> 
 @pytest.mark.parametrize("upstream_first", [True, False])
 def test_a_submodule_added_since_does_not_stop_half_way(place: int, upstream_first: bool) -> None:
     chunk = MockDDP()
-    chunk.module.children.insert(place, MockModule())
+    children = [*chunk.module.children()]
+    set_children(chunk, [*children[:place], MockModule(), *children[place:]])
     if upstream_first:
         with pytest.raises(KeyError):
             chunk.disable_forward_pre_hook()
@@ -124,18 +129,20 @@ def test_a_submodule_added_since_does_not_stop_half_way(place: int, upstream_fir
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_submodule_taken_away_since_leaves_no_hook(place: int) -> None:
     chunk = MockDDP()
-    gone = chunk.module.children.pop(place)
+    children = [*chunk.module.children()]
+    gone = children.pop(place)
+    set_children(chunk, children)
     disable(chunk)
-    assert not any(hooked(chunk)) and not gone.forward_pre_hooks
+    assert not any(hooked(chunk)) and not gone._forward_pre_hooks
     assert chunk.remove_forward_pre_hook_handles == {}
 
 
 def test_enabling_covers_a_submodule_added_since() -> None:
     chunk = MockDDP()
-    chunk.module.children.append(MockModule(params=1))
+    chunk.module.add_module("new", MockModule(params=1))
     enable(chunk)
     assert all(hooked(chunk))
-    assert [len(module.forward_pre_hooks) for module in chunk.module.modules()] == [1] * len(hooked(chunk))
+    assert [len(module._forward_pre_hooks) for module in chunk.module.modules()] == [1] * len(hooked(chunk))
 
 
 @pytest.mark.parametrize("action", [enable, disable])

@@ -121,7 +121,7 @@ def test_modes_are_restored_module_by_module() -> None:
     """A frozen vision tower that is in eval mode while the rest trains stays in eval mode."""
     evaluating, training, modeless = model = [MockDDP(**PLAIN) for _ in range(3)]
     evaluating.eval()
-    vision_tower = training.module.children[0]
+    vision_tower = next(training.module.children())
     vision_tower.eval()
     del modeless.training
     with failing(model):

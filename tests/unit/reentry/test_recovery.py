@@ -30,7 +30,7 @@ class TwoRanks(MockProcessGroup):
 
 
 def with_experts() -> MockDDP:
-    return MockDDP(MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
+    return MockDDP(module=MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
 
 
 def of_two_ranks(dense: TwoRanks, experts: TwoRanks | None = None) -> MockDDP:

@@ -139,6 +139,10 @@ def test_a_text_part_that_is_null_is_none() -> None:
         ({**LLAMA, "model_type": "gpt_oss"}, "model_type is 'gpt_oss'; known are deepseek_v3"),
         ({}, "model_type is 'None'"),
         ([LLAMA], "a JSON object, not a list"),
+        ({**LLAMA, "hidden_size": "large"}, "another type: invalid literal for int"),
+        ({**LLAMA, "hidden_size": [1]}, "another type: int"),
+        ({"text_config": [LLAMA]}, "another type"),
+        ({**QWEN3_MOE, "mlp_only_layers": 1}, "another type"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
         (

@@ -1,0 +1,1 @@
+"""Our patches, beside those of megatron_rl_patches."""

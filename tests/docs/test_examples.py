@@ -1,0 +1,107 @@
+"""Every file of ``examples/``, run as its first lines say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.docs.sandbox import Sandbox
+
+EXAMPLES = ROOT / "examples"
+THIRD_PARTY = EXAMPLES / "third_party_patch"
+PROGRAM = """
+import megatron_rl_patches
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
+
+def run():
+    with cpu_backend():
+        from megatron.core import distributed
+        for site in megatron_rl_patches.apply("slow-reduction"):
+            print(site.target, site.state, flush=True)
+        model, _ = tiny_model("dense").build()
+        distributed.finalize_model_grads(model)
+
+if __name__ == "__main__":
+    spawn_ranks(run, 1, timeout=120)
+"""
+
+
+def run(*command: str | Path, path: str = "", check: bool = True, **variables: str) -> str:
+    """Run a Python command in the folder of the examples; return what it prints."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=EXAMPLES,
+        env={**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), path]), **variables},
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert check is (done.returncode == 0), done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"\d+\.\d+", text)]
+
+
+def test_own_loop() -> None:
+    output = run("own_loop.py")
+    for rank in (0, 1):
+        [line] = re.findall(rf"^rank {rank}: (.*)$", output, re.MULTILINE)
+        first, second, third = numbers(line)
+        assert first > second > third
+    assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", check=False)
+
+
+@pytest.mark.slow
+def test_teacher_and_distillation() -> None:
+    output = run("teacher_and_distillation.py")
+    divergences = numbers(" ".join(re.findall(r"^rollout .*$", output, re.MULTILINE)))
+    assert divergences[-1] < divergences[0] / 2
+    assert "materialized" not in output
+
+
+def test_reward_model() -> None:
+    lengths = re.findall(r"^sample \d: (\d) values, reward -?\d", run("reward_model.py"), re.MULTILINE)
+    assert lengths == ["4", "6", "3"]
+
+
+def test_my_loop() -> None:
+    output = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-c", os.devnull, "test_my_loop.py"
+    )
+    assert "5 passed" in output
+
+
+def test_third_party_patch(tmp_path: Path) -> None:
+    run(
+        *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
+        *("--target", tmp_path, THIRD_PARTY),
+    )
+    (tmp_path / "train.py").write_text(PROGRAM)
+    output = run(tmp_path / "train.py", path=str(tmp_path), MEGATRON_RL_PATCHES_REDUCTION_SECONDS="0")
+    assert "finalize_model_grads applied" in output
+    assert re.search(r"^rank 0: gradients of 1 chunks took \d", output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ["slime_run.sh", "verl_run.sh"])
+def test_launch_scripts(script: str, tmp_path: Path) -> None:
+    """The processes that the launcher starts have the patches; Ray and the framework are stand-ins."""
+    box = Sandbox(tmp_path)
+    for program in ("slime/train.py", "of_verl/verl/trainer/main_ppo.py"):
+        box.add_program(program)
+    (tmp_path / "slime" / "scripts" / "models").mkdir(parents=True)
+    (tmp_path / "slime" / "scripts" / "models" / "qwen3-4B.sh").write_text("MODEL_ARGS=(--num-layers 36)\n")
+    for package in ("verl", "verl/trainer"):
+        (tmp_path / "of_verl" / package / "__init__.py").touch()
+    done = box.run(f"SLIME={tmp_path / 'slime'} bash {EXAMPLES / script}", checkout="of_verl")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["patched"] is True
