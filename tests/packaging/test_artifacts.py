@@ -81,8 +81,6 @@ def test_the_links_of_the_readme_work_on_the_index(metadata):
     assert all(file or link.startswith("https://") for link, file in files.items())
     assert sum(file is not None for file in files.values()) > 20
     places = [file[1] for file in files.values() if file]
-    if not (ROOT / "examples").exists():  # until the folder is there
-        places = [place for place in places if not place.startswith("examples/")]
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 
