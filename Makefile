@@ -12,10 +12,10 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
     checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
-    docs-version screenshots clean
+    docs-version options changelog screenshots clean
 
 help:
-	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | screenshots | clean"
+	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
 	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
 	@echo "make release-check | mutation"
@@ -151,19 +151,29 @@ $(GPU_VENV)/.installed: pyproject.toml setup.cfg benchmarks/gpu-requirements.txt
 	$(GPU_VENV)/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# What the next release has: changelog.d, as CHANGELOG.md will have it. RELEASE=1 writes it there.
+changelog: $(INSTALLED)-docs
+	$(BIN)/towncrier build $(if $(RELEASE),--yes,--draft) --version $(VERSION)
+
+# Writes docs/options.md from the options that the patches declare.
+options: venv
+	$(BIN)/python docs/options.py
+
 docs: $(INSTALLED)-docs
 	$(BIN)/mkdocs build --strict
 
 # Adds the site of this version to the branch gh-pages, with a menu of versions; push that branch to publish it.
 # Needs a clone with all branches. What stands there already: mike list
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' megatron_rl_patches/__init__.py)
 DOCS_VERSION = $(shell sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' megatron_rl_patches/__init__.py)
 docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
-# Draws what docs/images has of the command line.
+# Draws what docs/images has of the command line, of the demo and of the estimate.
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
+	$(BIN)/python -m docs.plots
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(RECORDS) $(CHECKOUTS) $(GPU_VENV) $(GPU_WHEELS) build dist site mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

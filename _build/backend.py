@@ -5,7 +5,7 @@ wheel that it builds, ordinary or editable, gets the files of `startup/` added, 
 that uninstalling removes them.
 
 The package index shows the README of the wheel, without the files that the README links to.  So these links
-become links into the repository.
+become links into the repository, and REPOSITORY becomes its address.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+ROOT = Path(__file__).parents[1]
 STARTUP_FILES = tuple(
-    Path(__file__).parents[1] / "startup" / f"megatron_rl_patches_startup.{suffix}"
+    ROOT / "startup" / f"megatron_rl_patches_startup.{suffix}"
     for suffix in ("pth", "start")
 )
 
@@ -100,9 +101,10 @@ def links_into_the_repository(metadata: str) -> str:
     assert repository and version
 
     def link(relative: re.Match[str]) -> str:
-        kind = "raw" if relative[1].endswith(".png") else "blob"
+        kind = "tree" if (ROOT / relative[1]).is_dir() else "blob"
         return f"]({repository[1]}/{kind}/v{version[1]}/{relative[1]})"
 
+    metadata = re.sub(r"(git\+|`)REPOSITORY\b", rf"\1{repository[1]}", metadata)
     return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", link, metadata)
 
 

@@ -297,7 +297,7 @@ def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
 
 
 def plot(results: Results, figure: Any) -> None:
-    memory, duration = figure.subplots(1, 2)
+    memory, duration = figure.subplots(2, 1)
     setups, first = results.large + results.setups, results.setups[0]
     peaks = {
         way.replace("`", ""): {
@@ -317,8 +317,8 @@ def plot(results: Results, figure: Any) -> None:
     }
     bars(memory, "peak beyond gradients, in float32 logits", peaks)
     bars(duration, "time, logits materialized with lean-loss = 1", times)
-    duration.set_title(str(first.setup), fontsize=9)
-    memory.legend(fontsize=7, loc="lower right")
+    duration.set_title(str(first.setup))
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left")
 
 
-BENCHMARK = Benchmark(measure, parts, plot, image="head_memory_and_time.png")
+BENCHMARK = Benchmark(measure, parts, plot, image="head_memory_and_time.svg", height=8)

@@ -111,18 +111,19 @@ def plot(results: Sequence[Result], figure: Any) -> None:
         axes.barh([p - 0.18 for p in positions], widths, 0.34, lefts, label=part.replace("_", " "))
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     inference = [result.account.live_inference / 1e6 for result in first]
-    axes.barh([p + 0.2 for p in positions], inference, 0.34, color="black", label="inference-only, all of it")
+    axes.barh([p + 0.2 for p in positions], inference, 0.34, color="gray", label="inference-only, all of it")
     for shift, use, label in ((-0.18, "training", "estimate"), (0.2, "inference-only", None)):
         estimated = [result.pairs()[use][1] / 1e6 for result in first]
         axes.plot(estimated, [p + shift for p in positions], "|r", markersize=14, label=label)
     axes.set_yticks(positions, [result.name.removesuffix(", rank 0") for result in first])
     axes.invert_yaxis()
-    axes.set(xlabel="MB on rank 0", title="Training, and the same model inference-only")
-    axes.legend(fontsize="small", loc="lower right")
+    axes.set(xlabel="MB on rank 0")
+    figure.suptitle("Training, and the same model inference-only")
+    figure.legend(loc="outside lower left", ncols=2)
 
 
 def _is_met(results: Sequence[Result]) -> bool:
     return all(abs(_difference(*pair)) <= TOLERANCE for result in results for pair in result.pairs().values())
 
 
-BENCHMARK = Benchmark(measure, parts, plot, image="inference_memory.png", inches=(9, 5), is_met=_is_met)
+BENCHMARK = Benchmark(measure, parts, plot, image="inference_memory.svg", height=6.5, is_met=_is_met)

@@ -205,21 +205,21 @@ def plot(results: Sequence[Result], figure: Any) -> None:
             for mode in MODES
         }
 
-    memory, duration = figure.subplots(1, 2, sharey=True)
+    memory, duration = figure.subplots(2, 1)
     times = by_mode(lambda mode, cost: in_copies(result, mode, cost))
     bars(memory, "extra memory, × logits", by_mode(lambda _, cost: in_logits(result, cost)))
     bars(duration, "forward + backward, × one copy of the logits", times)
     floor = sum(in_copies(result, FLOOR, result.costs[FLOOR][name]) for name in (READ, WRITE))
     duration.axvline(floor, color="black", linestyle=":", label="one read, one read-and-write")
-    duration.legend(loc="upper right")
-    figure.suptitle(f"Log-probabilities and entropy: {result.setup}")
+    figure.legend(*duration.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(f"Log-probabilities and entropy\n{result.setup}")
 
 
 BENCHMARK = Benchmark(
     measure,
     parts,
     plot,
-    image="loss_memory_and_time.png",
-    inches=(11, 6),
+    image="loss_memory_and_time.svg",
+    height=9,
     is_met=lambda results: all(claim["met"] == met(True) for claim in claims(results)),
 )

@@ -26,7 +26,7 @@ class Benchmark(Generic[R]):
         parts: what the page shows of the result, in Markdown, by the name of the place (see :func:`fill`).
         plot: draws the result on a matplotlib figure.
         image: the file of the plot, in ``docs/images``.
-        inches: width and height of the plot.
+        height: of the plot, in inches.
         is_met: whether the result is what is claimed.
     """
 
@@ -34,7 +34,7 @@ class Benchmark(Generic[R]):
     parts: Callable[[R], dict[str, str]]
     plot: Callable[[R, Any], None] | None = None
     image: str = ""
-    inches: tuple[float, float] = (11, 4)
+    height: float = 6
     is_met: Callable[[R], bool] = lambda result: True
 
 

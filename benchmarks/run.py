@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .page import Benchmark, fill, join, machine
+from .svg import new_figure, save
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (
@@ -60,19 +61,15 @@ def run(name: str, quick: bool) -> bool:
         return True
     file.write_text(page)
     if figure is not None:
-        figure.savefig(DOCS / "images" / benchmark.image, dpi=150)
+        save(figure, DOCS / "images" / benchmark.image)
     return benchmark.is_met(result)
 
 
 def _figure(benchmark: Benchmark[Any], result: Any) -> Any:
-    """Return the plot with a line about the machine at its foot."""
     if benchmark.plot is None:
         return None
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=benchmark.inches, layout="constrained")
+    figure = new_figure(benchmark.height)
     benchmark.plot(result, figure)
-    figure.supxlabel(machine(), x=0.995, ha="right", fontsize=6, color="0.4")
     return figure
 
 

@@ -87,7 +87,7 @@ def parts(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def plot(runs: Sequence[Run], figure: Any) -> None:
-    both = figure.subplots(1, 2, sharey=True)
+    both = figure.subplots(2, 1)
     for axes, target in zip(both, ROLLOUTS, strict=True):
         for run in (run for run in runs if run.target == target):
             rollouts = range(WINDOW, WINDOW + len(run.lowest))
@@ -96,8 +96,8 @@ def plot(runs: Sequence[Run], figure: Any) -> None:
         axes.axhline(GOAL, color="gray", linestyle=":")
         axes.set(title=target, xlabel="rollout", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
-    both[0].set_ylabel("score of the student / the teacher's,\nthe lower one of two orders")
-    both[0].legend()
+        axes.set_ylabel("score / the teacher's, lower of two orders")
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
-BENCHMARK = Benchmark(measure, parts, plot, image="students.png", inches=(10, 3.8))
+BENCHMARK = Benchmark(measure, parts, plot, image="students.svg", height=7.5)

@@ -229,7 +229,7 @@ def _numbers(result: Result, mode: str, cost: Cost) -> dict[str, str]:
 
 def plot(results: Sequence[Result], figure: Any) -> None:
     result = results[0]
-    memory, duration = figure.subplots(1, 2, sharey=True)
+    memory, duration = figure.subplots(2, 1)
     costs = _without_copy(result, AT_GIVEN_IDS)
     times = {name: in_copies(result, AT_GIVEN_IDS, cost) for name, cost in costs.items()}
     bars(memory, "extra memory, × logits", {"": {n: in_logits(result, cost) for n, cost in costs.items()}})
@@ -237,8 +237,9 @@ def plot(results: Sequence[Result], figure: Any) -> None:
     for axes in (memory, duration):
         axes.bar_label(axes.containers[0], fmt="%.3g", padding=3)
         axes.set(xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(x=0.2)
-    figure.suptitle(f"Log-probabilities at given ids, and the tail: {result.setup}")
+    figure.suptitle(f"Log-probabilities at given ids, and the tail\n{result.setup}")
 
 
-BENCHMARK = Benchmark(measure, parts, plot, image="topk_memory_and_time.png", inches=(11, 3.5))
+BENCHMARK = Benchmark(measure, parts, plot, image="topk_memory_and_time.svg")

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
+from megatron_rl_patches import testing
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 
 
 def on_ranks(
@@ -71,7 +72,7 @@ def _run_test(
         if megatron:
             stack.enter_context(cpu_backend())
         if sizes:
-            tiny_model(**sizes).initialize()
+            testing.tiny_model(**sizes).initialize()
         test = getattr(import_module(module), name).__wrapped__
         gc.freeze()  # what is imported is no garbage: collections take a fraction of the time
         try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .memory.estimate import estimate_memory as estimate_memory
     from .memory.model import GPTDescription as GPTDescription
     from .memory.model import ParallelSizes as ParallelSizes
+    from .memory.usage import MemoryReport as MemoryReport
     from .memory.usage import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
     from .scoring.forward import Scores as Scores
@@ -33,7 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
         ".memory.model": ["GPTDescription", "ParallelSizes"],
-        ".memory.usage": ["memory_report"],
+        ".memory.usage": ["MemoryReport", "memory_report"],
         ".scoring.forward": [
             *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),
             "output_head",

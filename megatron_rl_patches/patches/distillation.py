@@ -37,7 +37,7 @@ class OpdOptions:
 
     Attributes:
         opd_top_k: how many of the student's most probable tokens are compared one by one; ``"full"``: all.
-        opd_divergence: name of a divergence; :func:`..distillation_arguments.check_arguments` knows them.
+        opd_divergence: as in ``DistillationOptions``; ``generalized_kl`` is for a top-k only.
         opd_teachers: name and checkpoint of each teacher. Whether a checkpoint exists is not looked at here.
         opd_teacher_weights: one number per teacher, of their mixture or average; empty: all the same.
         opd_combine: several teachers are a ``"mixture"`` of distributions, or their divergences are

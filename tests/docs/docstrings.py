@@ -14,10 +14,13 @@ PUBLIC = ("", ".reentry", ".inference", ".losses", ".testing")
 _LITERAL = re.compile(r"::\n\n((?:[ ]+.*\n|\n)+)")
 
 
+def packages() -> list[Any]:
+    return [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
+
+
 def public_names() -> dict[str, Any]:
     """Return what the public packages offer."""
-    packages = [importlib.import_module(f"megatron_rl_patches{name}") for name in PUBLIC]
-    return {name: getattr(package, name) for package in packages for name in package.__all__}
+    return {name: getattr(package, name) for package in packages() for name in package.__all__}
 
 
 def examples() -> dict[str, str]:

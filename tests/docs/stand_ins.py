@@ -5,6 +5,7 @@ Loaded on a rank, inside ``cpu_backend()``, in a folder that has the checkpoints
 
 from __future__ import annotations
 
+import runpy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_rl_patches.inference import TeacherPool
+from megatron_rl_patches.inference import TeacherPool, build_inference_model
 from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayout
 from megatron_rl_patches.testing import TinyModel
 from tests.docs.docstrings import public_names
+from tests.docs.pages import ROOT
 from tests.real import checkpoints, tiny_gpt
 
 TEACHERS = ("math", "code")
@@ -38,6 +40,13 @@ def teacher_model(seed: int) -> list[Any]:
             for parameter in chunk.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model
+
+
+def reward_model() -> list[Any]:
+    """As the example builds it, with weights that nobody has loaded."""
+    example = runpy.run_path(str(ROOT / "examples" / "reward_model.py"))
+    provider = example["provider_with_head"](OPTIONS)
+    return build_inference_model(provider, OPTIONS.transformer_config(), dtype="fp32")
 
 
 def save_teachers(folder: Path) -> None:
@@ -86,17 +95,13 @@ def common() -> Names:
         "targets": torch.tensor([1, 4, 2]),
         "response_rows": torch.tensor([2, 5, 6]),
         "tp_group": None,
+        "tokens": torch.zeros(2, 52, dtype=torch.int64),
         "student": [chunk],
         "indices": [0, 1],
         "loss_masks": loss_masks(),
         "layout": SequenceLayout.build(LENGTHS, RESPONSES),
         "pool": pool,
     }
-
-
-def after_readme(names: Names) -> None:
-    names["ray"].init.assert_called_once_with(runtime_env=VARIABLE)
-    names["train"](OPTIONS.build()[0], None, [])
 
 
 def after_distillation(names: Names) -> None:
@@ -112,6 +117,7 @@ def losses() -> Names:
     batch = {
         "tokens": tokens,
         "input_ids": torch.cat(tokens)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None],
         "total_lengths": LENGTHS,
         "response_lengths": RESPONSES,
         "advantages": torch.tensor([1.0, -1.0]),
@@ -179,6 +185,7 @@ def docstrings() -> Names:
         "model": model,
         "optimizer": optimizer,
         "teacher": teacher_model(4),
+        "reward_model": reward_model(),
         "options": PolicyOptions(),
         "batch": PolicyBatch(torch.tensor([1.0, -1.0]), loss_masks()),
         "tokens": samples(),
@@ -192,7 +199,6 @@ def docstrings() -> Names:
 
 # Page -> the names that its blocks find there, and what must hold after them.
 SETUPS = {
-    "README.md": (common, after_readme),
     "docs/activation.md": (common, after_activation),
     "docs/distillation.md": (common, after_distillation),
     "docs/inference.md": (common, lambda names: None),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
+from tests.docs import pages
 from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
@@ -29,7 +32,11 @@ def _cards() -> list[tuple[str, str, str]]:
 
 
 def test_the_numbers_are_those_that_were_measured() -> None:
-    teacher, loss, head = _cards()
+    calls, teacher, loss, head = _cards()
+
+    demo = (DOCS / "demo.md").read_text("utf-8")
+    (rollouts,) = re.findall(r"│ rollouts, one train\(\) call each +│ (\d+)", demo)
+    assert calls[:2] == (rollouts, "1")
 
     counted = ("memory.md", "The case of a 27B teacher")
     column = "counted: Megatron-LM's `--bf16`"
@@ -49,8 +56,25 @@ def test_the_numbers_are_those_that_were_measured() -> None:
     assert "8,192 tokens and 65,536 ids" in head[2] and "(benchmarks/head.md)" in head[2]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_before_and_after_are_of_the_demo(page: str) -> None:
+    shown = [
+        block for block in pages.blocks() if block.page == page and "megatron-rl-patches demo" in block.code
+    ]
+    lines = [line for block in shown for line in block.code.splitlines()]
+    recorded = (DOCS / "demo.md").read_text("utf-8")
+    rollouts = [line for line in lines if line.startswith("rollout")]
+    assert len(rollouts) > 2 and all(f"\n{line}" in recorded for line in rollouts)
+    error = " ".join("\n".join(lines).split()).partition("AssertionError: ")[2].partition(" be None")[0]
+    assert error and error in " ".join(recorded.split())
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
+
+
 def test_the_estimate_is_as_near_to_what_was_measured_as_the_page_says() -> None:
-    teacher, *_ = _cards()
+    _, teacher, *_ = _cards()
     (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
     page = (DOCS / "benchmarks" / "inference_memory.md").read_text("utf-8").partition("\n## ")[0]
     differences = [abs(float(number)) for number in re.findall(r"\| (-?[\d.]+)% ", page)]

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
+import runpy
 from pathlib import Path
 
-from megatron_rl_patches import available
+from megatron_rl_patches import available, errors
 from megatron_rl_patches.engine import settings
 from megatron_rl_patches.engine.settings import VARIABLE, Settings, parse_selection
-from tests.docs import pages
+from tests.docs import docstrings, pages
 from tests.docs.pages import ROOT
 
 VARIABLES = set(settings.variables())
+# Classes that pages name, and that are not of this package.
+OF_OTHERS = {
+    "DistributedDataParallel",
+    "FileSystemWriter",
+    "ModelConfig",
+    "ProcessPoolExecutor",
+    "SimpleNamespace",
+    "TransformerConfig",
+}
 
 
 def test_variables_exist() -> None:
@@ -36,8 +47,11 @@ def test_values_of_variables_parse() -> None:
 
 
 def test_every_variable_is_explained() -> None:
-    text = (ROOT / "docs" / "activation.md").read_text("utf-8") + (ROOT / "README.md").read_text("utf-8")
-    assert [name for name in VARIABLES if f"`{name}" not in text] == []
+    """On a page that is written from what the patches declare: ``make options``."""
+    options = runpy.run_path(str(ROOT / "docs" / "options.py"))
+    text = options["PAGE"].read_text("utf-8")
+    assert text == options["page"](), "run: make options"
+    assert [name for name in VARIABLES if f"`{name}`" not in text] == []
 
 
 def test_links_of_pages_outside_the_site_lead_somewhere() -> None:
@@ -56,6 +70,30 @@ def _leads_somewhere(page: Path, target: str, anchor: str) -> bool:
         return file.exists()
     headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.MULTILINE)
     return anchor in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_code_fits_eighty_columns() -> None:
+    wide = [
+        f"{block.page}:{number}"
+        for block in pages.blocks()
+        if block.page != "CONTRIBUTING.md"
+        for number, line in enumerate(block.code.splitlines(), block.line)
+        if len(line) > 80
+    ]
+    assert wide == []
+
+
+def test_types_can_be_imported_from_where_the_pages_say() -> None:
+    """A class that prose names is in a public package; blocks of code are run."""
+    named = {
+        code.partition("(")[0]
+        for page, code in pages.inline_code()
+        if page != "CONTRIBUTING.md"
+        and re.fullmatch(r"([A-Z][a-z]+){2,}(\(.*\))?|Scores|Patch|Site|Call", code)
+    }
+    public = {name for package in docstrings.packages() for name in package.__all__}
+    assert {"Scores", "TargetSource"} <= named
+    assert named - public - set(vars(errors)) - set(vars(builtins)) - OF_OTHERS == set()
 
 
 def test_nothing_is_left_to_fill_in() -> None:

@@ -49,9 +49,12 @@ def test_five_lines_and_what_you_will_see(page: str) -> None:
     to_type, to_see, *_ = [block for block in pages.blocks() if block.page == f"docs/quickstart/{page}.md"]
     assert to_type.language == "bash" and VARIABLE in to_type.code
     assert len(to_type.code.splitlines()) <= 5
+    install = "pip install --no-deps ." if page == "openclaw-rl" else '--8<-- "install.md:command"'
+    assert install in (ROOT / "docs" / "quickstart" / f"{page}.md").read_text("utf-8")
 
     assert to_see.language == "text"
-    name, _, line = to_see.code.strip().partition(": ")
+    # One line, which is broken to fit on the page.
+    name, _, line = " ".join(to_see.code.split()).partition(": ")
     assert name == f"megatron_rl_patches {__version__}"
     parts = dict(re.findall(r"([\w-]+) \((.*?)\)", line))
     assert list(parts) == [patch for patch in available() if patch != EXPLICIT]

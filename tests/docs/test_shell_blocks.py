@@ -160,7 +160,7 @@ def _check_pip(arguments: list[str]) -> None:
     names = [a for a in arguments if not a.startswith("-") and a not in ("pip", "install")]
     assert "install" in arguments and names
     for name in names:
-        own = re.fullmatch(r"megatron-rl-patches(?:\[(\w+)\])?", name)
+        own = re.fullmatch(r"\.(?:\[(\w+)\])?", name)  # a checkout
         if own:
             assert own[1] is None or own[1] in project["optional-dependencies"]
         else:  # what is installed in place of the dependencies is among them
@@ -188,7 +188,7 @@ def test_console(page: str, sandbox: Sandbox) -> None:
 def _sessions(code: str) -> list[tuple[str, str]]:
     return [
         (session.partition("\n")[0], session.partition("\n")[2].strip())
-        for session in re.split(r"^\$ ", code, flags=re.MULTILINE)
+        for session in re.split(r"^\$ ", code.replace("\\\n", ""), flags=re.MULTILINE)
         if session.strip()
     ]
 

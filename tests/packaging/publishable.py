@@ -28,7 +28,7 @@ def objections(root: Path, environment: Mapping[str, str]) -> list[str]:
             "pyproject.toml: put the owner of the repository in the place of OWNER in [project.urls]"
         )
     if not re.search(rf"^## {re.escape(version[1])} - \d{{4}}-\d\d-\d\d$", _text(root, "CHANGELOG.md"), re.M):
-        found.append(f"CHANGELOG.md: give version {version[1]} its date, as ## {version[1]} - 2026-01-31")
+        found.append(f"CHANGELOG.md: has no version {version[1]}: make changelog RELEASE=1 writes it")
     if f"\nversion: {version[1]}\n" not in _text(root, "CITATION.cff"):
         found.append(f"CITATION.cff: set version: {version[1]}")
     tag = environment.get("GITHUB_REF_NAME") if environment.get("GITHUB_REF_TYPE") == "tag" else None

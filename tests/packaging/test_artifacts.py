@@ -73,12 +73,15 @@ def test_the_links_of_the_readme_work_on_the_index(metadata):
     (repository,) = (
         url.removeprefix("Repository, ") for url in metadata.get_all("Project-URL") if url.startswith("Rep")
     )
-    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
-    into_the_tree = re.escape(f"{repository}/") + rf"(?:raw|blob)/v{re.escape(__version__)}/([^#]+)(?:#.*)?"
+    text = metadata.get_payload()
+    assert f'pip install "git+{repository}"' in text and "REPOSITORY" not in text
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    into_the_tree = re.escape(f"{repository}/") + rf"(?:tree|blob)/v{re.escape(__version__)}/([^#]+)(?:#.*)?"
     files = {link: re.fullmatch(into_the_tree, link) for link in links}
     assert all(file or link.startswith("https://") for link, file in files.items())
     assert sum(file is not None for file in files.values()) > 20
-    assert [file[1] for file in files.values() if file and not (ROOT / file[1]).is_file()] == []
+    places = [file[1] for file in files.values() if file]
+    assert [place for place in places if not (ROOT / place).exists()] == []
 
 
 def test_the_sdist_has_what_its_readers_look_for(artifacts):

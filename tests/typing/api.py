@@ -12,10 +12,14 @@ from torch import Tensor
 
 import megatron_rl_patches
 from megatron_rl_patches import (
+    Call,
     MegatronRLPatchesError,
     Patch,
     PatchError,
     Settings,
+    Site,
+    SiteStatus,
+    TargetSource,
     applied,
     apply,
     available,
@@ -27,6 +31,7 @@ from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
 from megatron_rl_patches.inference import (
     GPTDescription,
     MemoryEstimate,
+    MemoryReport,
     OptimizerSettings,
     ParallelSizes,
     Scores,
@@ -113,11 +118,23 @@ def patches() -> None:
     version: str = megatron_rl_patches.__version__
     revert("lean-loss")
     revert()
-    print(summaries, version, [site.state for site in status()])
+    states: list[SiteStatus] = status()
+    print(summaries, version, [one.state for one in states])
 
 
 def a_patch() -> Patch:
-    return Patch("my-patch", "what it does", upstream=("owner/repository#1",))
+    def is_quiet(target: TargetSource) -> str | None:
+        return "it is quiet" if target.calls("get_logger") else None
+
+    patch = Patch("my-patch", "what it does", upstream=("owner/repository#1",))
+
+    @patch.wrap("framework.loop", "evaluate", skip_if=is_quiet)
+    def evaluate(call: Call) -> Any:
+        return call(model=call["model"])
+
+    sites: Sequence[Site] = patch.sites
+    print(sites, evaluate)
+    return patch
 
 
 def hooks(args: Any, model: list[Any]) -> list[Any]:
@@ -178,7 +195,8 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     names: list[str] = pool.names
     pool.remove("code")
     sizes: int = pool.host_bytes + pool.head_bytes + len(pool)
-    print("math" in pool, resident, of_pool, names, sizes, memory_report(pool=pool).teachers)
+    report: MemoryReport = memory_report(pool=pool)
+    print("math" in pool, resident, of_pool, names, sizes, report.teachers)
     described = estimate_memory(
         GPTDescription(2, 64, 4, 100), parallel=ParallelSizes(), optimizer=OptimizerSettings()
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
@@ -52,10 +53,17 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    draw(estimate, axes)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(estimate: MemoryEstimate, axes: Any) -> None:
+    """Draw the same on axes of matplotlib."""
     memories = list(_memories([estimate.worst]))
     power = _power(max(memory.total for *_, memory in memories))
-    labels = [f"{use}\n{where}" for _, use, where, _ in memories]
-    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    labels = [f"{use}\n{where}".replace(" + ", "\n+ ") for _, use, where, _ in memories]
     bottoms = [0.0] * len(memories)
     for part, name in _PARTS.items():
         heights = [getattr(memory, part) / 1000**power for *_, memory in memories]
@@ -67,8 +75,6 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
     axes.set(ylabel=f"{_DECIMAL[power]} per rank")
     axes.margins(y=0.1)
     axes.legend(loc="upper right")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _memories(stages: Sequence[StageEstimate]) -> Iterator[tuple[int, str, str, Memory]]:

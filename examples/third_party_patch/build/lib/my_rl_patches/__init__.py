@@ -1,1 +1,0 @@
-"""Our patches, beside those of megatron_rl_patches."""
