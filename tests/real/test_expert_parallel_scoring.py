@@ -1,4 +1,4 @@
-"""Replicas that share experts score different numbers of microbatches, and refuse bad input together."""
+"""Mixtures of experts are scored, in different numbers of rounds, and what training reads stays as it is."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import forward_log_probs
+from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import tiny_model
 from tests.ranks import on_ranks
+from tests.real import tiny_gpt
 
 
 def microbatch(number: int, width: int = 8) -> dict[str, Any]:
@@ -56,3 +59,66 @@ def test_all_replicas_refuse_what_one_refuses() -> None:
     assert [len(one) for one in widths] == [7 + 4 * rank, 5 + 4 * rank]
     with pytest.raises(InvalidInputError, match="needs the same: pad the tokens"):
         scores(model("allgather"), [microbatch(rank, 8 + 4 * rank)])
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    "expert bias": {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": "none",
+    },
+}
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+@on_ranks(2)
+def test_scoring_leaves_no_trace_in_training(router: str) -> None:
+    """Two steps with scores between them equal two steps without, statistics of the routers included."""
+    tiny = tiny_model(
+        "moe", ep=2, config={"moe_router_topk": 2, "moe_router_dtype": "fp32", **ROUTERS[router]}
+    )
+
+    def trained(is_scored: bool) -> tuple[list[float], str, Any]:
+        policy, optimizer = tiny.build()
+        for entry in _tracker().values():
+            entry["values"].zero_()
+        data = tiny_gpt.data_iterators(tiny)
+        losses = tiny_gpt.train(policy, optimizer, data, [1], tiny)
+        for chunk in policy:
+            chunk.config.no_sync_func = None
+        before = _statistics(policy)
+        if is_scored:
+            teacher = build_inference_model(tiny.provider, tiny.transformer_config(), dtype="fp32")
+            for chunk, trained in zip(teacher, policy, strict=True):
+                chunk.load_state_dict(trained.module.state_dict())
+            for model in (policy, teacher):
+                scores(model, [microbatch(1)])
+            torch.testing.assert_close(_statistics(policy), before, rtol=0, atol=0)
+        for chunk in policy:
+            chunk.enable_forward_pre_hook()
+            chunk.zero_grad_buffer()
+        losses.append(tiny_gpt.train_step(policy, optimizer, data, 1))
+        return losses, tiny_gpt.checksum(policy, optimizer), _statistics(policy)
+
+    with_scores, without = trained(True), trained(False)
+    assert with_scores[:2] == without[:2]
+    torch.testing.assert_close(with_scores[2], without[2], rtol=0, atol=0)
+
+
+def _statistics(policy: list[Any]) -> dict[str, torch.Tensor]:
+    """Return what routers keep from step to step: buffers, and the process's tracker of auxiliary losses."""
+    buffers = {name: buffer.clone() for chunk in policy for name, buffer in chunk.named_buffers()}
+    tracked = {
+        f"{name} {key}": value.clone()
+        for name, entry in _tracker().items()
+        for key, value in entry.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {**buffers, **tracked}
+
+
+def _tracker() -> dict[str, dict[str, Any]]:
+    home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+    tracker: dict[str, dict[str, Any]] = home.get_moe_layer_wise_logging_tracker()
+    return tracker
