@@ -193,6 +193,10 @@ def _known_te_version(original: Any) -> Any:
     return Version("0.0.0")
 
 
+def _if_te_is_installed(original: Any) -> bool:
+    return bool(original) and find_spec("transformer_engine") is not None
+
+
 def _keeping_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     def set_states(self: Any, parameter: Any, tensors: dict[str, Any]) -> Any:
         group, position = self.model_param_group_index_map[parameter]
@@ -225,6 +229,8 @@ _GAPS = (
     _Gap("megatron.core.utils", "_te_version", _known_te_version),
     # The router compares te_general_gemm with None, but the failed import has left the name undefined.
     _Gap("megatron.core.transformer.moe.moe_utils", "te_general_gemm", lambda original: original),
+    # In megatron-core 0.16 to 0.18 it is true without TransformerEngine, whose classes are mocks then.
+    _Gap("megatron.core.transformer.multi_latent_attention", "HAVE_TE", _if_te_is_installed),
     # Before the first optimizer step the state has no count of steps, and loading a checkpoint needs one.
     _Gap(_DISTRIBUTED_OPTIMIZER, "DistributedOptimizer.state_dict", _with_states),
     # This method reads the count of steps from the checkpoint, which may lack it or have an old one. The

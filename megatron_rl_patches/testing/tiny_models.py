@@ -17,17 +17,30 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from ..errors import InvalidInputError
 
 # Fields of TransformerConfig that make a model of a kind.
+_MOE: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
+_MLA: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+    "add_bias_linear": False,
+}
 _KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
-    "moe": {"num_moe_experts": 4, "add_bias_linear": False},
-    "mtp": {"mtp_num_layers": 1},
+    "moe": _MOE,
+    "mla": _MLA,
+    "mla-moe": {**_MLA, **_MOE},
+    "mtp": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
 }
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
 BUCKET = 16_000
@@ -39,7 +52,8 @@ def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
     Call the methods where ``torch.distributed`` is initialized, as on the ranks of ``spawn_ranks``.
 
     Args:
-        kind: ``"dense"``, ``"moe"`` (four experts) or ``"mtp"`` (one layer of multi-token prediction).
+        kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both)
+            or ``"mtp"`` (one layer of multi-token prediction).
         options: see the attributes of :class:`TinyModel`.
 
     Raises:
@@ -137,7 +151,12 @@ class TinyModel:
             "overlap_p2p_comm": interleaved,
             "batch_p2p_comm": not interleaved,
         }
-        return TransformerConfig(**(fields | _KINDS[self.kind] | self.config))
+        of_kind = MLATransformerConfig if self._has_mla else TransformerConfig
+        return of_kind(**(fields | _KINDS[self.kind] | self.config))
+
+    @property
+    def _has_mla(self) -> bool:
+        return "multi_latent_attention" in _KINDS[self.kind]
 
     def chunks(self, config: TransformerConfig | None = None) -> list[Any]:
         """Return this rank's chunks as ``get_model(..., wrap_with_ddp=False)`` does. The groups are there."""
@@ -167,8 +186,10 @@ class TinyModel:
     ) -> GPTModel:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
         config = config or self.transformer_config()
-        layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-        if self.cp > 1:
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=False, multi_latent_attention=self._has_mla
+        )
+        if self.cp > 1 or self._has_mla:
             layer.submodules.self_attention.submodules.core_attention = GatheredAttention
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
         layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
@@ -184,7 +205,7 @@ class TinyModel:
             vocab_size=self.vocab_size,
             max_sequence_length=self.seq_length,
             # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-            position_embedding_type="rope" if self.kind == "mtp" else "learned_absolute",
+            position_embedding_type="rope" if self.kind == "mtp" or self._has_mla else "learned_absolute",
             share_embeddings_and_output_weights=self.tied,
             pre_process=pre_process,
             post_process=post_process,
@@ -237,7 +258,7 @@ def _positions(rank: int, size: int, length: int) -> torch.Tensor:
 class GatheredAttention(torch.nn.Module):
     """Causal attention for context parallelism: keys and values are gathered, queries stay where they are.
 
-    Megatron's local core attention refuses context parallelism.
+    Megatron's local core attention refuses context parallelism, and the widths of multi-latent attention.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
