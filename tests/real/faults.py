@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer import TransformerLayer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_rl_patches.testing import TinyModel
 from tests.real import tiny_gpt
@@ -27,6 +28,8 @@ STAGES = (
     *("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step"),
     *("in step", "after step"),
 )
+#: Of a mixture of experts, within the forward pass of the second microbatch.
+STAGES_OF_EXPERTS = ("expert 1", "dispatcher 1")
 #: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
 PLACES = {"first batch": (0, 0), "first step": (1, 0), "later step": (1, 1)}
 
@@ -40,7 +43,7 @@ class Checksums(NamedTuple):
     """Hashes of one rank's weights."""
 
     params: str  # which all data-parallel ranks share
-    replicated: str  # those of them that all tensor-parallel ranks share
+    replicated: str  # those of them that all tensor-parallel and expert-parallel ranks share
     whole: str  # with the optimizer's shard
 
 
@@ -74,6 +77,30 @@ def _striking_half_way_back(chunk: torch.nn.Module, strike: Callable[[str], None
 
 
 @contextmanager
+def _striking_among_experts(
+    chunk: torch.nn.Module, kind: str, strike: Callable[[str], None]
+) -> Iterator[None]:
+    """Strike in the last layer, in its first expert or when the dispatcher has sent the tokens."""
+    layer = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1]
+    with ExitStack() as stack:
+        if kind == "expert":
+            expert = layer.experts.local_experts[0]
+            handle = expert.register_forward_pre_hook(lambda module, inputs: strike("in an expert"))
+            stack.callback(handle.remove)
+        else:
+            dispatcher = layer.token_dispatcher
+            name = "token_dispatch" if hasattr(dispatcher, "token_dispatch") else "token_permutation"
+            send = getattr(dispatcher, name)
+
+            def send_and_strike(*args: Any, **kwargs: Any) -> None:
+                send(*args, **kwargs)
+                strike("in the token dispatcher")
+
+            stack.enter_context(mock.patch.object(dispatcher, name, send_and_strike))
+        yield
+
+
+@contextmanager
 def fault(
     stage: str, step: int, optimizer: Any, strike: Callable[[str], None] = raise_injected
 ) -> Iterator[None]:
@@ -101,6 +128,9 @@ def fault(
         now = due() and number == str(microbatches - 1)
         if now and kind == "backward":
             with _striking_half_way_back(args[-1], strike):
+                return call_forward(*args)
+        if now and kind in ("expert", "dispatcher"):
+            with _striking_among_experts(args[-1], kind, strike):
                 return call_forward(*args)
         outcome = call_forward(*args)
         if now:
@@ -196,6 +226,7 @@ class Trainee:
             for chunk in self.model
             for parameter in chunk.parameters()
             if not getattr(parameter, "tensor_model_parallel", False)
+            and getattr(parameter, "allreduce", True)
         )
         no_optimizer = SimpleNamespace(param_groups=())
         return Checksums(

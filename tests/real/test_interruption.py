@@ -21,6 +21,7 @@ from tests.real import tiny_gpt
 from tests.real.faults import (
     PLACES,
     STAGES,
+    STAGES_OF_EXPERTS,
     Checksums,
     Injected,
     Trainee,
@@ -53,10 +54,15 @@ OF_A_PIPELINE = [
     ("after step", "after step"),
 ]
 # Sizes and stages, and which of the parameters both ranks have.
-LAYOUTS: dict[str, tuple[dict[str, int], list[tuple[str, str]], str | None]] = {
+LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str | None]] = {
     "DP 2": ({}, SAME, "params"),
     "TP 2": ({"tp": 2}, SAME, "replicated"),
     "PP 2": ({"pp": 2}, OF_A_PIPELINE, None),
+    "EP 2": (
+        {"kind": "moe", "ep": 2},
+        [*SAME, *((stage, stage) for stage in STAGES_OF_EXPERTS)],
+        "replicated",
+    ),
 }
 
 
@@ -85,13 +91,16 @@ def run(
 
 
 # Without data parallelism there is nothing to overlap with.
-CASES = [("DP 2", overlap) for overlap in OVERLAPS] + [("TP 2", "both"), ("PP 2", "both")]
+CASES = [("DP 2", overlap) for overlap in OVERLAPS] + [
+    (layout, "both") for layout in ("TP 2", "PP 2", "EP 2")
+]
 
 
 @pytest.mark.parametrize(
     ("layout", "overlap", "only"),
     [
         ("DP 2", "both", [("backward 1", "backward 1")]),
+        ("EP 2", "both", [("expert 1", "expert 1")]),
         *(pytest.param(*case, None, marks=pytest.mark.slow) for case in CASES),
     ],
 )
