@@ -69,6 +69,15 @@ LAYOUTS = {
     "CP 2, all-gather": Layout(sizes={"cp": 2}, allgather_cp=True),
     "1 rank, recomputed": Layout(1, flags={"config": RECOMPUTED}),
     "1 rank, MoE": Layout(1, flags={"kind": "moe", "config": {"num_moe_experts": 2}}),
+    "EP 2, MoE, auxiliary loss": Layout(
+        sizes={"ep": 2},
+        flags={
+            "kind": "moe",
+            "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        },
+    ),
+    "1 rank, MLA": Layout(1, flags={"kind": "mla"}),
+    "EP 2, MLA, MoE": Layout(sizes={"ep": 2}, flags={"kind": "mla-moe"}),
     "1 rank, MTP": Layout(1, flags={"kind": "mtp"}),
 }
 FAST = {"1 rank", "TP 2, sequence parallel"}
