@@ -44,8 +44,8 @@ test-slow: venv
 # the oldest and the newest on every layout, those between on one and two ranks as `make test` does.
 RELEASES ?= 0.12.3 0.19.2
 RELEASES_BETWEEN ?= 0.14.0
-RELEASE_TESTS := release mock_api mtp forward_values expert_parallel_scoring distillation_models interruption reentry training_warnings inference_builder inference_checkpoint scoring forward_topk \
-    loss_func lean_head lean_head_hybrid
+RELEASE_TESTS := release mock_api mtp forward_values expert_parallel_scoring distillation_models reentry \
+    training_warnings inference_builder inference_checkpoint scoring forward_topk loss_func lean_head lean_head_hybrid
 test-releases: venv
 	set -e; \
 	test_release() { $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$1 -m "$$2" \
