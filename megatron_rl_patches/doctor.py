@@ -251,11 +251,12 @@ def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Cho
     else:
         known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
     if not known:
-        root, dot, rest = item.partition(".")
+        root = re.split("[.:]", item)[0]
         names = [
             path.stem for folder in sys.path for path in Path(folder).glob("*") if path.stem.isidentifier()
         ]
-        known = [f"{name}{dot}{rest}" for name in difflib.get_close_matches(root, names, 1, 0.8)]
+        present = difflib.get_close_matches(root, names, 1, 0.8)
+        known = [name + item.removeprefix(root) for name in present]
     message = f"{status}; {variable} names it"
     if status.state == "absent" and not known:
         return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')

@@ -59,18 +59,17 @@ class Statuses(list[SiteStatus]):
 
     def __str__(self) -> str:
         present = [status for status in self if status.state != "absent"]
-        patches, frameworks = (
-            list(dict.fromkeys(column))
-            for column in ((s.patch for s in self), (s.framework for s in present))
-        )
+        patches = list(dict.fromkeys(status.patch for status in present))
+        frameworks = list(dict.fromkeys(status.framework for status in present))
         rows = [("patch", *frameworks)]
         for patch in patches:
             cells = ([s for s in present if (s.patch, s.framework) == (patch, name)] for name in frameworks)
             rows.append((patch, *map(counted, cells)))
-        lines = [plain_table(rows)] if frameworks else ["no framework is here that a selected patch knows"]
-        return "\n".join(
-            [*lines, *(str(status) for status in present if status.is_fault or status.state == "lost")]
-        )
+        lines = [plain_table(rows)] if present else []
+        if idle := [name for name in dict.fromkeys(status.patch for status in self) if name not in patches]:
+            lines.append(f"no framework for these is here: {', '.join(idle)}")
+        lines += [str(status) for status in present if status.is_fault or status.state == "lost"]
+        return "\n".join(lines) or "no patch is selected"
 
     __repr__ = __str__
 

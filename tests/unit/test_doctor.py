@@ -330,6 +330,11 @@ class TestConfiguredFunctions:
             ),
             ("mrp_framework.lop:train", f"{NAME}_TRAIN_FUNCTIONS names it", "mrp_framework.loop:train"),
             (
+                "mrp_singel:train",
+                f"no mrp_singel in this environment; {NAME}_TRAIN_FUNCTIONS names it",
+                "mrp_single:train",
+            ),
+            (
                 "mrp_framwork.loop:train",
                 f"no mrp_framwork in this environment; {NAME}_TRAIN_FUNCTIONS names it",
                 "mrp_framework.loop:train",

@@ -34,17 +34,21 @@ def test_states_print_as_a_table(framework: Framework, engine: Engine) -> None:
     engine["nowhere"] = patch_of("no_such_framework", "train", name="nowhere")
     importlib.import_module(f"{name}.model")
     apply()
-    header, *rows, fault = str(status()).splitlines()
+    header, *rows, idle, fault = str(status()).splitlines()
     assert header.split() == ["patch", name]
     assert [row.split(maxsplit=1) for row in rows] == [
         ["tagging", "2 applied"],
         ["other", "1 missing"],
-        ["nowhere"],
     ]
+    assert idle == "no framework for these is here: nowhere"
     assert "does not define run" in fault
     revert()
     assert {site.state for site in status()} == {"reverted"}
     assert [site.patch for site in status()] == ["tagging", "tagging"]
+
+
+def test_without_a_selection_the_table_says_so(engine: Engine) -> None:
+    assert str(status()) == "no patch is selected"
 
 
 @pytest.mark.parametrize(
