@@ -104,18 +104,18 @@ class MockDDP(torch.nn.Module):
             self._install_hooks()
 
     def _group(self, one_group: bool, expert: bool) -> list[MockBucketGroup]:
-        per_module = [
-            [
-                param
-                for param in module.parameters(recurse=False)
-                if param.requires_grad and getattr(param, "allreduce", True) is not expert
-            ]
-            for module in self.module.modules()
-        ]
-        if one_group:
+        # A parameter that several modules share counts once.
+        by_module: dict[torch.nn.Parameter, int] = {}
+        for number, module in enumerate(self.module.modules()):
+            for param in module.parameters(recurse=False):
+                if param.requires_grad and getattr(param, "allreduce", True) is not expert:
+                    by_module.setdefault(param, number)
+        numbers = sorted(set(by_module.values()))
+        per_module = [[param for param, own in by_module.items() if own == number] for number in numbers]
+        if one_group and per_module:
             per_module = [list(chain.from_iterable(per_module))]
-        process_group, not_empty = MockProcessGroup(), filter(None, reversed(per_module))
-        groups = [MockBucketGroup(params, self.ddp_config, process_group) for params in not_empty]
+        process_group = MockProcessGroup()
+        groups = [MockBucketGroup(params, self.ddp_config, process_group) for params in reversed(per_module)]
         for group in groups:
             self.param_to_bucket_group.update(dict.fromkeys(group.params, group))
         if self.use_forward_hook:

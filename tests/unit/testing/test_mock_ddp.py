@@ -52,6 +52,17 @@ def test_buckets() -> None:
     assert len(MockDDP(module=frozen).bucket_groups) == 1
 
 
+def test_a_shared_parameter_is_in_one_bucket_group() -> None:
+    first, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    last.weight = first.weight
+    ddp = MockDDP(module=torch.nn.Sequential(first, last))
+    assert [len(group.params) for group in ddp.bucket_groups] == [1]
+    for _ in range(2):
+        ddp.zero_grad_buffer()
+        ddp(torch.ones(1, 2)).sum().backward()
+        ddp.finish_grad_sync()
+
+
 def test_optimizer() -> None:
     ddp = MockDDP()
     optimizer = MockOptimizer([ddp])
