@@ -34,7 +34,7 @@ HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 
 
 def _states() -> set[str]:
-    return {site.state for site in status() if site.state != "waiting"}
+    return {site.state for site in status() if site.state not in ("waiting", "absent")}
 
 
 # --- slime, vime, miles -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ SAMPLES = 2
 class EngineJob:
     """``train_batch`` and ``infer_batch`` with PPO's loss, the entropy and a temperature."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         self.module = importlib.import_module(VERL_ENGINE)
         config = importlib.import_module("verl.workers.config")
         utils = importlib.import_module("verl.utils.megatron_utils")

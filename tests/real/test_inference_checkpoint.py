@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
-from megatron_rl_patches.testing import tiny_model
+from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
-from tests.real import checkpoints, tiny_gpt
+from tests.real import checkpoints
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -32,10 +31,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _options(layout: str, bf16: bool = False, experts: int | None = None, ep: int = 1, **config: Any) -> Any:
+def _options(
+    layout: str, bf16: bool = False, kind: str = "dense", ep: int = 1, vocab_size: int = 32, **config: Any
+) -> TinyModel:
     """``config`` are further fields of Megatron's."""
-    kind = "moe" if experts else "dense"
-    return tiny_model(kind, **LAYOUTS[layout], ep=ep, bf16=bf16, config=config)
+    return tiny_model(kind, **LAYOUTS[layout], ep=ep, bf16=bf16, vocab_size=vocab_size, config=config)
 
 
 def _on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -80,12 +80,12 @@ def test_any_layout_loads_bit_for_bit_without_the_optimizer(saved: str, bf16: bo
 @on_ranks(2)
 def test_experts_move_between_ranks(tmp_path: Path) -> None:
     config = {"moe_ffn_hidden_size": 48, "gated_linear_unit": True}
-    model, optimizer = checkpoints.trained(_options("TP 1", experts=4, ep=2, **config))
+    model, optimizer = checkpoints.trained(_options("TP 1", kind="moe", ep=2, **config))
     checkpoints.save_torch_dist(model, optimizer, tmp_path, ITERATION)
     reference = checkpoints.whole_weights(model)
     assert sum("experts.3.linear_fc1.weight" in name for name in reference) == 4
     for expert_parallel, layout in ((2, "TP 1"), (1, "TP 1"), (1, "PP 2")):
-        chunks = checkpoints.scoring(_options(layout, experts=4, ep=expert_parallel, **config))
+        chunks = checkpoints.scoring(_options(layout, kind="moe", ep=expert_parallel, **config))
         load_inference_checkpoint(chunks, tmp_path)
         assert checkpoints.equal(checkpoints.whole_weights(chunks), reference)
 
@@ -101,12 +101,11 @@ def test_another_dtype_and_a_padded_vocabulary_load(tmp_path: Path) -> None:
     load_inference_checkpoint(wide, tmp_path)
     as_float32 = {name: tensor.float() for name, tensor in saved.items()}
     assert checkpoints.equal(checkpoints.whole_weights(wide), as_float32)
-    with mock.patch.object(tiny_gpt, "VOCABULARY", 40):
-        padded = checkpoints.scoring(_options("TP 1", bf16=True))
+    padded = checkpoints.scoring(_options("TP 1", bf16=True, vocab_size=40))
     load_inference_checkpoint(padded, tmp_path)
     weight = padded[0].module.embedding.word_embeddings.weight
     assert torch.equal(weight[:32], saved["embedding.word_embeddings.weight"])
-    assert (weight[32:] == 0).all()
+    assert len(weight) == 40 and (weight[32:] == 0).all()
 
 
 # ---------------------------------------------------------------------------- what does not
@@ -196,13 +195,13 @@ def test_what_is_broken_says_so_on_every_rank_and_leaves_the_weights(tmp_path: P
     refused(r"missing in the checkpoint \(1\): decoder\.layers\.0\.mlp\.extra", healthy, uncovered)
     shorter = checkpoints.scoring(_options("PP 2", ffn_hidden_size=48))
     refused(r"of another shape \(3\): .*fc1\.weight is \[4, 128, 32\] .* \[4, 48, 32\]", healthy, shorter)
-    with mock.patch.object(tiny_gpt, "VOCABULARY", 40):
-        padded, padded_bf16 = (checkpoints.scoring(_options("TP 2", bf16)) for bf16 in (False, True))
+    padded, padded_bf16 = (
+        checkpoints.scoring(_options("TP 2", bf16, vocab_size=40)) for bf16 in (False, True)
+    )
     refused(r"shape \(2\): embedding\..*weight is \[32, 32\] .* \[40, 32\]", healthy, padded, exact=True)
     other_dtype = r"of another dtype .* is torch.float32 in the checkpoint and torch.bfloat16 in"
     refused(other_dtype, healthy, padded_bf16, exact=True)
-    with mock.patch.object(tiny_gpt, "VOCABULARY", 32 + 2048):
-        wide = checkpoints.scoring(_options("TP 2"))
+    wide = checkpoints.scoring(_options("TP 2", vocab_size=32 + 2048))
     refused(r"of another shape \(2\): embedding\..*weight is \[32, 32\] in", healthy, wide)
 
 
