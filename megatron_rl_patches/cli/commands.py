@@ -156,7 +156,7 @@ def demo(
         bool,
         typer.Option(
             "--distill",
-            help="Distill two teachers into students, without a reward; 60 rollouts take about 10 minutes.",
+            help="Distill two teachers into students, without a reward; 60 rollouts take 5 to 10 minutes.",
         ),
     ] = False,
     without_patches: Annotated[
