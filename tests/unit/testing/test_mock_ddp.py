@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, MockModule, MockOptimizer
@@ -50,6 +52,15 @@ def test_buckets() -> None:
     frozen = MockModule(MockModule(params=1), MockModule(params=1))
     next(frozen.parameters()).requires_grad = False
     assert len(MockDDP(module=frozen).bucket_groups) == 1
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_main_grad_has_the_dtype_that_gradients_are_reduced_in(in_fp32: bool) -> None:
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32)
+    module = torch.nn.Linear(2, 1, bias=False).bfloat16()
+    MockDDP(MockConfig(), ddp_config, module)(torch.ones(1, 2).bfloat16()).sum().backward()
+    assert module.weight.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert module.weight.main_grad.sum() == 2
 
 
 def test_a_shared_parameter_is_in_one_bucket_group() -> None:
