@@ -96,7 +96,7 @@ class MockDDP(torch.nn.Module):
         self.param_to_bucket_group: dict[torch.nn.Parameter, MockBucketGroup] = {}
         self.bucket_groups = self._group(one_group, expert=False)
         self.expert_parallel_bucket_groups = self._group(one_group, expert=True)
-        dtype = torch.float32 if getattr(self.ddp_config, "grad_reduce_in_fp32", False) else None
+        dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None
         for param in self.param_to_bucket_group:
             param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ class MockDDPConfig:
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     use_distributed_optimizer: bool = True
+    grad_reduce_in_fp32: bool = False
     align_param_gather: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
 

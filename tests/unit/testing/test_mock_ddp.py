@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from pytest_mock import MockerFixture
 
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, MockModule, MockOptimizer
@@ -56,7 +55,7 @@ def test_buckets() -> None:
 
 @pytest.mark.parametrize("in_fp32", [True, False])
 def test_main_grad_has_the_dtype_that_gradients_are_reduced_in(in_fp32: bool) -> None:
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=in_fp32)
+    ddp_config = MockDDPConfig(grad_reduce_in_fp32=in_fp32)
     module = torch.nn.Linear(2, 1, bias=False).bfloat16()
     MockDDP(MockConfig(), ddp_config, module)(torch.ones(1, 2).bfloat16()).sum().backward()
     assert module.weight.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
@@ -93,17 +92,16 @@ def test_optimizer() -> None:
 def test_set_up_code_that_names_the_class(mocker: MockerFixture) -> None:
     setup = ModuleType("setup")
     exec(SETUP, vars(setup))
-    mocker.patch.object(setup, "DDP", MockDDP)
+    mocker.patch.multiple(setup, DDP=MockDDP, DistributedDataParallelConfig=MockDDPConfig)
     model = setup.wrap([MockModule.tiny(), MockModule.tiny()], MockConfig())
     assert [len(chunk.bucket_groups) for chunk in model] == [4, 1]
     assert model[0].calls == [("broadcast_params", {})]
 
 
 SETUP = """
-DDP = None
+DDP = DistributedDataParallelConfig = None  # as imported from Megatron
 
 def wrap(chunks, config):
-    from megatron.core.distributed import DistributedDataParallelConfig
     ddp_config = DistributedDataParallelConfig(
         overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
     )
