@@ -26,6 +26,7 @@ from .engine.patch import Patch
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
 from .engine.sources import PROGRAM, Environment
 from .engine.target_source import functions_in
+from .errors import InvalidInputError
 
 WRAPT_RANGE = ">=1.16,<3"
 STARTUP_FILE = "megatron_rl_patches_startup.pth"
@@ -103,10 +104,17 @@ def read_command(command: str) -> tuple[dict[str, str], str | None]:
     """Return the variables of ours that a command line sets for what it starts, and the hook that it names.
 
     A variable may stand before the program, at the end of an option, as Hydra's do, or in an option's JSON.
+
+    Raises:
+        InvalidInputError: a quotation in it has no end.
     """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise InvalidInputError(f"--command is {command!r}, which no shell can read: {error}") from None
     variables = {
         name: value.strip("'")
-        for word in shlex.split(command)
+        for word in words
         for name, value in re.findall(rf"({VARIABLE}\w*)\"?\s*[=:]\s*\"?([^\"\s}}]*)", word)
     }
     hook = re.search(rf"{__package__}\.hooks(\.\w+)*", command)

@@ -40,7 +40,8 @@ def estimate(
         ),
     ] = None,
     hf_config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The same.", show_default=False, rich_help_panel=_MODEL)
+        str | None,
+        typer.Option(metavar="FILE", help="The same as MODEL.", show_default=False, rich_help_panel=_MODEL),
     ] = None,
     assignments: Annotated[
         list[str] | None,

@@ -23,6 +23,7 @@ from megatron_rl_patches.engine.judge import SiteStatus, judge_all
 from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.settings import Settings
 from megatron_rl_patches.engine.sources import Environment
+from megatron_rl_patches.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -419,6 +420,11 @@ HOOK = "megatron_rl_patches.hooks.on_megatron_init"
 )
 def test_what_a_command_line_switches_on(command: str, variables: dict[str, str], hook: str | None) -> None:
     assert doctor.read_command(command) == (variables, hook)
+
+
+def test_a_command_that_no_shell_can_read() -> None:
+    with pytest.raises(InvalidInputError, match="no shell can read: No closing quotation"):
+        doctor.read_command("python train.py 'x")
 
 
 def test_a_hook_needs_neither_variable_nor_startup_file(monkeypatch: pytest.MonkeyPatch) -> None:
