@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import apply, revert
-from megatron_rl_patches.testing import TinyModel
 from tests.frameworks import import_stubs
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome, states_of
@@ -61,7 +60,7 @@ def test_a_second_setup(bridge: str) -> None:
     def finish_setup(model: list[Any], optimizer: Any) -> str:
         return outcome(setup._update_model_config_funcs, model, config, model[0].ddp_config, optimizer)
 
-    first, second = (TinyModel().build() for _ in range(2))
+    first, second = (tiny_gpt.TinyModel().build() for _ in range(2))
     config = tiny_gpt.get_model_config(first[0][0])
     assert finish_setup(*first) == FINE
     assert finish_setup(*second).startswith(NO_SYNC)

@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import status
-from megatron_rl_patches.testing import TinyModel
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
 from tests.frameworks.test_real_bridge import bridge as bridge
@@ -100,7 +99,7 @@ def test_pre_wrap(bridge: str) -> None:
     provider = importlib.import_module("megatron.bridge.models.model_provider")
     hooks = importlib.import_module("megatron_rl_patches.hooks")
 
-    first, second = (TinyModel().build() for _ in range(2))
+    first, second = (tiny_gpt.TinyModel().build() for _ in range(2))
     config = tiny_gpt.get_model_config(first[0][0])
 
     class Provider(provider.ModelProviderMixin):  # type: ignore[misc, name-defined]
@@ -126,10 +125,11 @@ def verl(packages: Packages) -> str:
 @on_ranks(2, timeout=300)
 def test_external_lib(verl: str) -> None:
     prepare([verl])
+    from tests.real import tiny_gpt
 
     megatron_utils = importlib.import_module("verl.utils.megatron_utils")
     import_utils = importlib.import_module("verl.utils.import_utils")
-    options = TinyModel(pp=2, vpp=2, overlap_param_gather=False)
+    options = tiny_gpt.TinyModel(pp=2, vpp=2, overlap_param_gather=False)
     register = megatron_utils.register_megatron_training_hooks
     assert outcome(register, *options.build()).startswith(NO_SYNC)
     import_utils.import_external_libs("megatron_rl_patches.hooks.verl")

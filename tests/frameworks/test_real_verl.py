@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
-from megatron_rl_patches.testing import TinyModel
 from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
@@ -49,7 +48,7 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 
     utils = importlib.import_module("verl.utils.megatron_utils")
     assert utils.__file__.startswith(verl[0])
-    options = TinyModel(pp=2, vpp=2, overlap_param_gather=False)
+    options = tiny_gpt.TinyModel(pp=2, vpp=2, overlap_param_gather=False)
     model, optimizer = options.build()
     tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [2, 2], options)
     uninterrupted = tiny_gpt.checksum(model, optimizer)
