@@ -168,3 +168,21 @@ def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: in
     for name in ("unpatched", "lean-loss"):
         # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
         torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.runs("mixture of experts", ranks=2)
+@on_ranks(2, timeout=300, env=EAGER)
+def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> None:
+    """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(with_tensordict)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    from tests.frameworks.verl_jobs import EngineJob
+
+    runs = {}
+    for name, patches in WAYS.items():
+        with applied("reentrant-train", *patches):
+            job = EngineJob(kind="moe", ep=2)
+            runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
+    for name in ("unpatched", "lean-loss"):
+        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
