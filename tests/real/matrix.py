@@ -1,0 +1,77 @@
+"""Which models are tested on which layouts, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+
+#: Options of ``tiny_model()``.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense"},
+    "MoE": {
+        "kind": "moe",
+        "config": {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_topk": 2,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+        },
+    },
+    "MoE, expert bias": {
+        "kind": "moe",
+        "config": {
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_topk": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+        },
+    },
+    "MLA": {"kind": "mla"},
+    "MLA, MoE": {"kind": "mla-moe"},
+    "MTP": {"kind": "mtp"},
+    "hybrid": {"kind": "hybrid"},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "DP 2": (2, {}),
+    "TP 2": (2, {"tp": 2, "sequence_parallel": True}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
+    "CP 2": (2, {"cp": 2}),
+    "EP 2": (2, {"ep": 2}),
+    "TP 2, expert TP 1": (2, {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),
+}
+_EXPERTS = {"EP 2", "TP 2, expert TP 1"}
+
+
+def reason(model: str, layout: str) -> str:
+    """Return why a model is not tested on a layout; empty if it is."""
+    if layout in _EXPERTS and "MoE" not in model:
+        return "it has no experts"
+    if model == "hybrid" and layout in ("TP 2", "PP 2, VPP 2", "CP 2"):
+        return "the state space of the tiny model is not divided, and Megatron's needs a GPU"
+    return ""
+
+
+def cells(
+    always: Collection[str] = (), leave_out: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrize a test with ``ranks`` and ``model``, options of a tiny model, for each cell of the table.
+
+    Args:
+        always: cells, as "MODEL, LAYOUT", that the default suite runs.
+        leave_out: layouts.
+    """
+    parameters = []
+    for model, options in MODELS.items():
+        for layout, (ranks, sizes) in LAYOUTS.items():
+            if layout not in leave_out and not reason(model, layout):
+                name = f"{model}, {layout}"
+                marks = () if name in always else pytest.mark.slow
+                parameters.append(pytest.param(ranks, {**options, **sizes}, id=name, marks=marks))
+    return pytest.mark.parametrize(("ranks", "model"), parameters)
