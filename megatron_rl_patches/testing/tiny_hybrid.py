@@ -1,4 +1,4 @@
-"""A tiny hybrid model: megatron-core's model of state-space, attention and MLP layers, without CUDA kernels."""
+"""A tiny hybrid model: megatron-core's model of state-space, attention and MLP layers, without a GPU."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def hybrid_model(
         from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     except ModuleNotFoundError as error:
         raise InvalidInputError(
-            f"kind is 'hybrid', and megatron-core's hybrid model cannot be imported ({error}); expected a release "
-            "whose hybrid model does without that package"
+            f"kind is 'hybrid', and megatron-core's hybrid model cannot be imported ({error}); "
+            "expected a release whose hybrid model does without that package"
         ) from error
     stack_name = "HybridStack" if hasattr(block, "HybridStack") else "MambaStack"
     whole = get_gpt_layer_local_spec(num_experts=None).submodules

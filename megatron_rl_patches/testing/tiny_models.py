@@ -66,8 +66,8 @@ def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
     model = TinyModel(kind=kind, **options)
     if kind == "hybrid" and (model.tp, model.cp, model.vpp) != (1, 1, None):
         raise InvalidInputError(
-            f"tp, cp and vpp of a hybrid model are {model.tp}, {model.cp} and {model.vpp}; expected 1, 1 and None: "
-            "its state space is not divided over ranks, and interleaving needs a newer layout of its layers"
+            f"tp, cp and vpp of a hybrid model are {model.tp}, {model.cp} and {model.vpp}; expected 1, 1 and "
+            "None: its state space is not divided over ranks, and its pipeline has one chunk per stage"
         )
     return model
 

@@ -49,7 +49,7 @@ def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[s
 @on_ranks(lambda ranks: ranks)
 def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
     options = TinyModel(**model)
-    policy, optimizer = checkpoints.trained(options)
+    policy, _ = checkpoints.trained(options)
     expected = _scores(policy)
     checkpoints.save_torch_dist(policy, None, tmp_path, 3)
     teacher = checkpoints.scoring(options)
