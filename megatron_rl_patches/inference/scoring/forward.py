@@ -210,8 +210,7 @@ def forward_values(
 ) -> list[torch.Tensor] | None:
     """Return what a head with one column says of each token of a sample, as of a reward model or a critic.
 
-    The reward of a sample is usually the value at its last token; the value of the state in which a critic's
-    response token is sampled is the one at the token before::
+    A reward is usually the value at the last token; a critic's value for a response token, the one before::
 
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
