@@ -166,13 +166,12 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     settings, refused = Settings.without_bad_values(environ)
     problems += [Problem(message, f"unset {name}") for name, message in refused.items()]
     value, known = ours.get(VARIABLE, ""), registry.patches()
-    selection = parse_selection(value, known)
-    if selection.unknown:
-        corrected = _corrected(value, selection.unknown, [*known, *(f"-{name}" for name in known)])
-        message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
+    patches, unknown = parse_selection(value)
+    if unknown:
+        corrected = _corrected(value, unknown, [*known, *(f"-{name}" for name in known)])
+        message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
         problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
-    names = tuple(patch.name for patch in selection.patches())
-    return Choice(names, settings, tuple(problems), ours)
+    return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
 
 
 def _unknown_variable(name: str, value: str) -> Problem:

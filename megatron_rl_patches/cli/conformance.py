@@ -72,7 +72,8 @@ def conformance(
     counts = _numbers(ranks)
     compared = [names for names in (["all"] if patches is None else patches) if names]
     for names in compared:
-        if unknown := parse_selection(names, registry.patches()).unknown:
+        _, unknown = parse_selection(names)
+        if unknown:
             raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = select or ["tests/unit_tests"]
     if missing := [path for path in chosen if not (checkout / path.partition("::")[0]).exists()]:

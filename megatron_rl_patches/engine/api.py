@@ -78,19 +78,16 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     """
     settings, refused = Settings.without_bad_values(environ)
     messages = list(refused.values())
-    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
-    if selection.unknown:
-        messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
+    patches, unknown = parse_selection(environ.get(VARIABLE, ""))
+    if unknown:
+        messages.append(f"{VARIABLE}: {registry.unknown_names(unknown)}")
     if messages and settings.strict:
         raise PatchError("; ".join(messages))
     if messages:
         _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
-    if selection:
-        # Options of an apply() that the program has called itself stay in force.
-        claim = installer.installer.add(
-            selection.patches(), settings, required=settings.strict, replace_options=False
-        )
-        installer.installer.keep(claim)
+    # Options of an apply() that the program has called itself stay in force.
+    claim = installer.installer.add(patches, settings, required=settings.strict, replace_options=False)
+    installer.installer.keep(claim)
 
 
 def revert(*names: str) -> None:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -107,64 +107,40 @@ class Settings:
     @classmethod
     def without_bad_values(cls, environ: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, str]]:
         """Read the settings without values that are refused; return the reasons, too, by variable."""
-        chosen, accepted = cls(), dict[str, str]()
+        settings, accepted, refused = cls(), dict[str, str](), dict[str, str]()
         names = [STRICT_VARIABLE, *map(variable_of, registry.option_types())]
-        untried = {name: environ[name] for name in names if environ.get(name, "").strip()}
-        while untried:
-            refused = {}
-            for name, text in untried.items():
+        for name in (*names, *names):  # twice, since some values are good only beside others
+            text = environ.get(name, "")
+            if text.strip() and name not in accepted:
                 try:
-                    chosen = cls.from_environment({**accepted, name: text})
+                    settings = cls.from_environment({**accepted, name: text})
                 except PatchError as error:
                     refused[name] = str(error)
                 else:
                     accepted[name] = text
-            # Some values are good only beside others, so those that were refused are tried once more.
-            if len(refused) == len(untried):
-                return chosen, refused
-            untried = {name: environ[name] for name in refused}
-        return chosen, {}
+        return settings, {name: refused[name] for name in refused if name not in accepted}
 
     def __repr__(self) -> str:
         values = (f"{name}={value!r}" for name, value in vars(self).items() if name != "_options")
         return f"Settings({', '.join(values)})"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which patches a value of the variable asks for.
+def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
+    """Return the patches that a value of ``MEGATRON_RL_PATCHES`` selects, and the words that name no patch.
 
-    ``names`` is ``None`` for all but the explicit ones, and ``also`` what was named beside these; ``unknown``
-    are words that name no patch.
+    The value is ``all|1|name,name|all,-name|all,explicit-name|0``.
     """
-
-    names: tuple[str, ...] | None
-    exclude: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.names is None or bool(self.names)
-
-    def patches(self) -> list[Patch]:
-        """Return the patches that are asked for."""
-        return registry.select(self.names or (), self.exclude, self.also) if self else []
-
-
-def parse_selection(value: str, known: Collection[str]) -> Selection:
-    """Parse a value of ``MEGATRON_RL_PATCHES``: ``all|1|name,name|all,-name|all,explicit-name|0``."""
     if value.strip().lower() in OFF:
-        return Selection(())
-    if not items(value):
-        return Selection((), (), (value,))
-    everything = {item for item in items(value) if item.lower() in {"all", *ON}}
-    words = {item: item.removeprefix("-") for item in items(value) if item not in everything}
-    unknown = tuple(item for item, name in words.items() if name not in known)
-    names = tuple(item for item, name in words.items() if item == name and name in known)
-    exclude = tuple(name for item, name in words.items() if item != name and name in known)
-    if everything or (exclude and not names):
-        return Selection(None, exclude, unknown, names)
-    return Selection(names, exclude, unknown)
+        return [], []
+    known = registry.patches()
+    words = items(value) or (value,)
+    rest = [word for word in words if word.lower() not in ("all", *ON)]
+    unknown = [word for word in rest if word.removeprefix("-") not in known]
+    names = [word for word in rest if word in known]
+    excluded = [word.removeprefix("-") for word in rest if word not in (*names, *unknown)]
+    if len(rest) < len(words) or (excluded and not names):
+        names = [patch.name for patch in registry.select(())] + names
+    return registry.select(names, excluded) if names else [], unknown
 
 
 # --- values of options
