@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ..common.tables import plain_table
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted
+from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted, grouped
 from ..engine.settings import VARIABLE
 from ..errors import InvalidInputError
 
@@ -208,24 +208,15 @@ def _show_selected(screen: Screen, diagnosis: Diagnosis) -> None:
 def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
     """Print a row for every patch and installed framework, and a line with the other patches."""
     rows, styles = [("patch", "framework", "sites")], ["bold"]
-    by_place: dict[tuple[str, str], list[SiteStatus]] = {}
-    for status in statuses:
-        if status.state != "absent":
-            by_place.setdefault((status.patch, status.framework), []).append(status)
-    for (patch, framework), sites in by_place.items():
+    by_patch = grouped(status for status in statuses if status.state != "absent")
+    for patch, by_framework in by_patch.items():
         is_left_out = bool(selected) and patch not in selected
-        rows.append(
-            (
-                patch,
-                framework,
-                counted(sorted(sites, key=lambda site: site.state != "fits"))
-                + is_left_out * " (not selected)",
-            )
-        )
-        fault = next((site.state for site in sites if site.is_fault), None)
-        styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
-    if by_place:
+        for framework, sites in by_framework.items():
+            states = counted(sorted(sites, key=lambda site: site.state != "fits"))
+            rows.append((patch, framework, states + is_left_out * " (not selected)"))
+            fault = next((site.state for site in sites if site.is_fault), None)
+            styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
+    if by_patch:
         screen.table(rows, styles)
-    shown = {patch for patch, _ in by_place}
-    if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in shown]:
+    if idle := [patch for patch in grouped(statuses) if patch not in by_patch]:
         screen.line(f"no framework for these is here: {', '.join(idle)}", "dim")

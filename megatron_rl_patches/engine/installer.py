@@ -13,8 +13,9 @@ from typing import Any
 
 from _megatron_rl_patches_startup import Listener, finder
 
+from ..common.scopes import replaced
 from ..errors import PatchError
-from .announce import Announcer, without_logging_errors
+from .announce import Announcer
 from .call import Call
 from .judge import SiteStatus, Statuses, all_or_nothing, refuse_faults, status_of
 from .patch import Patch, Site, imported
@@ -296,7 +297,8 @@ class Installer(Listener):
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
-        with without_logging_errors(), self._log_internal_errors():
+        # Logging prints tracebacks if a handler's stream is closed already.
+        with replaced(logging, raiseExceptions=False), self._log_internal_errors():
             statuses = zip(self._records.values(), self.status(), strict=False)
             # A module that some releases do without need not be imported.
             of_interest = [s for r, s in statuses if s.state != "waiting" or not r.site.optional_module]
