@@ -150,8 +150,7 @@ def estimate(
     if json:
         show_json(result.as_dict())
     else:
-        header, *rows = report.rows(result)
-        show_table(header, rows)
+        show_table(report.rows(result))
         typer.echo(report.summary(result))
         if not use_distributed_optimizer:
             typer.echo(
