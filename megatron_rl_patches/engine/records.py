@@ -18,7 +18,7 @@ from .call import Call
 from .judge import SiteStatus, judge_site, status_of, without_source
 from .patch import Site
 from .sources import PROGRAM, Environment
-from .target_source import is_defined, layers, resolve
+from .target_source import layers, resolve
 from .wrapper import SwitchableWrapper
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
@@ -75,8 +75,7 @@ class Record:
         The program never has. It is ready when it has defined the target, until it ends and forgets its file.
         """
         if self.site.module == PROGRAM:
-            defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
-            return defined and Environment().has_package(PROGRAM)
+            return self._live()[0] is not None and Environment().has_package(PROGRAM)
         return finder.is_imported(self.site.module)
 
     @property

@@ -162,7 +162,7 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
 def convert(name: str, value: object, kind: Any) -> Any:
     """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs."""
     try:
-        return _converted(value, kind)
+        return _converted(value, kind, is_text=False)
     except TypeError:
         raise PatchError(f"{name}={value!r}: expected {_expected(kind, 'a tuple of {}')}") from None
 
@@ -170,7 +170,7 @@ def convert(name: str, value: object, kind: Any) -> Any:
 def read(variable: str, text: str, kind: Any) -> Any:
     """Return what the text of a variable means for a field of this type."""
     try:
-        return _converted(_parsed(text.strip(), kind), kind)
+        return _converted(text.strip(), kind, is_text=True)
     except TypeError:
         expected = "1 or 0" if kind is bool else _expected(kind, "{}, separated by commas")
         raise PatchError(f"{variable}={text!r}: expected {expected}") from None
@@ -181,47 +181,38 @@ def items(text: str) -> tuple[str, ...]:
     return tuple(item for item in (part.strip() for part in text.split(",")) if item)
 
 
-def _converted(value: Any, kind: Any) -> Any:
+def _converted(value: Any, kind: Any, is_text: bool) -> Any:
+    """Return the value as one of the type; ``TypeError`` if it is none."""
+    members = get_args(kind)
     if get_origin(kind) in _UNIONS:
-        for member in get_args(kind):
+        for member in members:
             with suppress(TypeError):
-                return _converted(value, member)
+                return _converted(value, member, is_text)
         raise TypeError
-    if get_origin(kind) is Literal and value not in get_args(kind):
+    if get_origin(kind) is Literal and value not in members:
         raise TypeError
     if get_origin(kind) is tuple:
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        if is_text and members[-1] is Ellipsis:
+            value = () if value.lower() in OFF else items(value)
+        elif is_text:  # name=value
+            value = [part.strip() for part in value.split("=", 1)]
+        elif isinstance(value, str | bytes) or not isinstance(value, Iterable):
             raise TypeError
-        members = tuple(value.items() if isinstance(value, Mapping) else value)
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(members)
-        if len(members) != len(kinds):
+        values = tuple(value.items() if isinstance(value, Mapping) else value)
+        kinds = members[:1] * len(values) if members[-1] is Ellipsis else members
+        if len(values) != len(kinds):
             raise TypeError
-        return tuple(map(_converted, members, kinds))
+        return tuple(_converted(one, kind, is_text) for one, kind in zip(values, kinds, strict=True))
+    if is_text and kind is bool:
+        value = True if value.lower() in ON else False if value.lower() in OFF else value
+    elif is_text and kind in (int, float):
+        with suppress(ValueError):
+            value = kind(value)
     accepted, make, *_ = _SCALARS.get(kind, (object, None))
     is_switch = isinstance(value, bool) and kind in (int, float)
     if is_switch or not isinstance(value, accepted):
         raise TypeError
     return value if make is None else make(value)
-
-
-def _parsed(text: str, kind: Any) -> object:
-    """Parse the text; text that does not parse is returned unchanged and refused by the type check."""
-    if get_origin(kind) in _UNIONS:
-        parsed = (_parsed(text, member) for member in get_args(kind))
-        return next((value for value in parsed if value is not text), text)
-    if kind is bool:
-        return True if text.lower() in ON else False if text.lower() in OFF else text
-    if kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        if kinds[-1] is not Ellipsis:  # name=value
-            return tuple(part.strip() for part in text.split("=", 1))
-        return () if text.lower() in OFF else tuple(_parsed(item, kinds[0]) for item in items(text))
-    return text
 
 
 def _expected(kind: Any, many: str) -> str:
