@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..common.tables import plain_table
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted, grouped
+from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted, grouped, plain_table
 from ..engine.settings import VARIABLE
 from ..errors import InvalidInputError
 

@@ -6,12 +6,11 @@ Judgement rests on the code, never on a version number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, TypeVar, get_args
 
-from ..common.tables import plain_table
 from ..errors import PatchError
 from . import target_source
 from .patch import Patch, Site
@@ -71,6 +70,13 @@ class Statuses(list[SiteStatus]):
         return "\n".join(lines) or "no patch is selected"
 
     __repr__ = __str__
+
+
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows in aligned columns, a line each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def grouped(statuses: Iterable[SiteStatus]) -> dict[str, dict[str, list[SiteStatus]]]:
