@@ -72,7 +72,8 @@ def conformance(
     counts = _numbers(ranks)
     compared = [names for names in (["all"] if patches is None else patches) if names]
     for names in compared:
-        if unknown := parse_selection(names, registry.patches()).unknown:
+        _, unknown = parse_selection(names)
+        if unknown:
             raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = select or ["tests/unit_tests"]
     if missing := [path for path in chosen if not (checkout / path.partition("::")[0]).exists()]:
@@ -147,14 +148,14 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     columns = [*(outcome.replace("_", " ") for outcome in tests.OUTCOMES), "changed by patches"]
-    rows = []
+    rows = [("directory", "tests", *columns)]
     for directory, counts in _by_directory(final).items():
         changed_here = {one.without.nodeid for one in changed if _directory(one.without) == directory}
         by_outcome = (counts[outcome] for outcome in tests.OUTCOMES)
         rows.append((directory, *map(str, (sum(counts.values()), *by_outcome, len(changed_here)))))
-    show_table(("directory", "tests", *columns), rows)
+    show_table(rows)
     typer.echo()
-    show_table(("not runnable here", "tests"), [(reason, str(n)) for reason, n in _reasons(final).items()])
+    show_table([("not runnable here", "tests"), *((reason, str(n)) for reason, n in _reasons(final).items())])
     failed = _failed(final)
     for result in failed[:_LISTED]:
         typer.echo(f"{result.outcome} at {_ranks(result)}: {result.nodeid}: {_first_line(result)}")
