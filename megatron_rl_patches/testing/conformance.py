@@ -263,63 +263,64 @@ _KERNELS = (
     r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
     r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
 )
-# The first pattern that matches the message gives the reason.
-_RAISED = [
-    (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
-    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
-    (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
-    (
-        TRANSFORMER_ENGINE,
+# The first pattern that matches the message of a test gives the reason.
+_RAISED = {
+    MORE_RANKS: (
+        r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size",
+        r"over sized with world size|divisible by partial DistOpt shard factor",
+        r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size",
+    ),
+    TRANSFORMER_ENGINE: (
         r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+        # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
+        r"spec_utils\.py:\d+: module = import_module",
+        r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute",
+        r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating",
+        r"str is not a Module subclass|isinstance\(\) arg 2 must be a type",
     ),
-    # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
-    (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
-    (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute"),
-    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating"),
-    (TRANSFORMER_ENGINE, r"str is not a Module subclass|isinstance\(\) arg 2 must be a type"),
-    (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
-    # Without fused norms Megatron uses torch's, which refuses some of their options.
-    (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d"),
-    (CUDA_KERNEL, r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'"),
     # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
-    (
-        GPU_TENSOR,
+    GPU_TENSOR: (
         r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
+        r"assert device\(type='cpu'\) == device\(type='cuda'",
     ),
-    (GPU_TENSOR, r"assert device\(type='cpu'\) == device\(type='cuda'"),
-    # These asserts stand before a kernel.
-    (CUDA_KERNEL, r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream =="),
-    (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
-    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient"),
-    (CUDA_KERNEL, r"SymmetricMemory MemPool did not find backend"),
-    (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
-    (
-        OTHER_PACKAGE,
+    CUDA_KERNEL: (
+        rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG",
+        # Without fused norms Megatron uses torch's, which refuses some of their options.
+        r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d",
+        r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'",
+        # These asserts stand before a kernel.
+        r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream ==",
+        r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so",
+        r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient",
+        r"SymmetricMemory MemPool did not find backend",
+    ),
+    OTHER_PACKAGE: (
+        r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed",
         r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
     ),
-    (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
-    (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
-]
-# Reasons with which the authors of the tests skip them.
-_SKIPPED = [
-    (MORE_RANKS, r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b"),
-    (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
-    (
-        CUDA_KERNEL,
-        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+    DATA: (
+        r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist",
+        r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled",
     ),
-    (CUDA_KERNEL, r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba"),
-    (OTHER_PACKAGE, r"(?i)could not import|is required|not installed|is not available"),
-    (DATA, r"(?i)does not exist|download"),
-]
-
-
+}
+# The authors of the tests skip them with such reasons.
+_SKIPPED = {
+    MORE_RANKS: (r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b",),
+    TRANSFORMER_ENGINE: (r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+",),
+    CUDA_KERNEL: (
+        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+        r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba",
+    ),
+    OTHER_PACKAGE: (r"(?i)could not import|is required|not installed|is not available",),
+    DATA: (r"(?i)does not exist|download",),
+}
 # Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
 _RANKS_IN_CI = 8
 
 
 def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
     """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
-    rules = _SKIPPED if skipped else _RAISED
-    reason = next((reason for reason, pattern in rules if re.search(pattern, message)), "")
-    return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
+    for reason, patterns in (_SKIPPED if skipped else _RAISED).items():
+        if any(re.search(pattern, message) for pattern in patterns):
+            return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
+    return ""

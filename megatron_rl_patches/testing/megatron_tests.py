@@ -220,7 +220,7 @@ class _Conductor:
         """Record what became of a test, and return the reports that pytest is to show."""
         of = f" of {self.options.ranks}"
         to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
-        reports = [(sent.rank, to_report(data=sent.value)) for sent in outcome.sent]
+        reports = [(rank, to_report(data=data)) for rank, data in outcome.sent]
         for rank, report in reports:
             if report.failed:
                 message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"

@@ -229,15 +229,12 @@ class MockDDP(torch.nn.Module):
         """Return the state of the module, under names without a prefix for DDP, as Megatron does."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+    state_dict_for_save_checkpoint = state_dict
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the module; there is one shard of everything."""
         sharded = getattr(self.module, "sharded_state_dict", None)
-        return sharded(prefix, sharded_offsets, metadata) if sharded else self.state_dict(prefix=prefix)
+        return sharded(prefix, *args, **kwargs) if sharded else self.state_dict(prefix=prefix)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.module.load_state_dict(state_dict, strict=strict)
@@ -293,11 +290,10 @@ class MockOptimizer:
     def get_parameters(self) -> list[torch.nn.Parameter]:
         return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
 
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        return self.get_main_grads_for_grad_norm()
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
         return False
