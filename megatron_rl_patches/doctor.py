@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pkgutil
 import re
 import shlex
 import site
@@ -24,7 +25,7 @@ from .engine import registry
 from .engine.judge import IN_COMPANY, SiteStatus, judge_all
 from .engine.patch import Patch
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
-from .engine.sources import PROGRAM, Environment
+from .engine.sources import PROGRAM, Environment, find_spec
 from .engine.target_source import functions_in
 from .errors import InvalidInputError
 
@@ -166,13 +167,12 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     settings, refused = Settings.without_bad_values(environ)
     problems += [Problem(message, f"unset {name}") for name, message in refused.items()]
     value, known = ours.get(VARIABLE, ""), registry.patches()
-    selection = parse_selection(value, known)
-    if selection.unknown:
-        corrected = _corrected(value, selection.unknown, [*known, *(f"-{name}" for name in known)])
-        message = f"{VARIABLE}: {registry.unknown_names(selection.unknown)}"
+    patches, unknown = parse_selection(value)
+    if unknown:
+        corrected = _corrected(value, unknown, [*known, *(f"-{name}" for name in known)])
+        message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
         problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
-    names = tuple(patch.name for patch in selection.patches())
-    return Choice(names, settings, tuple(problems), ours)
+    return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
 
 
 def _unknown_variable(name: str, value: str) -> Problem:
@@ -230,7 +230,7 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     known = startup_trigger._roots() | {"megatron_rl_patches"}
     needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
     named = choice.variables.get(ROOTS_VARIABLE, "")
-    absent = [root for root in items(named) if not Environment().finds(root)]
+    absent = [root for root in items(named) if find_spec(root) is None]
     corrected = items(_corrected(named, absent, needed))
     remedy = _export(ROOTS_VARIABLE, ",".join([*corrected, *sorted(needed - known - {*corrected})]))
     for root in absent:
@@ -253,11 +253,12 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
 def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
     module, _, function = item.partition(":")
     package, _, _ = module.rpartition(".")
-    environment = Environment()
-    if text := environment.read(module):
+    if text := Environment().read(module):
         known = [f"{module}:{name}" for name in functions_in(text)]
     else:
-        known = [f"{package}.{name}:{function}" for name in environment.modules_in(package)]
+        folders = getattr(find_spec(package), "submodule_search_locations", None)
+        siblings = pkgutil.iter_modules(folders or [])
+        known = [f"{package}.{sibling.name}:{function}" for sibling in siblings]
     if not known:
         root = re.split("[.:]", item)[0]
         names = [

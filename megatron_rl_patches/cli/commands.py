@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -122,7 +122,7 @@ def check(
         judged = _judge(sources, settings)
     else:
         here = Environment()
-        judged = [Judged(here.name, judge_all(here, patches, settings))]
+        judged = {here.name: judge_all(here, patches, settings)}
         for patch in () if json else patches:
             explicit = " (only where it is named)" if patch.explicit else ""
             typer.echo(f"{patch.name}{explicit}: {patch.summary}")
@@ -130,10 +130,10 @@ def check(
         page = "\n".join([_INTRODUCTION, LEGEND, sections(judged)])
         markdown.write_text(page, encoding="utf-8")
     if json:
-        show_json([{"source": one.source, **asdict(status)} for one in judged for status in one.statuses])
+        show_json([{"source": source, **asdict(s)} for source, statuses in judged.items() for s in statuses])
     else:
         _show_judged(judged)
-    if any(status.is_fault for one in judged for status in one.statuses):
+    if any(status.is_fault for statuses in judged.values() for status in statuses):
         raise typer.Exit(FOUND_FAULTS)
 
 
@@ -188,14 +188,14 @@ def demo(
     )
 
 
-def _judge(sources: Sequence[str], settings: Settings) -> list[Judged]:
+def _judge(sources: Sequence[str], settings: Settings) -> dict[str, list[SiteStatus]]:
     patches = registry.patches().values()
     opened = [open_source(source) for source in sources]
     twice = [name for name, count in Counter(source.name for source in opened).items() if count > 1]
     if twice:
         raise MegatronRLPatchesError(f"more than one source is called {twice[0]!r}; name them: NAME=SOURCE")
-    judged = [Judged(source.name, judge_all(source, patches, settings)) for source in opened]
-    empty = [one.source for one in judged if all(status.state == "absent" for status in one.statuses)]
+    judged = {source.name: judge_all(source, patches, settings) for source in opened}
+    empty = [name for name, statuses in judged.items() if all(s.state == "absent" for s in statuses)]
     if len(empty) == len(judged):
         raise MegatronRLPatchesError(
             f"no framework that a patch knows is in {', '.join(empty)}; pass the root of a checkout"
@@ -226,63 +226,44 @@ The sources below were judged by their code, which was parsed and not imported. 
 """
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The name of a source, and the status of every site in it."""
-
-    source: str
-    statuses: Sequence[SiteStatus]
-
-    def of_framework(self, framework: str) -> list[SiteStatus]:
-        return [s for s in self.statuses if s.framework == framework and s.state != "absent"]
+#: The status of every site in a source, by the name of the source.
+Judged = Mapping[str, Sequence[SiteStatus]]
 
 
-@dataclass(frozen=True)
-class FrameworkTable:
-    """A framework, and the statuses of its sites in every source that contains it: the same sites in each."""
-
-    framework: str
-    columns: dict[str, list[SiteStatus]]
-
-    @property
-    def rows(self) -> list[tuple[SiteStatus, ...]]:
-        """The statuses of each site, by source."""
-        return list(zip(*self.columns.values(), strict=True))
-
-    @property
-    def verdicts(self) -> list[tuple[SiteStatus, list[str]]]:
-        """Each status once, with the sources that it holds for."""
-        grouped: dict[tuple[str, str, str, str], tuple[SiteStatus, list[str]]] = {}
-        for row in self.rows:
-            for source, status in zip(self.columns, row, strict=True):
-                reason = "" if status.state == "fits" else status.reason
-                key = (status.patch, status.target, status.state, reason)
-                grouped.setdefault(key, (status, []))[1].append(source)
-        return list(grouped.values())
-
-
-def framework_tables(judged: Sequence[Judged]) -> Iterator[FrameworkTable]:
-    """Yield a table for every framework that is in a source."""
-    for framework in sorted({status.framework for one in judged for status in one.statuses}):
-        columns = {one.source: one.of_framework(framework) for one in judged}
+def _by_framework(judged: Judged) -> Iterator[tuple[str, Judged]]:
+    """Yield each framework that is in a source, and its sites in the sources that contain it."""
+    for framework in sorted({status.framework for statuses in judged.values() for status in statuses}):
+        columns = {
+            source: [s for s in statuses if s.framework == framework and s.state != "absent"]
+            for source, statuses in judged.items()
+        }
         if present := {source: statuses for source, statuses in columns.items() if statuses}:
-            yield FrameworkTable(framework, present)
+            yield framework, present
 
 
-def sections(judged: Sequence[Judged]) -> str:
+def _verdicts(columns: Judged) -> dict[SiteStatus, list[str]]:
+    """Return each verdict on a site once, with the sources for which it holds."""
+    verdicts: dict[SiteStatus, list[str]] = {}
+    for row in zip(*columns.values(), strict=True):
+        for source, status in zip(columns, row, strict=True):
+            reason = "" if status.state == "fits" else status.reason
+            verdicts.setdefault(replace(status, reason=reason, fingerprint=""), []).append(source)
+    return verdicts
+
+
+def sections(judged: Judged) -> str:
     """Return one table per framework, with a row for each verdict."""
-    return "\n".join(map(_section, framework_tables(judged)))
-
-
-def _section(table: FrameworkTable) -> str:
-    rows, every_source = [], list(table.columns)
-    for status, sources in table.verdicts:
-        state = f"**{status.state}**" if status.is_fault else status.state
-        verdict = state if status.state == "fits" else f"{state}: {status.reason}"
-        where = "all" if sources == every_source else ", ".join(sources)
-        rows.append((status.patch, f"`{status.target}`", verdict, where))
-    named = f"All: {', '.join(every_source)}.\n\n"
-    return f"## {table.framework}\n\n{named}{markdown_table(('patch', 'site', 'verdict', 'in'), rows)}"
+    parts = []
+    for framework, columns in _by_framework(judged):
+        rows, every_source = [], list(columns)
+        for status, sources in _verdicts(columns).items():
+            state = f"**{status.state}**" if status.is_fault else status.state
+            verdict = f"{state}: {status.reason}" if status.reason else state
+            where = "all" if sources == every_source else ", ".join(sources)
+            rows.append((status.patch, f"`{status.target}`", verdict, where))
+        table = markdown_table(("patch", "site", "verdict", "in"), rows)
+        parts.append(f"## {framework}\n\nAll: {', '.join(every_source)}.\n\n{table}")
+    return "\n".join(parts)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -290,12 +271,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _show_judged(judged: Sequence[Judged]) -> None:
-    for table in framework_tables(judged):
-        typer.echo(table.framework)
-        rows = [(row[0].patch, row[0].target, *(status.state for status in row)) for row in table.rows]
-        show_table(("patch", "site", *table.columns), rows)
-        for status, sources in table.verdicts:
+def _show_judged(judged: Judged) -> None:
+    for framework, columns in _by_framework(judged):
+        typer.echo(framework)
+        rows = [("patch", "site", *columns)]
+        for row in zip(*columns.values(), strict=True):
+            rows.append((row[0].patch, row[0].target, *(status.state for status in row)))
+        show_table(rows)
+        for status, sources in _verdicts(columns).items():
             if status.state != "fits":
                 where = f"{status.patch}: {status.target} is {status.state} in {', '.join(sources)}"
                 typer.echo(f"{where}: {status.reason}")

@@ -24,7 +24,6 @@ from ..testing.conformance import Change, Result
 from .screens import check_writable, output_file, show_table
 
 CHANGED = 1
-_PROGRESS_EVERY = 100
 _LISTED = 40
 #: The JSON names each test that cannot run here for one of these reasons.
 _NAMED = (tests.GPU_TENSOR, tests.OTHER_PACKAGE)
@@ -46,7 +45,9 @@ def conformance(
             help="Patches to compare with none; may be repeated; empty: no comparison. [default: all]",
         ),
     ] = None,
-    hang_after: Annotated[float, typer.Option(metavar="SECONDS", help="Cut off a test that hangs.")] = 60.0,
+    hang_after: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Cut off a test that hangs.")
+    ] = 60.0,
     results: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +73,8 @@ def conformance(
     counts = _numbers(ranks)
     compared = [names for names in (["all"] if patches is None else patches) if names]
     for names in compared:
-        if unknown := parse_selection(names, registry.patches()).unknown:
+        _, unknown = parse_selection(names)
+        if unknown:
             raise MegatronRLPatchesError(registry.unknown_names(unknown))
     chosen = select or ["tests/unit_tests"]
     if missing := [path for path in chosen if not (checkout / path.partition("::")[0]).exists()]:
@@ -82,18 +84,17 @@ def conformance(
     file = results or Path(f"conformance-{checkout.resolve().name}.jsonl")
     check_writable("--results", file)
 
-    without = tests.run_at_smallest(checkout, chosen, ranks=counts, results=file, hang_after=hang_after)
-    _follow("without patches", without)
     changed: list[Change] = []
     differed_once: list[Change] = []
-    for names in compared:
-        patched = tests.run_with_patches(checkout, names, results=file, hang_after=hang_after)
-        _follow(f"with patches {names}", patched)
-        differ = tests.changes(file, names)
-        again = tests.repeated_changes(checkout, differ, names, hang_after=hang_after)
-        changed += again
-        repeated = {change.without.nodeid for change in again}
-        differed_once += [change for change in differ if change.without.nodeid not in repeated]
+    with _termination_as_interrupt():
+        tests.run_at_smallest(checkout, chosen, ranks=counts, results=file, hang_after=hang_after)
+        for names in compared:
+            tests.run_with_patches(checkout, names, results=file, hang_after=hang_after)
+            differ = tests.changes(file, names)
+            again = tests.repeated_changes(checkout, differ, names, hang_after=hang_after)
+            changed += again
+            repeated = {change.without.nodeid for change in again}
+            differed_once += [change for change in differ if change.without.nodeid not in repeated]
     final = tests.final_of(file)
     _show(final, changed)
     for change in differed_once:
@@ -125,16 +126,6 @@ def _numbers(ranks: str) -> list[int]:
     return numbers
 
 
-def _follow(what: str, results: Iterable[Result]) -> None:
-    """Say on stderr how far a run is."""
-    count = 0
-    with _termination_as_interrupt():
-        for count, result in enumerate(results, 1):
-            if count % _PROGRESS_EVERY == 0:
-                typer.echo(f"{what}: {count} runs; now at {_ranks(result)}, {result.nodeid}", err=True)
-    typer.echo(f"{what}: {count} runs of tests", err=True)
-
-
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
     """End on SIGTERM as on Ctrl-C, which ends the tests' own process, too."""
@@ -147,14 +138,14 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 def _show(final: Sequence[Result], changed: Sequence[Change]) -> None:
     columns = [*(outcome.replace("_", " ") for outcome in tests.OUTCOMES), "changed by patches"]
-    rows = []
+    rows = [("directory", "tests", *columns)]
     for directory, counts in _by_directory(final).items():
         changed_here = {one.without.nodeid for one in changed if _directory(one.without) == directory}
         by_outcome = (counts[outcome] for outcome in tests.OUTCOMES)
         rows.append((directory, *map(str, (sum(counts.values()), *by_outcome, len(changed_here)))))
-    show_table(("directory", "tests", *columns), rows)
+    show_table(rows)
     typer.echo()
-    show_table(("not runnable here", "tests"), [(reason, str(n)) for reason, n in _reasons(final).items()])
+    show_table([("not runnable here", "tests"), *((reason, str(n)) for reason, n in _reasons(final).items())])
     failed = _failed(final)
     for result in failed[:_LISTED]:
         typer.echo(f"{result.outcome} at {_ranks(result)}: {result.nodeid}: {_first_line(result)}")

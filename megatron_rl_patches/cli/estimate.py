@@ -23,87 +23,52 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 #: Panels of the help, whose options are short enough to be shown in 80 columns.
 _MODEL, _GROUPS, _TRAINING, _OUTPUT = "Model", "Parallel groups", "Training and teachers", "Output"
 
+_MODEL_HELP = "ORGANIZATION/NAME of a model in the local Hugging Face cache, or its config.json."
+_SET_HELP = (
+    "A field of GPTDescription, ParallelSizes or OptimizerSettings, named as in Megatron-LM: "
+    "num_layers=2, swiglu=true, moe_layer_freq=[0,1]. Can be repeated; overrides the file."
+)
+_OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
+_TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
+_HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
+_PLOT_HELP = "Draw stacked bars; needs the extra `demo`."
 
-def _size(short: str, group: str, help: str) -> Any:
+
+def _option(panel: str, names: str, help: str, metavar: str | None = None, **options: Any) -> Any:
+    return typer.Option(*names.split(), help=help, metavar=metavar, rich_help_panel=panel, **options)
+
+
+def _size(names: str, help: str) -> Any:
     """Return the option for the size of a group, which also has the name that it has in Megatron-LM."""
-    names = (short, f"--{group}-size") if group else (short,)
-    return typer.Option(*names, metavar="N", min=1, show_default=False, rich_help_panel=_GROUPS, help=help)
+    return _option(_GROUPS, names, help, "N", min=1)
 
 
 def estimate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            show_default=False,
-            help="ORGANIZATION/NAME of a model in the local Hugging Face cache, or its config.json.",
-        ),
-    ] = None,
-    hf_config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="The same as MODEL.", show_default=False, rich_help_panel=_MODEL),
-    ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="FIELD=VALUE",
-            show_default=False,
-            rich_help_panel=_MODEL,
-            help="A field of GPTDescription, ParallelSizes or OptimizerSettings, named as in Megatron-LM: "
-            "num_layers=2, swiglu=true, moe_layer_freq=[0,1]. Can be repeated; overrides the file.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="bf16, fp16 or fp32.", rich_help_panel=_MODEL)
-    ] = "bf16",
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help=_MODEL_HELP)] = None,
+    hf_config: Annotated[str | None, _option(_MODEL, "--hf-config", "The same as MODEL.", "FILE")] = None,
+    assignments: Annotated[list[str] | None, _option(_MODEL, "--set", _SET_HELP, "FIELD=VALUE")] = None,
+    dtype: Annotated[str, _option(_MODEL, "--dtype", "bf16, fp16 or fp32.", "TYPE")] = "bf16",
     tensor_model_parallel_size: Annotated[
-        int | None, _size("--tp", "tensor-model-parallel", "Ranks that share each layer.")
+        int | None, _size("--tp --tensor-model-parallel-size", "Ranks that share each layer.")
     ] = None,
     pipeline_model_parallel_size: Annotated[
-        int | None, _size("--pp", "pipeline-model-parallel", "Ranks that share the layers.")
+        int | None, _size("--pp --pipeline-model-parallel-size", "Ranks that share the layers.")
     ] = None,
     context_parallel_size: Annotated[
-        int | None, _size("--cp", "context-parallel", "Ranks that share each sequence.")
+        int | None, _size("--cp --context-parallel-size", "Ranks that share each sequence.")
     ] = None,
     expert_model_parallel_size: Annotated[
-        int | None, _size("--ep", "expert-model-parallel", "Ranks that share the experts.")
+        int | None, _size("--ep --expert-model-parallel-size", "Ranks that share the experts.")
     ] = None,
-    data_parallel_size: Annotated[int | None, _size("--dp", "data-parallel", "Replicas.")] = None,
-    world_size: Annotated[int | None, _size("--world-size", "", "All ranks, in place of --dp.")] = None,
+    data_parallel_size: Annotated[int | None, _size("--dp --data-parallel-size", "Replicas.")] = None,
+    world_size: Annotated[int | None, _size("--world-size", "All ranks, in place of --dp.")] = None,
     use_distributed_optimizer: Annotated[
-        bool,
-        typer.Option(
-            "--dist-opt",
-            "--use-distributed-optimizer",
-            help="The distributed optimizer: its states are divided over the replicas.",
-            rich_help_panel=_TRAINING,
-        ),
+        bool, _option(_TRAINING, "--dist-opt --use-distributed-optimizer", _OPTIMIZER_HELP)
     ] = False,
-    teachers: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Models of this shape that wait in host memory to score, one at a time.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = 1,
-    teacher_heads: Annotated[
-        bool,
-        typer.Option(
-            "--teacher-heads",
-            help="Their output layers stay on the device, as exact distillation needs them.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        output_file("--plot", "Draw stacked bars; needs the extra `demo`.", check_plot, _OUTPUT),
-    ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Write JSON to stdout, all in bytes.", rich_help_panel=_OUTPUT)
-    ] = False,
+    teachers: Annotated[int, _option(_TRAINING, "--teachers", _TEACHERS_HELP, "N", min=0)] = 1,
+    teacher_heads: Annotated[bool, _option(_TRAINING, "--teacher-heads", _HEADS_HELP)] = False,
+    plot: Annotated[Path | None, output_file("--plot", _PLOT_HELP, check_plot, _OUTPUT)] = None,
+    json: Annotated[bool, _option(_OUTPUT, "--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes on each rank: training, inference-only, and training beside teachers.
 
@@ -150,8 +115,7 @@ def estimate(
     if json:
         show_json(result.as_dict())
     else:
-        header, *rows = report.rows(result)
-        show_table(header, rows)
+        show_table(report.rows(result))
         typer.echo(report.summary(result))
         if not use_distributed_optimizer:
             typer.echo(

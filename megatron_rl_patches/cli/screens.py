@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..common.tables import plain_table
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted
+from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted, grouped, plain_table
 from ..engine.settings import VARIABLE
 from ..errors import InvalidInputError
 
@@ -66,15 +65,27 @@ def output_file(
     )
 
 
-def show_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: framed and colored on a terminal, otherwise in aligned columns that are not wrapped."""
-    console = Console()
+def show_table(
+    rows: Sequence[Sequence[str | Text]], console: Console | None = None, header: bool = True
+) -> None:
+    """Print a table: colored on a terminal, otherwise in aligned columns, one row a line.
+
+    Args:
+        rows: the first one is the header. A cell that is the name of a state has its color.
+        console: where it goes, stdout by default.
+        header: the first row is one.
+    """
+    console = console or Console()
     if not console.is_terminal:
-        typer.echo(plain_table((header, *rows)))
+        _show(console, plain_table([[*map(str, row)] for row in rows]))
         return
-    table = Table(*header, header_style="bold")
-    for row in rows:
-        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for number, row in enumerate(rows):
+        style = "bold" if header and number == 0 else ""
+        cells = (cell if isinstance(cell, Text) else Text(cell, STYLES.get(cell, style)) for cell in row)
+        table.add_row(*cells)
+    for column in table.columns:
+        column.overflow = "fold"
     console.print(table)
 
 
@@ -82,105 +93,78 @@ def show_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
+def _show(console: Console, text: str = "", style: str = "") -> None:
+    """Print text that is wrapped on a terminal only."""
+    console.print(Text(text, style), soft_wrap=not console.is_terminal)
+
+
 # --- doctor
-
-
-class Screen:
-    """Lines and tables without frames: wrapped and colored on a terminal, plain in a pipe, one row a line.
-
-    Args:
-        console: where they go; stdout if it is not given.
-    """
-
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
-
-    def line(self, text: str = "", style: str = "") -> None:
-        self._console.print(Text(text, style), soft_wrap=not self._console.is_terminal)
-
-    def to_copy(self, line: str) -> None:
-        """Print a line for the shell, which no width breaks."""
-        self._console.print(Text(f"  {line}", "cyan"), soft_wrap=True)
-
-    def table(self, rows: Sequence[tuple[str, ...]], styles: Sequence[str]) -> None:
-        """Print rows; a row's style is that of its last cell, or of all cells if it is bold."""
-        if not self._console.is_terminal:
-            self.line(plain_table(rows))
-            return
-        table = Table.grid(padding=(0, 2, 0, 0))
-        for row, style in zip(rows, styles, strict=True):
-            others = style if style == "bold" else ""
-            table.add_row(*(Text(cell, others) for cell in row[:-1]), Text(row[-1], style, overflow="fold"))
-        self._console.print(table)
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
     """Print what `doctor` found out, on one screen."""
-    screen = Screen(console)
-    _show_components(screen, diagnosis)
-    screen.line()
+    console = console or Console()
+    _show_components(console, diagnosis)
+    _show(console)
     for name, value in diagnosis.variables.items():
         if name != VARIABLE:
-            screen.line(f"{name}={value}")
-    _show_selected(screen, diagnosis)
-    screen.line()
-    _show_sites(screen, diagnosis.sites, diagnosis.selected)
+            _show(console, f"{name}={value}")
+    _show_selected(console, diagnosis)
+    _show(console)
+    _show_sites(console, diagnosis.sites, diagnosis.selected)
     reported = {problem.message for problem in diagnosis.problems}
     for site in diagnosis.sites:
         if site.is_fault and str(site) not in reported and not site.reason.startswith(IN_COMPANY):
             function = ".".join(site.target.rsplit(".", 2)[1:])
-            message = f"{site.patch}: {function} is {site.state}: {site.reason}"
-            screen.line(message, STYLES[site.state])
+            _show(console, f"{site.patch}: {function} is {site.state}: {site.reason}", STYLES[site.state])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):
-        screen.line("why a site is not needed: megatron-rl-patches check", "dim")
+        _show(console, "why a site is not needed: megatron-rl-patches check", "dim")
     for note in diagnosis.notes:
-        screen.line(note)
+        _show(console, note)
     if diagnosis.selected and not diagnosis.startup.fires and not diagnosis.hook:
-        screen.line("\nThe variable does not reach these; megatron_rl_patches.apply() in the program does:")
-        for place in OUT_OF_REACH:
-            screen.line(f"- {place}")
-    screen.line()
+        where = "The variable does not reach these; megatron_rl_patches.apply() in the program does:"
+        _show(console, "\n- ".join([f"\n{where}", *OUT_OF_REACH]))
+    _show(console)
     if diagnosis.problems:
         show_problems(diagnosis.problems, console)
     else:
-        screen.line("no problems in this Python with these variables", "bold green")
+        _show(console, "no problems in this Python with these variables", "bold green")
 
 
-def show_problems(problems: Sequence[Problem], console: Console | None = None) -> None:
+def show_problems(problems: Sequence[Problem], console: Console) -> None:
     """Print each problem, and once below those that it mends, the line to copy."""
-    screen = Screen(console)
-    screen.line("problems, each with the line that mends it:", "bold red")
-    remedies = dict.fromkeys(problem.remedy for problem in problems)
-    for remedy in remedies:
+    _show(console, "problems, each with the line that mends it:", "bold red")
+    for remedy in dict.fromkeys(problem.remedy for problem in problems):
         for problem in problems:
             if problem.remedy == remedy:
-                screen.line(f"- {problem.message}")
-        screen.to_copy(remedy)
+                _show(console, f"- {problem.message}")
+        _show_to_copy(console, remedy)
 
 
-def _show_components(screen: Screen, diagnosis: Diagnosis) -> None:
+def _show_to_copy(console: Console, line: str) -> None:
+    """Print a line for the shell, which no width breaks."""
+    console.print(Text(f"  {line}", "cyan"), soft_wrap=True)
+
+
+def _show_components(console: Console, diagnosis: Diagnosis) -> None:
     versions = {
         "megatron-rl-patches": diagnosis.version,
         "Python": diagnosis.python,
         "torch": diagnosis.torch,
         "wrapt": diagnosis.wrapt,
     }
-    screen.line(", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()), "bold")
+    _show(console, ", ".join(f"{name} {version or 'absent'}" for name, version in versions.items()), "bold")
     startup = diagnosis.startup
-    present = [framework for framework in diagnosis.frameworks if framework.path]
+    fires = "fires" if startup.fires else "does not fire"
     rows = [
-        ("python", "", _shortened(diagnosis.executable)),
-        ("megatron_rl_patches", "", _shortened(diagnosis.path)),
-        (
-            "startup file",
-            "fires" if startup.fires else "does not fire",
-            _shortened(startup.file or "not found"),
-        ),
-        *((f.name, f.version or "unknown", _shortened(f.path or "")) for f in present),
+        ("python", "", diagnosis.executable),
+        ("megatron_rl_patches", "", diagnosis.path),
+        ("startup file", fires, startup.file or "not found"),
+        *((f.name, f.version or "unknown", f.path) for f in diagnosis.frameworks if f.path),
     ]
-    screen.table(rows, [""] * len(rows))
+    show_table([(name, state, _shortened(path)) for name, state, path in rows], console, header=False)
     if absent := [framework.name for framework in diagnosis.frameworks if not framework.path]:
-        screen.line(f"absent: {', '.join(absent)}", "dim")
+        _show(console, f"absent: {', '.join(absent)}", "dim")
 
 
 def _shortened(path: str) -> str:
@@ -191,41 +175,31 @@ def _shortened(path: str) -> str:
     return path
 
 
-def _show_selected(screen: Screen, diagnosis: Diagnosis) -> None:
+def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
     variable, names = diagnosis.variables.get(VARIABLE), diagnosis.selected
     value = f"{VARIABLE}={variable}" if variable else f"{VARIABLE} is not set"
     if diagnosis.hook:
         value = f"{diagnosis.hook} applies the patches of {value}"
     if names:
-        screen.line(f"{value}: selected: {', '.join(names)}")
+        _show(console, f"{value}: selected: {', '.join(names)}")
     elif variable:
-        screen.line(f"{value}: nothing is selected")
+        _show(console, f"{value}: nothing is selected")
     else:
-        screen.line(f"{value}: nothing is selected; this line selects all:")
-        screen.to_copy(f"export {VARIABLE}=1")
+        _show(console, f"{value}: nothing is selected; this line selects all:")
+        _show_to_copy(console, f"export {VARIABLE}=1")
 
 
-def _show_sites(screen: Screen, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
+def _show_sites(console: Console, statuses: Sequence[SiteStatus], selected: Sequence[str]) -> None:
     """Print a row for every patch and installed framework, and a line with the other patches."""
-    rows, styles = [("patch", "framework", "sites")], ["bold"]
-    by_place: dict[tuple[str, str], list[SiteStatus]] = {}
-    for status in statuses:
-        if status.state != "absent":
-            by_place.setdefault((status.patch, status.framework), []).append(status)
-    for (patch, framework), sites in by_place.items():
+    rows: list[tuple[str | Text, ...]] = [("patch", "framework", "sites")]
+    by_patch = grouped(status for status in statuses if status.state != "absent")
+    for patch, by_framework in by_patch.items():
         is_left_out = bool(selected) and patch not in selected
-        rows.append(
-            (
-                patch,
-                framework,
-                counted(sorted(sites, key=lambda site: site.state != "fits"))
-                + is_left_out * " (not selected)",
-            )
-        )
-        fault = next((site.state for site in sites if site.is_fault), None)
-        styles.append(STYLES[fault] if fault else "dim" if is_left_out else "green")
-    if by_place:
-        screen.table(rows, styles)
-    shown = {patch for patch, _ in by_place}
-    if idle := [name for name in dict.fromkeys(s.patch for s in statuses) if name not in shown]:
-        screen.line(f"no framework for these is here: {', '.join(idle)}", "dim")
+        for framework, sites in by_framework.items():
+            states = counted(sorted(sites, key=lambda site: site.state != "fits"))
+            style = "bold red" if any(site.is_fault for site in sites) else "dim" if is_left_out else "green"
+            rows.append((patch, framework, Text(states + is_left_out * " (not selected)", style)))
+    if by_patch:
+        show_table(rows, console)
+    if idle := [patch for patch in grouped(statuses) if patch not in by_patch]:
+        _show(console, f"no framework for these is here: {', '.join(idle)}", "dim")

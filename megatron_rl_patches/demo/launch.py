@@ -22,7 +22,7 @@ from functools import partial
 from itertools import product
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from tqdm import tqdm
@@ -35,12 +35,10 @@ from ..engine.settings import VARIABLE, variable_of
 from ..errors import MegatronRLPatchesError
 from ..testing import RanksFailed, cpu_backend
 from ..testing.ranks import call_on_ranks
-from .figures import DistillationFigures, LearningFigures
+from .figures import DistillationFigures, Figures, LearningFigures
 
 if TYPE_CHECKING:
     from .teachers import Teachers
-
-T = TypeVar("T")
 
 _TRAIN_FUNCTION = "megatron_rl_patches.demo.training:train"
 _PATIENCE_SECONDS = 7 * 24 * 3600.0
@@ -93,14 +91,12 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         program = partial(_run_program, rollouts, seed, sizes, distill, folder)
+        context = SpawnContext()  # each rank is a new interpreter, in which patches start as in any program
         try:
-            # Each rank is a new interpreter, in which the patches start as in any program.
-            context = SpawnContext()
-            values = call_on_ranks(program, ranks, Path(folder), _PATIENCE_SECONDS, variables, context)[0]
+            figures, *_ = call_on_ranks(program, ranks, Path(folder), _PATIENCE_SECONDS, variables, context)
         except RanksFailed as root_cause:
             print(f"{root_cause}\nthe demo failed: see the root cause above", file=sys.stderr)
             return 1
-    figures = (DistillationFigures if distill else LearningFigures)(**values)
     figures.seconds = round(time.monotonic() - started, 1)
     if figures.error:
         print(figures.error, flush=True)
@@ -133,10 +129,8 @@ def _check_sizes(ranks: int, tensor_parallel_size: int, pipeline_parallel_size: 
 # --- on each rank
 
 
-def _run_program(
-    rollouts: int, seed: int, sizes: Sequence[int], distill: bool, folder: str
-) -> dict[str, Any] | None:
-    """Run a program on this rank, report progress on rank 0, and return the figures there."""
+def _run_program(rollouts: int, seed: int, sizes: Sequence[int], distill: bool, folder: str) -> Figures:
+    """Run a program on this rank, report progress on rank 0, and return the figures."""
     import torch.distributed
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
@@ -175,10 +169,9 @@ def _run_program(
             figures.error = traceback.format_exc()
         if figures.patched:
             figures.patches = summary(status(), __version__)
-        is_first = is_rank_0()
         # Skipped after an exception, since it may wait for a rank that has exited.
         torch.distributed.destroy_process_group()
-        return asdict(figures) if is_first else None
+        return figures
 
 
 def _learn(figures: LearningFigures, count: int, teachers: Teachers) -> None:
@@ -202,9 +195,8 @@ def _distill(figures: DistillationFigures, count: int, teachers: Teachers) -> No
             figures.add(name, rollout)
 
 
-def _with_progress(rollouts: Iterator[T], count: int, prefix: str = "") -> Iterator[T]:
+def _with_progress(rollouts: Iterator[Any], count: int, prefix: str = "") -> Iterator[Any]:
     """Yield the rollouts; move a progress bar and print a line for each, on rank 0 only."""
-
     tqdm.set_lock(threading.RLock())  # tqdm's own is for several processes, and would be left behind
     with tqdm(total=count, unit="rollout", disable=not is_rank_0()) as bar:
         for rollout in rollouts:
@@ -212,4 +204,3 @@ def _with_progress(rollouts: Iterator[T], count: int, prefix: str = "") -> Itera
             bar.update()
             if not bar.disable:
                 bar.write(f"rollout {bar.n:3d}  {prefix}{rollout}")
-            bar.set_postfix_str(f"{prefix}{rollout}", refresh=False)

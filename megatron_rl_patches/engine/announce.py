@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 
 from ..common.ranks import is_rank_0
-from ..common.scopes import replaced
-from .judge import SiteStatus, counted
+from .judge import SiteStatus, counted, grouped
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -47,33 +46,19 @@ class Announcer:
         if "applied" in states or ("not needed" in states and not faults):
             self.once(used)
         self.warn(faults)
-        idle = [status.target for status in used if status.state == "waiting"]
-        if idle:
-            line = (
-                "megatron_rl_patches: these were never imported by this process, so nothing was patched "
-                f"there: {', '.join(idle)}"
-            )
-            _log_line(logging.WARNING, line)
+        if idle := [status.target for status in used if status.state == "waiting"]:
+            line = "these were never imported by this process, so nothing was patched there"
+            _log_line(logging.WARNING, f"megatron_rl_patches: {line}: {', '.join(idle)}")
 
 
 def summary(statuses: Sequence[SiteStatus], version: str) -> str:
     """Return one line about what is in place and what is not. Absent frameworks are not mentioned."""
     parts = []
-    for patch in dict.fromkeys(status.patch for status in statuses):
-        by_framework: dict[str, list[SiteStatus]] = {}
-        for status in statuses:
-            if status.patch == patch and status.state not in ("waiting", "absent"):
-                by_framework.setdefault(status.framework, []).append(status)
-        states = ", ".join(f"{framework}: {counted(own)}" for framework, own in by_framework.items())
+    judged = grouped(status for status in statuses if status.state not in ("waiting", "absent"))
+    for patch in grouped(statuses):
+        states = ", ".join(f"{framework}: {counted(own)}" for framework, own in judged.get(patch, {}).items())
         parts.append(f"{patch} ({states or 'waiting for a framework'})")
     return f"megatron_rl_patches {version}: {'; '.join(parts) or 'nothing selected'}"
-
-
-@contextmanager
-def without_logging_errors() -> Iterator[None]:
-    """Suppress errors of logging, which prints tracebacks if a handler's stream is closed at exit."""
-    with replaced(logging, raiseExceptions=False), suppress(Exception):
-        yield
 
 
 def _version() -> str:

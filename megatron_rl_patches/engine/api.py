@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import PatchError
+from ..errors import PatchError, first
 from . import installer, registry
 from .judge import Statuses, judge_all, refuse_faults
 from .records import Claim
@@ -78,19 +77,16 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     """
     settings, refused = Settings.without_bad_values(environ)
     messages = list(refused.values())
-    selection = parse_selection(environ.get(VARIABLE, ""), registry.patches())
-    if selection.unknown:
-        messages.append(f"{VARIABLE}: {registry.unknown_names(selection.unknown)}")
+    patches, unknown = parse_selection(environ.get(VARIABLE, ""))
+    if unknown:
+        messages.append(f"{VARIABLE}: {registry.unknown_names(unknown)}")
     if messages and settings.strict:
         raise PatchError("; ".join(messages))
     if messages:
         _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
-    if selection:
-        # Options of an apply() that the program has called itself stay in force.
-        claim = installer.installer.add(
-            selection.patches(), settings, required=settings.strict, replace_options=False
-        )
-        installer.installer.keep(claim)
+    # Options of an apply() that the program has called itself stay in force.
+    claim = installer.installer.add(patches, settings, required=settings.strict, replace_options=False)
+    installer.installer.keep(claim)
 
 
 def revert(*names: str) -> None:
@@ -126,7 +122,7 @@ def verify_ranks(group: Any = None) -> None:
 
     Raises:
         PatchError: no process group is initialized; or ranks differ, and then on every rank of the group
-            alike, with the sites and the ranks that differ from most.
+            alike, with the sites, their states and the ranks, those that few ranks have first.
     """
     import torch.distributed as dist
 
@@ -138,16 +134,14 @@ def verify_ranks(group: Any = None) -> None:
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, (dist.get_rank(), own), group=group)
     by_rank: dict[int, dict[str, str]] = dict(gathered)
-    targets = sorted({target for states in by_rank.values() for target in states})
-    differences = [line for target in targets for line in _differences(target, by_rank)]
+    differences = []
+    for target in sorted({target for states in by_rank.values() for target in states}):
+        ranks_by_state: dict[str, list[int]] = {}
+        for rank, states in by_rank.items():
+            ranks_by_state.setdefault(states.get(target, "not selected"), []).append(rank)
+        if len(ranks_by_state) > 1:
+            rarest_first = sorted(ranks_by_state.items(), key=lambda item: len(item[1]))
+            parts = (f"{state} on rank {first(ranks)}" for state, ranks in rarest_first)
+            differences.append(f"{target}: {'; '.join(parts)}")
     if differences:
         raise PatchError("patches differ between ranks:\n  " + "\n  ".join(differences))
-
-
-def _differences(target: str, by_rank: dict[int, dict[str, str]]) -> list[str]:
-    states = {rank: states.get(target, "not selected") for rank, states in by_rank.items()}
-    (usual, count), *others = Counter(states.values()).most_common()
-    if others and others[0][1] == count:  # of two ranks, say: nobody knows which is wrong
-        return [f"{target}: " + "; ".join(f"rank {rank}: {state}" for rank, state in states.items())]
-    differing = {rank: state for rank, state in states.items() if state != usual}
-    return [f"{target}: rank {rank}: {state}; most ranks: {usual}" for rank, state in differing.items()]

@@ -13,12 +13,13 @@ from typing import Any
 
 from _megatron_rl_patches_startup import Listener, finder
 
+from ..common.scopes import replaced
 from ..errors import PatchError
-from .announce import Announcer, without_logging_errors
+from .announce import Announcer
 from .call import Call
 from .judge import SiteStatus, Statuses, all_or_nothing, refuse_faults, status_of
 from .patch import Patch, Site, imported
-from .records import Claim, Moves, Record, out_of_reach, rebind
+from .records import Claim, Moves, Record, copies_out_of_reach, rebind
 from .settings import Settings
 from .sources import PROGRAM
 
@@ -221,8 +222,11 @@ class Installer(Listener):
         wrappers = {id(new) for _, new in self._moved}
         self._moved.clear()
         for record in () if package else self._records.values():
-            if id(record.wrapper) in wrappers and (holders := out_of_reach(record.wrapper)):
-                reason = f"in place, but not where it was copied before: {', '.join(holders)}"
+            wrapper = record.wrapper
+            if wrapper and id(wrapper) in wrappers and (count := copies_out_of_reach(wrapper)):
+                reason = (
+                    f"in place, but copies made before, in a table or a closure, are the original: {count}"
+                )
                 record.status = replace(record.status, reason=reason)
 
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
@@ -293,7 +297,8 @@ class Installer(Listener):
         self._lock = threading.RLock()
 
     def at_exit(self) -> None:
-        with without_logging_errors(), self._log_internal_errors():
+        # Logging prints tracebacks if a handler's stream is closed already.
+        with replaced(logging, raiseExceptions=False), self._log_internal_errors():
             statuses = zip(self._records.values(), self.status(), strict=False)
             # A module that some releases do without need not be imported.
             of_interest = [s for r, s in statuses if s.state != "waiting" or not r.site.optional_module]

@@ -6,12 +6,11 @@ Judgement rests on the code, never on a version number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal, TypeVar, get_args
 
-from ..common.tables import plain_table
 from ..errors import PatchError
 from . import target_source
 from .patch import Patch, Site
@@ -59,19 +58,33 @@ class Statuses(list[SiteStatus]):
 
     def __str__(self) -> str:
         present = [status for status in self if status.state != "absent"]
-        patches = list(dict.fromkeys(status.patch for status in present))
+        by_patch = grouped(present)
         frameworks = list(dict.fromkeys(status.framework for status in present))
         rows = [("patch", *frameworks)]
-        for patch in patches:
-            cells = ([s for s in present if (s.patch, s.framework) == (patch, name)] for name in frameworks)
-            rows.append((patch, *map(counted, cells)))
+        for patch, sites in by_patch.items():
+            rows.append((patch, *(counted(sites.get(framework, ())) for framework in frameworks)))
         lines = [plain_table(rows)] if present else []
-        if idle := [name for name in dict.fromkeys(status.patch for status in self) if name not in patches]:
+        if idle := [patch for patch in grouped(self) if patch not in by_patch]:
             lines.append(f"no framework for these is here: {', '.join(idle)}")
         lines += [str(status) for status in present if status.is_fault or status.state == "lost"]
         return "\n".join(lines) or "no patch is selected"
 
     __repr__ = __str__
+
+
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows in aligned columns, a line each."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def grouped(statuses: Iterable[SiteStatus]) -> dict[str, dict[str, list[SiteStatus]]]:
+    """Return the statuses by patch, and of each patch by framework."""
+    groups: dict[str, dict[str, list[SiteStatus]]] = {}
+    for status in statuses:
+        groups.setdefault(status.patch, {}).setdefault(status.framework, []).append(status)
+    return groups
 
 
 def counted(statuses: Iterable[SiteStatus]) -> str:

@@ -5,14 +5,11 @@ Only this module changes foreign objects.
 
 from __future__ import annotations
 
-import gc
-import inspect
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import CellType, FrameType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from _megatron_rl_patches_startup import finder
@@ -21,13 +18,11 @@ from .call import Call
 from .judge import SiteStatus, judge_site, status_of, without_source
 from .patch import Site
 from .sources import PROGRAM, Environment
-from .target_source import is_defined, layers, resolve
+from .target_source import layers, resolve
 from .wrapper import SwitchableWrapper
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
 Moves = list[tuple[Any, Any]]
-# So many holders of a copy are named, each after so many searches through everything in memory.
-_NAMED, _SEARCHES = 5, 8
 
 
 @dataclass(eq=False)
@@ -57,8 +52,6 @@ class Record:
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
     """
 
-    __slots__ = ("claims", "group", "owner", "site", "status", "wrapper")  # so that no dictionary holds them
-
     def __init__(self, site: Site) -> None:
         self.site = site
         self.status = _waiting(site)
@@ -82,8 +75,7 @@ class Record:
         The program never has. It is ready when it has defined the target, until it ends and forgets its file.
         """
         if self.site.module == PROGRAM:
-            defined = is_defined(sys.modules[PROGRAM], self.site.qualname)
-            return defined and Environment().has_package(PROGRAM)
+            return self._live()[0] is not None and Environment().has_package(PROGRAM)
         return finder.is_imported(self.site.module)
 
     @property
@@ -196,63 +188,9 @@ def rebind(moves: Moves, package: str = "") -> None:
                 setattr(module, name, final[id(vars(module)[name])])
 
 
-def out_of_reach(wrapper: Any) -> list[str]:
-    """Name what holds the function that a wrapper has taken the place of, besides the wrapper."""
-    # Most functions have no copies. Then the search through everything in memory is not needed.
+def copies_out_of_reach(wrapper: SwitchableWrapper) -> int:
+    """Return how many references to the original there are, after :func:`rebind`, besides the wrapper's."""
     held_once = SimpleNamespace(__wrapped__=object())
-    if sys.getrefcount(wrapper.__wrapped__) <= sys.getrefcount(held_once.__wrapped__):
-        return []
-    function = getattr(wrapper.__wrapped__, "__func__", wrapper.__wrapped__)  # of a static or class method
-    # If that is the wrapper of another patch, its record and its own closure hold it, too.
-    closure = getattr(getattr(function, "_self_wrapper", None), "__closure__", None) or ()
-    own = {id(cell) for cell in closure}
-    holders: deque[Any] = deque()
-    names = set()
-    for holder in _holders(function):  # not in a comprehension, whose closure would hold the function, too
-        if type(holder) not in (type(wrapper), Record, staticmethod, classmethod) and id(holder) not in own:
-            holders.append(holder)
-    for _ in range(min(len(holders), _NAMED)):
-        names.add(_name_of(holders.popleft(), function))
-    return [*sorted(names), *([f"{len(holders)} more"] if holders else [])]
-
-
-def _holders(value: Any) -> list[Any]:
-    return [each for each in gc.get_referrers(value) if not isinstance(each, FrameType)]
-
-
-def _name_of(holder: Any, value: Any) -> str:
-    """Return the name of an object that holds the value, or of what holds that object."""
-    # What is held by much, which is held by much, would take minutes to follow, so the searches are counted.
-    # They would find a list or a tuple of this function among the holders, but leave out a deque.
-    holders, values = deque([holder]), deque([value])
-    for _ in range(_SEARCHES):
-        if not holders:
-            break
-        each, held = holders.popleft(), values.popleft()
-        if name := _own_name(each, held):
-            return name if each is holder else f"a {_kind(holder)} of {name}"
-        for outer in _holders(each):
-            if _has_a_name(outer, each):
-                holders.append(outer)
-                values.append(each)
-    return f"a {_kind(holder)}"
-
-
-def _kind(holder: Any) -> str:
-    return "closure" if isinstance(holder, CellType) else type(holder).__name__
-
-
-def _own_name(holder: Any, value: Any) -> str:
-    """Return the name of a function, or of an attribute of a module or of a class in it; else nothing."""
-    if inspect.isfunction(holder):
-        return f"{holder.__module__}.{holder.__qualname__}"
-    if isinstance(holder, dict) and (module := holder.get("__module__", holder.get("__name__"))):
-        return f"{module}.{next((key for key, held in holder.items() if held is value), '?')}"
-    return ""
-
-
-def _has_a_name(holder: Any, value: Any) -> bool:
-    """Return whether the holder may have a name, or be in something that has one."""
-    return isinstance(holder, dict | list | tuple | set) or (
-        inspect.isfunction(holder) and value in (holder.__closure__, holder.__defaults__, vars(holder))
-    )
+    count = sys.getrefcount(wrapper.__wrapped__) - sys.getrefcount(held_once.__wrapped__)
+    # The wrapper's closure holds it, too, and so does a record if it is the wrapper of another patch.
+    return count - 1 - (type(wrapper.__wrapped__) is SwitchableWrapper)

@@ -41,15 +41,15 @@ def patches() -> dict[str, Patch]:
     return registered
 
 
-def select(names: Collection[str], exclude: Collection[str] = (), also: Collection[str] = ()) -> list[Patch]:
-    """Return the named patches (without names: all but explicit ones), plus ``also``, minus ``exclude``."""
+def select(names: Collection[str], exclude: Collection[str] = ()) -> list[Patch]:
+    """Return the named patches (without names: all but explicit ones), minus ``exclude``."""
     exclude = (exclude,) if isinstance(exclude, str) else exclude
     known = patches()
-    unknown = [name for name in (*names, *also, *exclude) if name not in known]
+    unknown = [name for name in (*names, *exclude) if name not in known]
     if unknown:
         raise PatchError(unknown_names(unknown))
-    chosen = dict.fromkeys((*(names or (n for n, patch in known.items() if not patch.explicit)), *also))
-    return [known[name] for name in chosen if name not in exclude]
+    chosen = names or [name for name, patch in known.items() if not patch.explicit]
+    return [known[name] for name in dict.fromkeys(chosen) if name not in exclude]
 
 
 def unknown_names(names: Collection[str]) -> str:

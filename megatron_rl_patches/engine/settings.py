@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -107,64 +107,40 @@ class Settings:
     @classmethod
     def without_bad_values(cls, environ: Mapping[str, str] = os.environ) -> tuple[Settings, dict[str, str]]:
         """Read the settings without values that are refused; return the reasons, too, by variable."""
-        chosen, accepted = cls(), dict[str, str]()
+        settings, accepted, refused = cls(), dict[str, str](), dict[str, str]()
         names = [STRICT_VARIABLE, *map(variable_of, registry.option_types())]
-        untried = {name: environ[name] for name in names if environ.get(name, "").strip()}
-        while untried:
-            refused = {}
-            for name, text in untried.items():
+        for name in (*names, *names):  # twice, since some values are good only beside others
+            text = environ.get(name, "")
+            if text.strip() and name not in accepted:
                 try:
-                    chosen = cls.from_environment({**accepted, name: text})
+                    settings = cls.from_environment({**accepted, name: text})
                 except PatchError as error:
                     refused[name] = str(error)
                 else:
                     accepted[name] = text
-            # Some values are good only beside others, so those that were refused are tried once more.
-            if len(refused) == len(untried):
-                return chosen, refused
-            untried = {name: environ[name] for name in refused}
-        return chosen, {}
+        return settings, {name: refused[name] for name in refused if name not in accepted}
 
     def __repr__(self) -> str:
         values = (f"{name}={value!r}" for name, value in vars(self).items() if name != "_options")
         return f"Settings({', '.join(values)})"
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Which patches a value of the variable asks for.
+def parse_selection(value: str) -> tuple[list[Patch], list[str]]:
+    """Return the patches that a value of ``MEGATRON_RL_PATCHES`` selects, and the words that name no patch.
 
-    ``names`` is ``None`` for all but the explicit ones, and ``also`` what was named beside these; ``unknown``
-    are words that name no patch.
+    The value is ``all|1|name,name|all,-name|all,explicit-name|0``.
     """
-
-    names: tuple[str, ...] | None
-    exclude: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return self.names is None or bool(self.names)
-
-    def patches(self) -> list[Patch]:
-        """Return the patches that are asked for."""
-        return registry.select(self.names or (), self.exclude, self.also) if self else []
-
-
-def parse_selection(value: str, known: Collection[str]) -> Selection:
-    """Parse a value of ``MEGATRON_RL_PATCHES``: ``all|1|name,name|all,-name|all,explicit-name|0``."""
     if value.strip().lower() in OFF:
-        return Selection(())
-    if not items(value):
-        return Selection((), (), (value,))
-    everything = {item for item in items(value) if item.lower() in {"all", *ON}}
-    words = {item: item.removeprefix("-") for item in items(value) if item not in everything}
-    unknown = tuple(item for item, name in words.items() if name not in known)
-    names = tuple(item for item, name in words.items() if item == name and name in known)
-    exclude = tuple(name for item, name in words.items() if item != name and name in known)
-    if everything or (exclude and not names):
-        return Selection(None, exclude, unknown, names)
-    return Selection(names, exclude, unknown)
+        return [], []
+    known = registry.patches()
+    words = items(value) or (value,)
+    rest = [word for word in words if word.lower() not in ("all", *ON)]
+    unknown = [word for word in rest if word.removeprefix("-") not in known]
+    names = [word for word in rest if word in known]
+    excluded = [word.removeprefix("-") for word in rest if word not in (*names, *unknown)]
+    if len(rest) < len(words) or (excluded and not names):
+        names = [patch.name for patch in registry.select(())] + names
+    return registry.select(names, excluded) if names else [], unknown
 
 
 # --- values of options
@@ -186,7 +162,7 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
 def convert(name: str, value: object, kind: Any) -> Any:
     """Convert a value to the type of its field: a list to a tuple, a mapping to a tuple of pairs."""
     try:
-        return _converted(value, kind)
+        return _converted(value, kind, is_text=False)
     except TypeError:
         raise PatchError(f"{name}={value!r}: expected {_expected(kind, 'a tuple of {}')}") from None
 
@@ -194,7 +170,7 @@ def convert(name: str, value: object, kind: Any) -> Any:
 def read(variable: str, text: str, kind: Any) -> Any:
     """Return what the text of a variable means for a field of this type."""
     try:
-        return _converted(_parsed(text.strip(), kind), kind)
+        return _converted(text.strip(), kind, is_text=True)
     except TypeError:
         expected = "1 or 0" if kind is bool else _expected(kind, "{}, separated by commas")
         raise PatchError(f"{variable}={text!r}: expected {expected}") from None
@@ -205,47 +181,38 @@ def items(text: str) -> tuple[str, ...]:
     return tuple(item for item in (part.strip() for part in text.split(",")) if item)
 
 
-def _converted(value: Any, kind: Any) -> Any:
+def _converted(value: Any, kind: Any, is_text: bool) -> Any:
+    """Return the value as one of the type; ``TypeError`` if it is none."""
+    members = get_args(kind)
     if get_origin(kind) in _UNIONS:
-        for member in get_args(kind):
+        for member in members:
             with suppress(TypeError):
-                return _converted(value, member)
+                return _converted(value, member, is_text)
         raise TypeError
-    if get_origin(kind) is Literal and value not in get_args(kind):
+    if get_origin(kind) is Literal and value not in members:
         raise TypeError
     if get_origin(kind) is tuple:
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        if is_text and members[-1] is Ellipsis:
+            value = () if value.lower() in OFF else items(value)
+        elif is_text:  # name=value
+            value = [part.strip() for part in value.split("=", 1)]
+        elif isinstance(value, str | bytes) or not isinstance(value, Iterable):
             raise TypeError
-        members = tuple(value.items() if isinstance(value, Mapping) else value)
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(members)
-        if len(members) != len(kinds):
+        values = tuple(value.items() if isinstance(value, Mapping) else value)
+        kinds = members[:1] * len(values) if members[-1] is Ellipsis else members
+        if len(values) != len(kinds):
             raise TypeError
-        return tuple(map(_converted, members, kinds))
+        return tuple(_converted(one, kind, is_text) for one, kind in zip(values, kinds, strict=True))
+    if is_text and kind is bool:
+        value = True if value.lower() in ON else False if value.lower() in OFF else value
+    elif is_text and kind in (int, float):
+        with suppress(ValueError):
+            value = kind(value)
     accepted, make, *_ = _SCALARS.get(kind, (object, None))
     is_switch = isinstance(value, bool) and kind in (int, float)
     if is_switch or not isinstance(value, accepted):
         raise TypeError
     return value if make is None else make(value)
-
-
-def _parsed(text: str, kind: Any) -> object:
-    """Parse the text; text that does not parse is returned unchanged and refused by the type check."""
-    if get_origin(kind) in _UNIONS:
-        parsed = (_parsed(text, member) for member in get_args(kind))
-        return next((value for value in parsed if value is not text), text)
-    if kind is bool:
-        return True if text.lower() in ON else False if text.lower() in OFF else text
-    if kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        if kinds[-1] is not Ellipsis:  # name=value
-            return tuple(part.strip() for part in text.split("=", 1))
-        return () if text.lower() in OFF else tuple(_parsed(item, kinds[0]) for item in items(text))
-    return text
 
 
 def _expected(kind: Any, many: str) -> str:

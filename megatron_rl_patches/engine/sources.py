@@ -10,32 +10,22 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TypeAlias
 
 from ..errors import MegatronRLPatchesError
 
 #: The module that Python executes as the program. It is never imported under this name.
 PROGRAM = "__main__"
+#: The text of modules, by their dotted name.
+Source: TypeAlias = "Environment | Files"
 # Packages whose finders are import hooks.
 _HOOKS = frozenset({"wrapt", "_megatron_rl_patches_startup"})
-
-
-class Source(Protocol):
-    """The text of modules, by their dotted name."""
-
-    name: str
-
-    def has_package(self, package: str) -> bool:
-        """Return whether the package or module is there. A bare folder is not: any checkout would be one."""
-
-    def read(self, module: str) -> str | None:
-        """Return the module's source text, ``None`` when there is no such module."""
 
 
 class Environment:
@@ -44,25 +34,17 @@ class Environment:
     name = "this environment"
 
     def has_package(self, package: str) -> bool:
+        """Return whether the package or module is there. A bare folder is not: any checkout would be one."""
         return self.file_of(package) is not None
 
     def file_of(self, module: str) -> str | None:
         """Return the file that ``import`` would execute."""
-        spec = _find_spec(module)
+        spec = find_spec(module)
         return spec.origin if spec is not None and spec.has_location else None
 
-    def finds(self, module: str) -> bool:
-        """Return whether ``import`` would find the module; a bare folder is one, too."""
-        return _find_spec(module) is not None
-
-    def modules_in(self, package: str) -> list[str]:
-        """Return the names of the modules and packages in a package or bare folder."""
-        spec = _find_spec(package)
-        folders = spec.submodule_search_locations if spec else None
-        return [module.name for module in pkgutil.iter_modules(folders or [])]
-
     def read(self, module: str) -> str | None:
-        spec = _find_spec(module)
+        """Return the module's source text, ``None`` when there is no such module."""
+        spec = find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
         if spec and get_source:
             return get_source(spec.name)  # the program's own name, if Python runs it by that: python -m NAME
@@ -74,11 +56,12 @@ class Environment:
 
 def is_the_program(module: str) -> bool:
     """Return whether the program is the file that ``import`` would execute for this name."""
-    spec, program = _find_spec(PROGRAM), Environment().file_of(module)
+    spec, program = find_spec(PROGRAM), Environment().file_of(module)
     return module != PROGRAM and spec is not None and program is not None and spec.origin == program
 
 
-def _find_spec(module: str) -> ModuleSpec | None:
+def find_spec(module: str) -> ModuleSpec | None:
+    """Return what ``import`` would find, a bare folder included."""
     if module == PROGRAM:
         program = sys.modules.get(PROGRAM)
         file = getattr(program, "__file__", None)
@@ -137,8 +120,8 @@ def _search_folders(name: str, locations: list[str]) -> ModuleSpec | None:
     return namespace if portions else None
 
 
-class _Files:
-    """Import, acted out on a list of files.
+class Files:
+    """What ``import`` would find in a list of files.
 
     Every folder that is not inside a package counts as a place to import from, the shallowest first, so that
     ``src/`` and vendored layouts (``slime/slime/...``) need no options.
@@ -184,22 +167,6 @@ class _Files:
         return None, [f"{place}{name}/" for place in places if f"{place}{name}/" in self._folders]
 
 
-class Folder(_Files):
-    """A checkout, or a site-packages; folders whose name begins with a dot are passed over."""
-
-    def __init__(self, folder: Path, name: str = "") -> None:
-        paths = (path.relative_to(folder).as_posix() for path in _python_files(folder))
-        super().__init__(name or folder.name, paths, lambda path: (folder / path).read_bytes())
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
-            yield from _python_files(path)
-        elif path.suffix == ".py":
-            yield path
-
-
 def open_source(source: str) -> Source:
     """Open a wheel, a folder, or ``REPOSITORY@REVISION``; ``NAME=`` before it is its name in reports.
 
@@ -219,7 +186,7 @@ def open_source(source: str) -> Source:
 def _open(source: str, name: str = "") -> Source | None:
     path = Path(source)
     if source and path.is_dir():
-        return Folder(path.resolve(), name)
+        return _open_folder(path.resolve(), name)
     if path.suffix == ".whl" and path.is_file():
         return _open_wheel(path, name)
     repository, _, revision = source.rpartition("@")
@@ -228,30 +195,36 @@ def _open(source: str, name: str = "") -> Source | None:
     return None
 
 
-def _open_wheel(wheel: Path, name: str) -> _Files:
-    with _named_if_corrupt(wheel):
-        archive = zipfile.ZipFile(wheel)
-    read = _named_if_corrupt(wheel)(archive.read)
-    return _Files(name or " ".join(wheel.stem.split("-")[:2]), archive.namelist(), read)
+def _open_folder(folder: Path, name: str) -> Files:
+    """Read a checkout, or a site-packages; folders whose name begins with a dot are passed over."""
+    paths = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        paths += [Path(parent, file).relative_to(folder).as_posix() for file in files]
+    return Files(name or folder.name, paths, lambda path: (folder / path).read_bytes())
 
 
-@contextmanager
-def _named_if_corrupt(wheel: Path) -> Iterator[None]:
+def _open_wheel(wheel: Path, name: str) -> Files:
     try:
-        yield
+        return _unzipped(wheel, name or " ".join(wheel.stem.split("-")[:2]))
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise MegatronRLPatchesError(f"{wheel}: {error}") from None
 
 
-def _open_commit(repository: Path, revision: str, name: str) -> _Files:
+def _unzipped(file: Path | io.BytesIO, name: str) -> Files:
+    with zipfile.ZipFile(file) as archive:
+        files = {path: archive.read(path) for path in archive.namelist() if path.endswith(".py")}
+    return Files(name, files, files.__getitem__)
+
+
+def _open_commit(repository: Path, revision: str, name: str) -> Files:
     """Read the Python files of a commit; the repository may be bare."""
     root = repository.parent if repository.name == ".git" else repository
     commit = _git(repository, "rev-parse", "--verify", "--end-of-options", f"{revision}^{{commit}}")
     # Run in .git, git archive takes the whole tree. In a folder of the work tree it takes only that.
     git_folder = Path(_line(_git(repository, "rev-parse", "--absolute-git-dir")))
     content = _git(git_folder, "archive", "--format=zip", "-0", _line(commit), "--", "*.py")
-    archive = zipfile.ZipFile(io.BytesIO(content))
-    return _Files(name or f"{root.name.removesuffix('.git')} {revision}", archive.namelist(), archive.read)
+    return _unzipped(io.BytesIO(content), name or f"{root.name.removesuffix('.git')} {revision}")
 
 
 def _git(repository: Path, *arguments: str) -> bytes:

@@ -176,15 +176,6 @@ def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     return owner, name
 
 
-def is_defined(module: ModuleType, qualname: str) -> bool:
-    """Return whether the module defines the target."""
-    try:
-        resolve(module, qualname)
-    except AttributeError:
-        return False
-    return True
-
-
 def layers(function: Any) -> Iterator[Any]:
     """Yield the object itself, and what it wraps, down to the original."""
     seen: set[int] = set()

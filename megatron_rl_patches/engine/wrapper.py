@@ -6,7 +6,7 @@ import copy
 import inspect
 import pkgutil
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import wrapt
@@ -47,12 +47,14 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     __bound_function_wrapper__ = _BoundWrapper
     # wrapt stores attributes with the prefix _self_ on the wrapper, and all others on the wrapped function.
-    _self_on: bool
+    _self_switch: SimpleNamespace
     _self_path: tuple[str, str, str]
 
     def __init__(self, wrapped: Any, adapter: Callable[[Call], Any], site: Site, owner: Any) -> None:
         is_method = isinstance(owner, type) and not isinstance(wrapped, (staticmethod, classmethod))
         signature: inspect.Signature | None = None
+        # Not an attribute of the wrapper: that would be a cycle, which holds the target after a revert.
+        switch = SimpleNamespace(is_on=False)
 
         def signature_of(function: Any) -> inspect.Signature:
             nonlocal signature
@@ -67,11 +69,11 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
                     return function(*args, **kwargs)
                 # Where it was read from the class, it is a partial, whose signature is wrong before 2.5.
                 if type(function) is not MethodType:
-                    function = self.__wrapped__.__get__(instance, type(instance))
+                    function = wrapped.__get__(instance, type(instance))
             return adapter(Call(function, args, kwargs, instance, signature_of))
 
-        super().__init__(wrapped, call, lambda: self._self_on)
-        self._self_on = False
+        super().__init__(wrapped, call, lambda: switch.is_on)
+        self._self_switch = switch
         self._self_path = (site.patch, site.module, site.qualname)
 
     @property
@@ -80,10 +82,10 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     @property
     def is_on(self) -> bool:
-        return self._self_on
+        return bool(self._self_switch.is_on)
 
     def switch(self, on: bool) -> None:
-        self._self_on = on
+        self._self_switch.is_on = on
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         _, module, qualname = self._self_path

@@ -72,24 +72,21 @@ def ddp_skipped() -> bool:
 def freeze_role(model: Sequence[torch.nn.Module], role: str, setting: str = _SETTING) -> None:
     """Freeze chunks that have no DDP, give them a config of their own, and have them refuse to train.
 
+    With a config that the policy shares, the model would run in the policy's ``no_sync``.
+
     Args:
         model: chunks as ``get_model(..., wrap_with_ddp=False)`` returns them.
         role: named in errors.
         setting: named in errors, as what to change for a model that trains.
     """
-    _give_own_config(model)
-    freeze(model, role, setting)
-
-
-def _give_own_config(model: Sequence[torch.nn.Module]) -> None:
-    """Replace a config that the policy may share: with it the model would run in the policy's ``no_sync``."""
-    copies: dict[int, tuple[Any, Any]] = {}
+    own_configs: dict[int, tuple[Any, Any]] = {}  # by id of the shared config, which stays alive beside it
     for module in (module for chunk in model for module in chunk.modules()):
         config = vars(module).get("config")
         if hasattr(config, "no_sync_func"):
-            if id(config) not in copies:
-                copies[id(config)] = config, without_training(config)
-            module.config = copies[id(config)][1]
+            if id(config) not in own_configs:
+                own_configs[id(config)] = config, without_training(config)
+            module.config = own_configs[id(config)][1]
+    freeze(model, role, setting)
 
 
 # --- the frameworks' set-up functions
@@ -238,7 +235,7 @@ def train(call: Call) -> Any:
 
 
 class NullOptimizer:
-    """An optimizer without parameters, with what frameworks use before they return it."""
+    """An optimizer without parameters; frameworks use this much of it before they return it."""
 
     is_stub_optimizer = True
     chained_optimizers: tuple[()] = ()

@@ -42,19 +42,13 @@ def on_megatron_init(args: Any = None) -> None:
 
 
 def pre_wrap(model: list[Any]) -> list[Any]:
-    """Apply the patches in a program on Megatron-Bridge, and say on rank 0 which are there.
+    """Do the same in a program on Megatron-Bridge, and return the list of model chunks unchanged.
 
     Megatron-Bridge calls it when the model has been built, and before DDP is put around it. That is early
     enough for all patches but ``inference-only``, which decides about DDP before.
 
-    Args:
-        model: list of model chunks.
-
-    Returns:
-        the same list.
-
     Raises:
-        PatchError: only with ``MEGATRON_RL_PATCHES_STRICT=1``, for a patch that cannot take effect.
+        PatchError: as :func:`on_megatron_init`.
     """
     on_megatron_init()
     return model

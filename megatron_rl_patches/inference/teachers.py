@@ -21,10 +21,10 @@ Source = str | os.PathLike[str] | StateDict | Sequence[StateDict] | Callable[[An
 
 
 class TeacherPool:
-    """Homogeneous teachers that share one inference-only model.
+    """Teachers of one shape that share one inference-only model.
 
-    Device memory is the model's, however many teachers there are; each teacher takes its bytes in host memory
-    (pinned if the model is on a GPU). Parameters keep their storages: CUDA graphs stay valid. ::
+    Device memory is the model's; each teacher takes its bytes in host memory (pinned if the model is on a
+    GPU). Parameters keep their storages: CUDA graphs stay valid. ::
 
         pool = TeacherPool(build_inference_model(model_provider, config, dtype="bf16"))
         pool.add("math", "checkpoints/math")
@@ -38,11 +38,10 @@ class TeacherPool:
     host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
     them, are not saved.
 
-    **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first reads
-    the weights once in the model's own memory and compares a checksum, as loaders may have changed them in
-    ways that torch does not count (``parameter.data.copy_``). The CPU waits for that sum, but not for the
-    copy, which is queued on the current CUDA stream, after what was computed with the former weights and
-    before what comes next.
+    **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first compares
+    a checksum of the weights, as loaders may have changed them in ways that torch does not count
+    (``parameter.data.copy_``). The CPU waits for that sum, but not for the copy, which is queued on the
+    current CUDA stream.
 
     The pool swaps parameters and persistent buffers, but not TransformerEngine's ``_extra_state``. It serves
     one thread.

@@ -16,8 +16,8 @@ _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
-#: How the weights of a source differ from those of the model: kind -> name -> both sides in words.
-Differences = dict[str, dict[str, str]]
+#: How weights differ: pairs of a kind of difference and a text that begins with the name of the weight.
+Differences = set[tuple[str, str]]
 
 
 def differences(
@@ -27,33 +27,25 @@ def differences(
 
     ``where`` is the name of the source for messages.
     """
-    shapes: dict[str, str] = {}
-    other_dtypes: dict[str, str] = {}
+    result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
+    result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}
     for name in model.keys() & source.keys():
         theirs, own = source[name], model[name]
         if theirs.shape != own.shape:
-            shapes[name] = f"{name} is {[*theirs.shape]} in {where} and {[*own.shape]} in the model"
+            text = f"{name} is {[*theirs.shape]} in {where} and {[*own.shape]} in the model"
+            result.add(("of another shape", text))
         if dtypes and theirs.dtype != own.dtype:
-            other_dtypes[name] = f"{name} is {theirs.dtype} in {where} and {own.dtype} in the model"
-    return {
-        f"missing in {where}": {name: name for name in model.keys() - source.keys()},
-        f"unexpected in {where}": {name: name for name in source.keys() - model.keys()},
-        "of another shape": shapes,
-        "of another dtype": other_dtypes,
-    }
+            text = f"{name} is {theirs.dtype} in {where} and {own.dtype} in the model"
+            result.add(("of another dtype", text))
+    return result
 
 
-def describe(*parts: Differences) -> str:
-    """Return the first ten of each kind, each name once; empty if nothing differs."""
-    merged: Differences = {}
-    for part in parts:
-        for kind, items in part.items():
-            merged.setdefault(kind, {}).update(items)
-    return "; ".join(
-        f"tensors {kind} ({len(items)}): {first([items[name] for name in sorted(items)])}"
-        for kind, items in merged.items()
-        if items
-    )
+def describe(differing: Differences) -> str:
+    """Return the first ten of each kind; empty if nothing differs."""
+    texts: dict[str, list[str]] = {}
+    for kind, text in sorted(differing):
+        texts.setdefault(kind, []).append(text)
+    return "; ".join(f"tensors {kind} ({len(some)}): {first(some)}" for kind, some in texts.items())
 
 
 class Layout(NamedTuple):
@@ -89,10 +81,9 @@ class HostCopy:
 
 
 def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each storage a sum, modulo 2**64, of its bytes and of where they are.
+    """Return for each storage a sum, modulo 2**64, of stretches of 64 words.
 
-    It is the sum of stretches of 64 words, each times an odd number of its own, so that rows which have
-    changed places are noticed. Each word is read once.
+    Each stretch is multiplied by an odd number of its own, so that rows which change places are noticed.
     """
     sums = []
     for storage in storages:
@@ -109,7 +100,7 @@ def checksum(storages: Sequence[torch.Tensor]) -> list[int]:
 
 
 def layout_of(chunks: Sequence[torch.nn.Module]) -> Layout:
-    """Return the layout of a model; weights that train and weights without plain memory are refused."""
+    """Return the layout of a model; refuse weights that train or have no plain memory."""
     weights = dict(named_weights(chunks))
     storages: dict[int, torch.Tensor] = {}
     for name, weight in weights.items():

@@ -54,18 +54,9 @@ def _framework_leaves_ddp_out(target: TargetSource) -> str | None:
     return "the framework has a way of its own to build a model without DDP" if has_own else None
 
 
-def _has_no_evaluation_branch(target: TargetSource) -> str | None:
-    return None if target.mentions("num_rollout") else "it has no evaluation-only branch"
-
-
 def _passes_wrap_with_ddp(target: TargetSource) -> str | None:
     passes = any("wrap_with_ddp" in call.keywords for call in target.calls())
     return "it passes wrap_with_ddp itself" if passes else None
-
-
-def _engine_knows_ddp(target: TargetSource) -> str | None:
-    decides = target.mentions("wrap_with_ddp", in_module=True)
-    return "the engine decides about DDP itself" if decides else None
 
 
 # --- sites
@@ -96,7 +87,7 @@ patch.wrap(
     "setup_model_and_optimizer",
     ".frameworks.inference_roles:set_up_for_evaluation",
     parameters=("args", "role"),
-    skip_if=_has_no_evaluation_branch,
+    skip_if=lambda target: None if target.mentions("num_rollout") else "it has no evaluation-only branch",
 )
 patch.wrap(
     "megatron.training.training",
@@ -143,5 +134,7 @@ patch.wrap(
     "MegatronEngine.initialize",
     ".frameworks.inference_roles:initialize_engine",
     requires_names=("make_mcore_model", "mcore_config"),
-    skip_if=_engine_knows_ddp,
+    skip_if=lambda target: (
+        "the engine decides about DDP itself" if target.mentions("wrap_with_ddp", in_module=True) else None
+    ),
 )

@@ -66,10 +66,6 @@ def _computes_itself(target: TargetSource) -> str | None:
     return f"the module has a {_CALCULATE} of its own" if target.defines(_CALCULATE) else None
 
 
-def _does_not_clone(target: TargetSource) -> str | None:
-    return None if target.mentions("clone") else "it does not clone the logits"
-
-
 # --- sites
 
 patch = Patch(
@@ -150,6 +146,6 @@ patch.wrap(
     ".frameworks.verl_losses:lm_head_logits_processor",
     parameters=("logits", "calculate_entropy", "distillation_only"),
     requires_names=(_VERL_LOG_PROBS,),
-    skip_if=_does_not_clone,
+    skip_if=lambda target: None if target.mentions("clone") else "it does not clone the logits",
     introduced_with="_lm_head_logits_processor",
 )

@@ -40,8 +40,8 @@ def install_per_config(install: Callable[[list[Any]], Any], model: Model) -> Non
     installed: list[dict[str, Any]] = []
     for chunk in model:
         config = config_of(chunk)
-        for attribute in SYNC_FUNCTIONS:
-            if _owners(getattr(config, attribute, None), SYNC_FUNCTIONS[attribute], model):
+        for attribute, method in SYNC_FUNCTIONS.items():
+            if _owners(getattr(config, attribute, None), method, model):
                 setattr(config, attribute, None)
         install([chunk])
         installed.append({attribute: getattr(config, attribute, None) for attribute in SYNC_FUNCTIONS})

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
-from ..errors import InvalidInputError, MegatronRLPatchesError
+from ..errors import MegatronRLPatchesError
 
 PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = OUTCOMES = (
     "passed",
@@ -82,16 +77,13 @@ def commit_of(checkout: Path) -> str:
     return f"{commit}+{sha256(changed).hexdigest()[:8]}" if changed else commit
 
 
-def read_results(path: Path) -> Iterator[Result]:
+def read_results(path: Path) -> list[Result]:
     """Read a results file. Lines that were cut off are left out."""
-    if path.exists():
-        yield from _parsed(path.read_bytes())
-
-
-def _parsed(lines: bytes) -> Iterator[Result]:
-    for line in lines.splitlines():
+    results = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(ValueError):
-            yield Result(**json.loads(line))
+            results.append(Result(**json.loads(line)))
+    return results
 
 
 def final_of(path: Path, patches: str = "") -> list[Result]:
@@ -108,26 +100,26 @@ def final_of(path: Path, patches: str = "") -> list[Result]:
 
 
 class TestsNotRun(MegatronRLPatchesError):
-    """pytest ended before it had run the tests; the message holds the end of its output."""
+    """pytest ended before it had run the tests; its output, on stderr, says why."""
 
     __test__ = False
 
 
 def run(
-    checkout: Path | str,
+    checkout: Path,
     select: Iterable[str] = ("tests/unit_tests",),
     *,
     ranks: int = 1,
     patches: str = "",
-    results: Path | str,
+    results: Path,
     only: Collection[str] | None = None,
     hang_after: float = 60.0,
-) -> Iterator[Result]:
-    """Run tests of Megatron-LM at a number of ranks, and yield what became of each as soon as it is known.
+) -> None:
+    """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
 
-    pytest runs in a process of its own, with the plugin ``megatron_rl_patches.testing.megatron_tests``.
-    Tests for which ``results`` has a line already, at these ranks and patches, are neither run nor yielded,
-    so a run that was interrupted goes on where it was.
+    pytest runs in a process of its own, with the plugin ``megatron_rl_patches.testing.megatron_tests``; its
+    output goes to stderr. Tests for which ``results`` has a line already, at these ranks and patches, are
+    left out, so a run that was interrupted goes on where it was.
 
     Args:
         checkout: the folder of Megatron-LM.
@@ -139,88 +131,63 @@ def run(
         hang_after: seconds after which a test is cut off.
 
     Raises:
-        TestsNotRun: pytest could not collect the tests, or was killed.
-        InvalidInputError: ``results`` has results of another commit, or ``hang_after`` is not greater than 0.
+        TestsNotRun: pytest could not collect the tests, was killed, or has refused ``results``, which has
+            results of another commit.
     """
-    checkout, results = Path(checkout).resolve(), Path(results).resolve()
-    if not 0 < hang_after < math.inf:
-        raise InvalidInputError(f"hang_after is {hang_after:g}; expected a number of seconds greater than 0")
-    commit = commit_of(checkout)
-    if others := {result.commit for result in read_results(results)} - {commit}:
-        raise InvalidInputError(
-            f"{results} has results of {others.pop() or 'an unknown commit'}, and {checkout} is at "
-            f"{commit or 'an unknown commit'}: remove the file, or pass another one"
-        )
-    known_bytes = results.stat().st_size if results.exists() else 0
+    options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results}"]
         if only is not None:
-            select = sorted({_file_of(nodeid) for nodeid in only})
+            select = _files_of(only)
             listed = Path(folder, "only")
             listed.write_text("\n".join(only))
             options.append(f"--only={listed}")
         command = [sys.executable, "-m", "pytest", "-p", f"{__package__}.megatron_tests", "-o", "addopts="]
-        command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout}", *options]
+        command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
         command += [f"--hang-after={hang_after}", *select]
-        output = Path(folder, "output")
-        with open(output, "wb") as file, _running(command, checkout, file) as process:
-            yield from _added(results, known_bytes, process)
-        if process.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
-            end = output.read_text()[-4000:]
-            raise TestsNotRun(f"pytest ended with exit code {process.returncode}:\n{end}")
-
-
-def _added(results: Path, read: int, process: subprocess.Popen[bytes]) -> Iterator[Result]:
-    """Yield the results that a process appends to a file of so many bytes, until it has ended."""
-    finished = False
-    while not finished:
-        finished = process.poll() is not None
-        text = b""
-        if results.exists():
-            with open(results, "rb") as file:
-                file.seek(read)
-                text = file.read()
-        complete = text[: text.rfind(b"\n") + 1]
-        read += len(complete)
-        yield from _parsed(complete)
-        if not finished:
-            time.sleep(0.2)
+        # The patches are those that the caller asks for, and no others.
+        variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
+        # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
+        own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
+        variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the file descriptor of stderr
+            check=False,
+        )
+    if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
+        raise TestsNotRun(f"pytest ended with exit code {done.returncode}; its output above says why")
 
 
 def run_at_smallest(
-    checkout: Path | str,
+    checkout: Path,
     select: Iterable[str] = ("tests/unit_tests",),
     *,
     ranks: Sequence[int] = (1, 2, 4, 8),
-    patches: str = "",
-    results: Path | str,
+    results: Path,
     hang_after: float = 60.0,
-) -> Iterator[Result]:
+) -> None:
     """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
 
     Only tests that need more ranks or fail run again, unless their message shows that this number of ranks
     does not help either. :func:`final_of` selects one result per test in the end.
     """
-    results = Path(results)
-    run_tests = partial(run, checkout, patches=patches, results=results, hang_after=hang_after)
-    yield from run_tests(select, ranks=ranks[0])
+    run(checkout, select, ranks=ranks[0], results=results, hang_after=hang_after)
     for count in ranks[1:]:
-        if again := [one.nodeid for one in final_of(results, patches) if _may_pass_at(count, one)]:
-            yield from run_tests(ranks=count, only=again)
+        if again := [one.nodeid for one in final_of(results) if _may_pass_at(count, one)]:
+            run(checkout, ranks=count, only=again, results=results, hang_after=hang_after)
 
 
-def run_with_patches(
-    checkout: Path | str, patches: str, *, results: Path | str, hang_after: float = 60.0
-) -> Iterator[Result]:
+def run_with_patches(checkout: Path, patches: str, *, results: Path, hang_after: float = 60.0) -> None:
     """Run with patches the tests that could run without them according to ``results``, at as many ranks."""
-    results = Path(results)
     by_ranks: dict[int, list[str]] = {}
     for result in final_of(results):
         if result.outcome != NOT_RUNNABLE:
             by_ranks.setdefault(result.ranks, []).append(result.nodeid)
-    run_tests = partial(run, checkout, patches=patches, results=results, hang_after=hang_after)
     for count, only in sorted(by_ranks.items()):
-        yield from run_tests(ranks=count, only=only)
+        run(checkout, ranks=count, patches=patches, only=only, results=results, hang_after=hang_after)
 
 
 class Change(NamedTuple):
@@ -230,13 +197,12 @@ class Change(NamedTuple):
     patched: Result
 
 
-def changes(results: Path | str, patches: str) -> list[Change]:
+def changes(results: Path, patches: str) -> list[Change]:
     """Return the tests whose verdicts these patches have changed, according to a results file.
 
     The run with the patches must have ended: a test that it has no result of, as its file could not be
     collected, counts as changed.
     """
-    results = Path(results)
     patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
     changed = []
     for one in final_of(results) if patched else ():
@@ -249,7 +215,7 @@ def changes(results: Path | str, patches: str) -> list[Change]:
 
 
 def repeated_changes(
-    checkout: Path | str, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
+    checkout: Path, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
 ) -> list[Change]:
     """Run the files of tests whose verdict has changed once more, both ways, and return what changes again.
 
@@ -259,45 +225,23 @@ def repeated_changes(
     again: list[Change] = []
     for count in sorted({change.without.ranks for change in changed}):
         nodeids = {change.without.nodeid for change in changed if change.without.ranks == count}
-        files = sorted({_file_of(nodeid) for nodeid in nodeids})
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
             results = Path(folder, "results")
-            run_files = partial(run, checkout, files, ranks=count, results=results, hang_after=hang_after)
             for names in ("", patches):
-                deque(run_files(patches=names), maxlen=0)
+                files = _files_of(nodeids)
+                run(checkout, files, ranks=count, patches=names, results=results, hang_after=hang_after)
             again += [change for change in changes(results, patches) if change.without.nodeid in nodeids]
     return again
 
 
-def _file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
+def _files_of(nodeids: Iterable[str]) -> list[str]:
+    return sorted({nodeid.partition("::")[0] for nodeid in nodeids})
 
 
 def _may_pass_at(ranks: int, result: Result) -> bool:
     # Messages of tests that lack ranks differ, and some tests fail without such a message.
     unsettled = result.reason == MORE_RANKS or result.outcome == FAILED
     return unsettled and ranks > result.ranks and ranks % ranks_needed(result.message) == 0
-
-
-@contextmanager
-def _running(command: Sequence[str], checkout: Path, output: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run pytest; if it still runs at the end, interrupt it, so that it ends its ranks and removes files."""
-    # The patches are those that the caller asks for, and no others.
-    variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
-    # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
-    own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
-    variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
-    with subprocess.Popen(
-        command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(10)
-                process.kill()
 
 
 _NEEDED = re.compile(
@@ -310,3 +254,73 @@ def ranks_needed(message: str) -> int:
     """Return a divisor that the number of ranks must have according to the message; 1 if it names none."""
     match = _NEEDED.search(message)
     return int(match[match.lastindex or 0]) if match else 1
+
+
+# --- why a test cannot run here
+
+# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
+_KERNELS = (
+    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
+    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
+)
+# The first pattern that matches the message of a test gives the reason.
+_RAISED = {
+    MORE_RANKS: (
+        r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size",
+        r"over sized with world size|divisible by partial DistOpt shard factor",
+        r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size",
+    ),
+    TRANSFORMER_ENGINE: (
+        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+        # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
+        r"spec_utils\.py:\d+: module = import_module",
+        r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute",
+        r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating",
+        r"str is not a Module subclass|isinstance\(\) arg 2 must be a type",
+    ),
+    # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
+    GPU_TENSOR: (
+        r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
+        r"assert device\(type='cpu'\) == device\(type='cuda'",
+    ),
+    CUDA_KERNEL: (
+        rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG",
+        # Without fused norms Megatron uses torch's, which refuses some of their options.
+        r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d",
+        r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'",
+        # These asserts stand before a kernel.
+        r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream ==",
+        r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so",
+        r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient",
+        r"SymmetricMemory MemPool did not find backend",
+    ),
+    OTHER_PACKAGE: (
+        r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed",
+        r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
+    ),
+    DATA: (
+        r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist",
+        r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled",
+    ),
+}
+# The authors of the tests skip them with such reasons.
+_SKIPPED = {
+    MORE_RANKS: (r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b",),
+    TRANSFORMER_ENGINE: (r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+",),
+    CUDA_KERNEL: (
+        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+        r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba",
+    ),
+    OTHER_PACKAGE: (r"(?i)could not import|is required|not installed|is not available",),
+    DATA: (r"(?i)does not exist|download",),
+}
+# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
+_RANKS_IN_CI = 8
+
+
+def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
+    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
+    for reason, patterns in (_SKIPPED if skipped else _RAISED).items():
+        if any(re.search(pattern, message) for pattern in patterns):
+            return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
+    return ""

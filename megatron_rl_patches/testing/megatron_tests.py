@@ -12,41 +12,37 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing
 from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
+from _pytest._code import TracebackEntry
 
-from . import megatron_ranks
 from .conformance import (
-    CUDA_KERNEL,
-    DATA,
     FAILED,
-    GPU_TENSOR,
     HANGS,
-    MORE_RANKS,
     NOT_RUNNABLE,
-    OTHER_PACKAGE,
     PASSED,
     SKIPPED,
-    TRANSFORMER_ENGINE,
     Result,
     commit_of,
     read_results,
+    reason_of,
 )
 from .cpu_backend import cpu_backend
-from .rank_pool import Outcome, RankPool, group_variables
+from .rank_pool import Outcome, RankPool, Send, group_variables
+
+Report = pytest.TestReport | pytest.CollectReport
 
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -79,10 +75,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     namespace.__path__ = [str(checkout / "megatron")]
     sys.modules["megatron"] = namespace
     # The conftest downloads data by a function of this module, which has another name in some releases.
-    download = ModuleType(_DOWNLOAD)
-    for name in ("download_and_extract_asset", "get_oldest_release_and_assets"):
-        setattr(download, name, megatron_ranks.do_nothing)
-    sys.modules[_DOWNLOAD] = download
+    sys.modules[_DOWNLOAD] = mock.Mock()
 
     import torch
 
@@ -97,7 +90,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         import_module("tests.unit_tests.conftest")
     except Exception as error:  # packages of the wrong version raise other errors than ImportError
         options.noconftest = True
-        early_config.pluginmanager.register(megatron_ranks)
+        early_config.pluginmanager.register(_Fixtures())
         early_config.issue_config_time_warning(
             pytest.PytestConfigWarning(f"Megatron's conftest is replaced, as it cannot be imported: {error}"),
             2,
@@ -112,12 +105,38 @@ def pytest_unconfigure() -> None:
     _until_exit.close()
 
 
-class _Verdict(NamedTuple):
-    """Fields of a :class:`~.conformance.Result`."""
+class _Fixtures:
+    """Fixtures of Megatron-LM's conftest, for where that cannot be imported for want of a package."""
 
-    outcome: str
-    reason: str = ""
-    message: str = ""
+    @pytest.fixture(autouse=True)
+    def reset_env_vars(self) -> Iterator[None]:
+        with mock.patch.dict(os.environ):
+            yield
+
+    @pytest.fixture(autouse=True)
+    def experimental(self, request: pytest.FixtureRequest) -> None:
+        from megatron.core import config
+
+        config.ENABLE_EXPERIMENTAL = request.config.option.experimental
+
+    @pytest.fixture(scope="session")
+    def tmp_path_dist_ckpt(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return a folder that the ranks share; it goes away with them."""
+        folder = tmp_path_factory.getbasetemp().parent / "tmp_dist_ckpt"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @pytest.fixture(scope="class")
+    def tmp_dir_per_class(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("data")
+
+
+def _utils() -> Any:
+    """Return Megatron's class that initializes and destroys process groups for its tests."""
+    try:
+        return import_module("tests.unit_tests.test_utilities").Utils
+    except (ImportError, AttributeError):
+        return mock.Mock(inited=False)
 
 
 class _Conductor:
@@ -125,36 +144,37 @@ class _Conductor:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.ranks: int = config.option.ranks
-        self.patches: str = config.option.patches
+        self.options = config.option
         self.commit = commit_of(config.rootpath)
-        results: Path | None = config.option.results
-        if results and results.exists() and not results.read_bytes().endswith(b"\n"):
-            with open(results, "a") as file:
-                file.write("\n")  # the last line was cut off
-        self._known = {
-            result.nodeid
-            for result in (read_results(results) if results else ())
-            if (result.ranks, result.patches, result.commit) == (self.ranks, self.patches, self.commit)
-        }
+        self._known = self._read_known(config.option.results) if config.option.results else set()
+
+    def _read_known(self, file: Path) -> set[str]:
+        """Return the tests that have a result already, of those in a file that a run may have left half."""
+        results = read_results(file)
+        if others := {result.commit for result in results} - {self.commit}:
+            raise pytest.UsageError(
+                f"{file} has results of {others.pop() or 'an unknown commit'}, and {self.config.rootpath} is "
+                f"at {self.commit or 'an unknown commit'}: remove the file, or pass another one"
+            )
+        if file.exists() and not file.read_bytes().endswith(b"\n"):
+            with open(file, "a") as lines:
+                lines.write("\n")  # the last line was cut off
+        run = self.options.ranks, self.options.patches
+        return {result.nodeid for result in results if (result.ranks, result.patches) == run}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
         # Some files initialize torch.distributed when they are imported, and a fork cannot use its groups.
         nothing: dict[str, Any] = dict.fromkeys(
-            ("initialize_distributed", "initialize_model_parallel"), megatron_ranks.do_nothing
+            ("initialize_distributed", "initialize_model_parallel"), mock.DEFAULT
         )
-        with mock.patch.multiple(megatron_ranks.utils(), **nothing):
+        with mock.patch.multiple(_utils(), **nothing):
             return (yield)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        only: Path | None = self.config.option.only
-        listed = set(only.read_text().splitlines()) if only else None
-        chosen = [
-            item
-            for item in items
-            if item.nodeid not in self._known and (listed is None or item.nodeid in listed)
-        ]
+        only: Path | None = self.options.only
+        listed = set(only.read_text().splitlines()) if only else {item.nodeid for item in items}
+        chosen = [item for item in items if item.nodeid in listed - self._known]
         if left_out := [item for item in items if item not in set(chosen)]:
             self.config.hook.pytest_deselected(items=left_out)
             items[:] = chosen
@@ -164,104 +184,99 @@ class _Conductor:
         self, collector: pytest.Collector
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         report = yield
-        if report.outcome == "passed":
-            return report
-        message = _skip_reason(report) or _last_lines(report.longreprtext)
-        verdict = _judged(report.outcome, message, self.ranks)
-        if report.nodeid not in self._known:
-            self._record(report.nodeid, verdict, 0.0)
-        if verdict.outcome == NOT_RUNNABLE:
-            _make_skipped(report, collector.path, verdict)
+        if report.outcome != PASSED:
+            message = _skip_reason(report) or _last_lines(report.longreprtext)
+            self._judge(report, collector.path, message)
         return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        if session.config.option.collectonly:
+        if self.options.collectonly:
             return None
-        with tempfile.TemporaryDirectory(prefix="megatron-tests-", ignore_cleanup_errors=True) as folder:
-            pool = RankPool(
-                self.ranks,
-                Path(folder),
-                partial(megatron_ranks.run_test, session),
-                partial(megatron_ranks.prepare, session),
-            )
+        items = session.items
+        tasks = partial(_run_test, session), partial(_prepare, session)
+        with (
+            tempfile.TemporaryDirectory(prefix="megatron-tests-", ignore_cleanup_errors=True) as folder,
+            closing(RankPool(self.options.ranks, Path(folder), *tasks)) as pool,
+        ):
             gc.freeze()  # or else each fork's first collection would copy most of the memory that they share
-            numbered = enumerate(session.items)
-            for _, file in groupby(numbered, key=lambda numbered_item: numbered_item[1].path):
-                tests = list(file)
-                followers = [number for number, _ in tests[1:]] + [None]
-                try:
-                    for (number, item), follower in zip(tests, followers, strict=True):
-                        self._run(pool, item, (number, follower))
-                        if session.shouldfail or session.shouldstop:
-                            return True
-                finally:
-                    pool.close()
+            for _, numbers in groupby(range(len(items)), key=lambda number: items[number].path):
+                for number in numbers:
+                    self._run(pool, items[number], number)
+                    if session.shouldfail or session.shouldstop:
+                        return True
+                pool.close()
         return True
 
-    def _run(self, pool: RankPool, item: pytest.Item, test: tuple[int, int | None]) -> None:
+    def _run(self, pool: RankPool, item: pytest.Item, number: int) -> None:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.perf_counter()
-        run = pool.run(test, self.config.option.hang_after)
-        seconds = time.perf_counter() - began
-        to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
-        reports = [(sent.rank, to_report(data=sent.value)) for sent in run.sent]
-        verdict, shown = _judge(item, run, reports, seconds)
-        self._record(item.nodeid, verdict, seconds)
-        for report in shown:
+        outcome = pool.run(number, self.options.hang_after)
+        for report in self._reports(item, outcome, time.perf_counter() - began):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _record(self, nodeid: str, verdict: _Verdict, seconds: float) -> None:
-        message = verdict.message
+    def _reports(self, item: pytest.Item, outcome: Outcome, seconds: float) -> list[pytest.TestReport]:
+        """Record what became of a test, and return the reports that pytest is to show."""
+        of = f" of {self.options.ranks}"
+        to_report = partial(self.config.hook.pytest_report_from_serializable, config=self.config)
+        reports = [(rank, to_report(data=data)) for rank, data in outcome.sent]
+        for rank, report in reports:
+            if report.failed:
+                message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
+                report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
+                self._judge(report, item.path, message, seconds)
+                return [report]
+        if not outcome.went_well:
+            texts = outcome.died or {
+                rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in outcome.stacks.items()
+            }
+            lines = _MESSAGE_LENGTH // 100 // len(texts)
+            innermost = (f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
+            self._record(item.nodeid, FAILED if outcome.died else HANGS, "", "\n".join(innermost), seconds)
+            return [
+                pytest.TestReport(
+                    nodeid=item.nodeid,
+                    location=item.location,
+                    keywords=dict.fromkeys(item.keywords, 1),
+                    outcome="failed",
+                    longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in texts.items()),
+                    when="call",
+                    duration=seconds,
+                )
+            ]
+        # A test passes if it runs on some rank, and fails on none.
+        by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
+        for own in by_rank.values():
+            if not any(map(_skip_reason, own)):
+                self._record(item.nodeid, PASSED, "", "", seconds)
+                return own
+        skipped = next(report for report in by_rank[0] if _skip_reason(report))
+        self._judge(skipped, item.path, _skip_reason(skipped), seconds)
+        return by_rank[0]
+
+    def _judge(self, report: Report, path: Path, message: str, seconds: float = 0.0) -> None:
+        """Record a report of a failure or a skip, and make it a skip if the test is not runnable here."""
+        reason = reason_of(message, skipped=report.skipped, ranks=self.options.ranks)
+        outcome = NOT_RUNNABLE if reason else SKIPPED if report.skipped else FAILED
+        if report.nodeid not in self._known:
+            self._record(report.nodeid, outcome, reason, message, seconds)
+        if reason:
+            report.outcome = "skipped"
+            report.longrepr = (str(path), 0, f"Skipped: not runnable here: {reason}: {message}")
+
+    def _record(self, nodeid: str, outcome: str, reason: str, message: str, seconds: float) -> None:
+        if not self.options.results:
+            return
         for folder in (str(self.config.rootpath), *filter(None, sys.path)):
             message = message.replace(f"{folder}/", "")
         if len(message) > _MESSAGE_LENGTH:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
-        verdict = verdict._replace(message=message)
-        result = Result(nodeid, self.ranks, self.patches, *verdict, round(seconds, 3), self.commit)
-        if self.config.option.results:
-            with open(self.config.option.results, "a") as file:
-                file.write(result.to_json() + "\n")
-
-
-def _judge(
-    item: pytest.Item, run: Outcome, reports: list[tuple[int, pytest.TestReport]], seconds: float
-) -> tuple[_Verdict, list[pytest.TestReport]]:
-    """Return the verdict, and the reports that pytest is to show."""
-    ranks = item.config.option.ranks
-    of = f" of {ranks}"
-    failed = next(((rank, report) for rank, report in reports if report.failed), None)
-    if failed:
-        rank, report = failed
-        message = f"rank {rank}{of}: {getattr(report, 'raised', report.longreprtext)}"
-        verdict = _judged("failed", message, ranks)
-        report.sections.insert(0, ("Rank", f"rank {rank}{of} failed first"))
-        if verdict.outcome == NOT_RUNNABLE:
-            _make_skipped(report, item.path, verdict)
-        return verdict, [report]
-    if run.died or run.stacks:
-        texts = run.died or {
-            rank: f"was here after {seconds:.0f} s\n{text}" for rank, text in run.stacks.items()
-        }
-        report = pytest.TestReport(
-            nodeid=item.nodeid,
-            location=item.location,
-            keywords=dict.fromkeys(item.keywords, 1),
-            outcome="failed",
-            longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in texts.items()),
-            when="call",
-            duration=seconds,
-        )
-        lines = _MESSAGE_LENGTH // 100 // len(texts)
-        message = "\n".join(f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
-        return _Verdict(FAILED if run.died else HANGS, message=message), [report]
-    by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
-    skips = {rank: next(filter(None, map(_skip_reason, own)), "") for rank, own in by_rank.items()}
-    ran = [rank for rank, reason in skips.items() if not reason]
-    shown = by_rank[ran[0] if ran else 0]
-    return (_Verdict(PASSED) if ran else _judged("skipped", skips[0], ranks)), shown
+        run = self.options.ranks, self.options.patches
+        result = Result(nodeid, *run, outcome, reason, message, round(seconds, 3), self.commit)
+        with open(self.options.results, "a") as file:
+            file.write(result.to_json() + "\n")
 
 
 def _innermost(stacks: str, lines: int) -> str:
@@ -271,21 +286,11 @@ def _innermost(stacks: str, lines: int) -> str:
     return "\n".join([first, *thread.splitlines()[1 : lines + 2]])
 
 
-def _judged(outcome: str, message: str, ranks: int) -> _Verdict:
-    reason = reason_of(message, skipped=outcome == SKIPPED, ranks=ranks)
-    return _Verdict(NOT_RUNNABLE if reason else outcome, reason, message)
-
-
-def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _skip_reason(report: Report) -> str:
     if not report.skipped or hasattr(report, "wasxfail"):
         return ""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
     return text.removeprefix("Skipped: ") or "no reason given"
-
-
-def _make_skipped(report: pytest.TestReport | pytest.CollectReport, path: Path, verdict: _Verdict) -> None:
-    report.outcome = "skipped"
-    report.longrepr = (str(path), 0, f"Skipped: not runnable here: {verdict.reason}: {verdict.message}")
 
 
 def _last_lines(text: str) -> str:
@@ -294,70 +299,119 @@ def _last_lines(text: str) -> str:
     return "\n".join([raised.removeprefix("E").strip(), *before])
 
 
-# --- why a test cannot run here
-
-# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
-_KERNELS = (
-    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
-    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
-)
-# The first pattern that matches the message gives the reason.
-_RAISED = [
-    (MORE_RANKS, r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size"),
-    (MORE_RANKS, r"over sized with world size|divisible by partial DistOpt shard factor"),
-    (MORE_RANKS, r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size"),
-    (
-        TRANSFORMER_ENGINE,
-        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
-    ),
-    # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
-    (TRANSFORMER_ENGINE, r"spec_utils\.py:\d+: module = import_module"),
-    (TRANSFORMER_ENGINE, r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute"),
-    (TRANSFORMER_ENGINE, r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating"),
-    (TRANSFORMER_ENGINE, r"str is not a Module subclass|isinstance\(\) arg 2 must be a type"),
-    (CUDA_KERNEL, rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG"),
-    # Without fused norms Megatron uses torch's, which refuses some of their options.
-    (CUDA_KERNEL, r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d"),
-    (CUDA_KERNEL, r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'"),
-    # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
-    (
-        GPU_TENSOR,
-        r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
-    ),
-    (GPU_TENSOR, r"assert device\(type='cpu'\) == device\(type='cuda'"),
-    # These asserts stand before a kernel.
-    (CUDA_KERNEL, r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream =="),
-    (CUDA_KERNEL, r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so"),
-    (CUDA_KERNEL, r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient"),
-    (CUDA_KERNEL, r"SymmetricMemory MemPool did not find backend"),
-    (OTHER_PACKAGE, r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed"),
-    (
-        OTHER_PACKAGE,
-        r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
-    ),
-    (DATA, r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist"),
-    (DATA, r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled"),
-]
-# Reasons with which the authors of the tests skip them.
-_SKIPPED = [
-    (MORE_RANKS, r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b"),
-    (TRANSFORMER_ENGINE, r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+"),
-    (
-        CUDA_KERNEL,
-        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
-    ),
-    (CUDA_KERNEL, r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba"),
-    (OTHER_PACKAGE, r"(?i)could not import|is required|not installed|is not available"),
-    (DATA, r"(?i)does not exist|download"),
-]
+# --- in the process of a rank
 
 
-# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
-_RANKS_IN_CI = 8
+def _prepare(session: pytest.Session, rank: int, folder: Path) -> None:
+    """Make the fork of the process that has collected the tests a rank of its own."""
+    manager = session.config.pluginmanager
+    _capture_output_alone(manager.getplugin("capturemanager"))
+    manager.unregister(name="terminalreporter")
+    manager.unregister(name="megatron-tests-conductor")
+    manager.register(_Reports(session.config), "megatron-tests-reports")
+    # Megatron's conftest makes a folder beside that of the rank, which the ranks share.
+    base = folder / f"rank{rank}"
+    base.mkdir()
+    session.config._tmp_path_factory._basetemp = base  # type: ignore[attr-defined]
+    _correct_rank_numbers(rank)
+    _free_groups()
+    # Some tests rely on an earlier test for this, since in Megatron's CI a process runs many files.
+    _utils().initialize_distributed()
 
 
-def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
-    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
-    rules = _SKIPPED if skipped else _RAISED
-    reason = next((reason for reason, pattern in rules if re.search(pattern, message)), "")
-    return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
+def _capture_output_alone(manager: Any) -> None:
+    """Capture the output of this rank in files of its own, as forks share the position in a file.
+
+    The objects ``sys.stdout`` and ``sys.stderr`` stay the same: modules that are imported already hold them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    capturing = manager._global_capturing
+    for stream in (capturing.out, capturing.err):
+        if hasattr(stream, "targetfd"):
+            with tempfile.TemporaryFile() as own:
+                os.dup2(own.fileno(), stream.tmpfile.fileno())
+            os.dup2(stream.tmpfile.fileno(), stream.targetfd)
+
+
+def _correct_rank_numbers(rank: int) -> None:
+    """Put right what the tests have read from the variables of rank 0 when they were imported."""
+    tests = [module for name, module in sys.modules.items() if name.startswith("tests.")]
+    for owner in (_utils(), *tests):
+        for name in ("rank", "local_rank"):
+            if isinstance(getattr(owner, name, None), int):
+                setattr(owner, name, rank)
+
+
+def _free_groups() -> None:
+    """Make ``Utils.destroy_model_parallel`` destroy the groups that ``initialize_model_parallel`` has made.
+
+    Megatron's tests only forget them, and every group of gloo has threads of its own.
+    """
+    from torch.distributed import destroy_process_group, distributed_c10d
+
+    tools, groups = _utils(), distributed_c10d._world.pg_map
+    initialize, destroy = tools.initialize_model_parallel, tools.destroy_model_parallel
+    made: set[Any] = set()
+
+    def initialize_and_note(*args: Any, **kwargs: Any) -> None:
+        before = set(groups)
+        initialize(*args, **kwargs)
+        made.update(set(groups) - before - {distributed_c10d.GroupMember.WORLD})
+
+    def destroy_all() -> None:
+        waits_for_all_ranks = tools.inited
+        destroy()
+        if waits_for_all_ranks:
+            for group in made & set(groups):
+                destroy_process_group(group)
+            made.clear()
+
+    tools.initialize_model_parallel = initialize_and_note
+    tools.destroy_model_parallel = destroy_all
+
+
+def _run_test(session: pytest.Session, number: int, send: Send) -> None:
+    import torch
+
+    # Seeded as a new process seeds a GPU: always alike, unlike the CPU. Without a seed some tests would pass
+    # at one time and not at another.
+    torch.manual_seed(torch.Generator().initial_seed())
+    item, *others = session.items[number:]
+    # Megatron's CI passes --experimental, an option of its conftest, for tests with this mark.
+    session.config.option.experimental = item.get_closest_marker("experimental") is not None
+    session.config.pluginmanager.getplugin("megatron-tests-reports").send = send
+    is_last = not others or others[0].path != item.path
+    session.config.hook.pytest_runtest_protocol(item=item, nextitem=None if is_last else others[0])
+
+
+class _Reports:
+    """Adds to each report of a failure what was raised, and where, in few words; sends all reports."""
+
+    send: Send
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            frames = [_place_of(frame) for frame in reversed(call.excinfo.traceback[-2:])]
+            raised = f"{call.excinfo.typename}: {call.excinfo.value}"
+            report.raised = "\n".join([raised, *frames])  # type: ignore[attr-defined]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.send(data, report.failed)
+
+
+def _place_of(frame: TracebackEntry) -> str:
+    place = f"at {frame.path}:{frame.lineno + 1}"
+    try:
+        return f"{place}: {' '.join(str(frame.statement).split())}"
+    except AssertionError:  # the source file does not exist
+        return place

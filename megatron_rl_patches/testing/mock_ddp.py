@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from .mock_modules import (
     MockDDPConfig,
     MockModule,
     MockProcessGroup,
-    require,
 )
 
 
@@ -105,18 +104,15 @@ class MockDDP(torch.nn.Module):
             self._install_hooks()
 
     def _group(self, one_group: bool, expert: bool) -> list[MockBucketGroup]:
-        # A parameter that several modules share counts once.
-        by_module: dict[torch.nn.Parameter, int] = {}
+        by_module: dict[int, list[torch.nn.Parameter]] = {}
+        grouped: set[torch.nn.Parameter] = set()  # several modules may share a parameter
         for number, module in enumerate(self.module.modules()):
-            for param in module.parameters(recurse=False):
+            for param in set(module.parameters(recurse=False)) - grouped:
                 if param.requires_grad and getattr(param, "allreduce", True) is not expert:
-                    by_module.setdefault(param, number)
-        numbers = sorted(set(by_module.values()))
-        per_module = [[param for param, own in by_module.items() if own == number] for number in numbers]
-        if one_group and per_module:
-            per_module = [list(chain.from_iterable(per_module))]
+                    by_module.setdefault(0 if one_group else number, []).append(param)
+                    grouped.add(param)
         process_group = MockProcessGroup()
-        groups = [MockBucketGroup(params, self.ddp_config, process_group) for params in reversed(per_module)]
+        groups = [MockBucketGroup(by_module[n], self.ddp_config, process_group) for n in reversed(by_module)]
         for group in groups:
             self.param_to_bucket_group.update(dict.fromkeys(group.params, group))
         if self.use_forward_hook:
@@ -129,7 +125,7 @@ class MockDDP(torch.nn.Module):
             self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(self._pre_hook)
 
     def _pre_hook(self, module: torch.nn.Module, *unused: Any) -> None:
-        require(self.use_forward_hook, "Should use pre-hook only when overlap_param_gather is True")
+        assert self.use_forward_hook, "Should use pre-hook only when overlap_param_gather is True"
         skip_next = self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
         for param in module.parameters(recurse=False):
             if param in self.param_to_bucket_group:
@@ -143,39 +139,50 @@ class MockDDP(torch.nn.Module):
         if self.ddp_config.overlap_grad_reduce:
             self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
 
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append((name, kwargs))
+
+    # Nothing but their calls is observable here.
+    broadcast_params = partialmethod(_record, "broadcast_params")
+    free_overlap_buffers = partialmethod(_record, "free_overlap_buffers")
+    offload_grad_buffers = partialmethod(_record, "offload_grad_buffers")
+    restore_grad_buffers = partialmethod(_record, "restore_grad_buffers")
+    set_is_first_microbatch = partialmethod(_record, "set_is_first_microbatch")
+    set_symmetric_ar = partialmethod(_record, "set_symmetric_ar")
+
     def enable_forward_pre_hook(self) -> None:
         """Raise AssertionError without overlapped gather, or when any hook is installed."""
-        self.calls.append(("enable_forward_pre_hook", {}))
+        self._record("enable_forward_pre_hook")
         if self.remove_forward_pre_hook_handles and _hooks_are_patched():
             forward_pre_hooks.enable(self._enable_forward_pre_hook, self)
         else:
             self._enable_forward_pre_hook()
 
     def _enable_forward_pre_hook(self) -> None:
-        require(self.use_forward_hook)
-        require(len(self.remove_forward_pre_hook_handles) == 0)
+        assert self.use_forward_hook
+        assert len(self.remove_forward_pre_hook_handles) == 0
         self._install_hooks()
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Raise KeyError at the first module without a hook; those before it have lost theirs by then."""
-        self.calls.append(("disable_forward_pre_hook", {"param_sync": param_sync}))
+        self._record("disable_forward_pre_hook", param_sync=param_sync)
         if self.remove_forward_pre_hook_handles.keys() != set(self.module.modules()) and _hooks_are_patched():
             forward_pre_hooks.disable(self._disable_forward_pre_hook, self, param_sync)
         else:
             self._disable_forward_pre_hook(param_sync)
 
     def _disable_forward_pre_hook(self, param_sync: bool) -> None:
-        require(self.use_forward_hook)
+        assert self.use_forward_hook
         for module in self.module.modules():
             self.remove_forward_pre_hook_handles[module].remove()
             del self.remove_forward_pre_hook_handles[module]
-        require(len(self.remove_forward_pre_hook_handles) == 0)
+        assert len(self.remove_forward_pre_hook_handles) == 0
         if param_sync:
             self.start_param_sync(force_sync=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.calls.append(("no_sync", {}))
+        self._record("no_sync")
         for group in bucket_groups(self):
             group.is_last_microbatch = False
         try:
@@ -185,77 +192,49 @@ class MockDDP(torch.nn.Module):
                 group.is_last_microbatch = True
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        self.calls.append(("start_param_sync", {"force_sync": force_sync, "force_dispatch": force_dispatch}))
+        self._record("start_param_sync", force_sync=force_sync, force_dispatch=force_dispatch)
         if self.overlap_param_gather_with_optimizer_step and not (force_sync or force_dispatch):
             return
         for group in bucket_groups(self):
             group.start_param_sync(force_sync=force_sync)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        self.calls.append(("start_grad_sync", {}))
+        self._record("start_grad_sync")
         for group in bucket_groups(self):
             group.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        self.calls.append(("finish_grad_sync", {"force_all_reduce": force_all_reduce}))
+        self._record("finish_grad_sync", force_all_reduce=force_all_reduce)
         for group in bucket_groups(self):
             group.finish_grad_sync(force_all_reduce)
 
     def zero_grad_buffer(self) -> None:
-        self.calls.append(("zero_grad_buffer", {}))
+        self._record("zero_grad_buffer")
         for param in self.param_to_bucket_group:
             param.main_grad.zero_()  # type: ignore[attr-defined]
         for group in bucket_groups(self):
             group.reset()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        self.calls.append(("scale_gradients", {"scaling_factor": scaling_factor}))
+        self._record("scale_gradients", scaling_factor=scaling_factor)
         for param in self.param_to_bucket_group:
             param.main_grad *= scaling_factor  # type: ignore[attr-defined]
 
-    def broadcast_params(self) -> None:
-        self.calls.append(("broadcast_params", {}))
-
-    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
-        self.calls.append(("offload_grad_buffers", {"synchronize": synchronize, "empty_cache": empty_cache}))
-
-    def restore_grad_buffers(self, synchronize: bool = True) -> None:
-        self.calls.append(("restore_grad_buffers", {"synchronize": synchronize}))
-
     def reset_param_sync_dispatch_state(self) -> None:
-        self.calls.append(("reset_param_sync_dispatch_state", {}))
+        self._record("reset_param_sync_dispatch_state")
         for group in bucket_groups(self):
             group.param_gather_dispatched = False
-
-    def free_overlap_buffers(self) -> None:
-        self.calls.append(("free_overlap_buffers", {}))
-
-    def set_is_first_microbatch(self) -> None:
-        """Set what Transformer Engine's modules read, on the modules that have it."""
-        self._set_where_present("is_first_microbatch", True)
-
-    def set_symmetric_ar(self, set_to: str | None = None) -> None:
-        """Set what inference layers read, on the modules that have it."""
-        self._set_where_present("symmetric_ar_type", set_to)
-
-    def _set_where_present(self, name: str, value: Any) -> None:
-        for module in self.modules():
-            if hasattr(module, name):
-                setattr(module, name, value)
 
     def state_dict(self, *, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
         """Return the state of the module, under names without a prefix for DDP, as Megatron does."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+    state_dict_for_save_checkpoint = state_dict
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state of the module; there is one shard of everything."""
         sharded = getattr(self.module, "sharded_state_dict", None)
-        return sharded(prefix, sharded_offsets, metadata) if sharded else self.state_dict(prefix=prefix)
+        return sharded(prefix, *args, **kwargs) if sharded else self.state_dict(prefix=prefix)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.module.load_state_dict(state_dict, strict=strict)
@@ -272,12 +251,6 @@ class MockDDP(torch.nn.Module):
         for param in reversed(list(self.parameters())):
             if param in self.param_to_bucket_group:
                 self._accumulate(param)
-
-
-class _Scale(float):
-    """A number that can be read as Megatron's tensor of one element is."""
-
-    item = float.__float__
 
 
 @dataclass
@@ -301,14 +274,26 @@ class MockOptimizer:
         ]
         self.state: dict[Any, Any] = {}
 
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(name)
+
+    # Nothing but their calls is observable here.
+    reload_model_params = partialmethod(_record, "reload_model_params")
+    prepare_model_params_for_param_sync = partialmethod(_record, "prepare_model_params_for_param_sync")
+    _copy_main_params_to_param_buffer = partialmethod(_record, "_copy_main_params_to_param_buffer")
+    save_parameter_state = partialmethod(_record, "save_parameter_state")
+    load_parameter_state = partialmethod(_record, "load_parameter_state")
+    offload_to_cpu = partialmethod(_record, "offload_to_cpu")
+    restore_from_cpu = partialmethod(_record, "restore_from_cpu")
+    zero_grad = partialmethod(_record, "zero_grad")
+
     def get_parameters(self) -> list[torch.nn.Parameter]:
         return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
 
-    def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
 
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        return self.get_main_grads_for_grad_norm()
+    get_main_grads_for_grad_norm = get_grads_for_grad_norm
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
         return False
@@ -319,14 +304,11 @@ class MockOptimizer:
     def grads_states_parallel_group_is_shared(self) -> bool:
         return True
 
-    def get_loss_scale(self) -> float:
-        return _Scale(1.0)
+    def get_loss_scale(self) -> torch.Tensor:
+        return torch.ones(1)
 
     def scale_loss(self, loss: Any) -> Any:
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.calls.append("zero_grad")
 
     def prepare_grads(self) -> bool:
         """Return whether a gradient is not finite."""
@@ -372,25 +354,3 @@ class MockOptimizer:
         self.calls.append("load_state_dict")
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(loaded)
-
-    def reload_model_params(self, state_dict: Any = None) -> None:
-        self.calls.append("reload_model_params")
-
-    def prepare_model_params_for_param_sync(self) -> None:
-        self.calls.append("prepare_model_params_for_param_sync")
-
-    def save_parameter_state(self, filename: str) -> None:
-        self.calls.append("save_parameter_state")
-
-    def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        self.calls.append("load_parameter_state")
-
-    def offload_to_cpu(self) -> None:
-        self.calls.append("offload_to_cpu")
-
-    def restore_from_cpu(self) -> None:
-        self.calls.append("restore_from_cpu")
-
-    def _copy_main_params_to_param_buffer(self) -> None:
-        # The mock records the call. The copy for mxfp8 parameters is not mocked.
-        self.calls.append("_copy_main_params_to_param_buffer")

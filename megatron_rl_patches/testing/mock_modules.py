@@ -43,11 +43,11 @@ class MockProcessGroup:
         return 0
 
 
+@dataclass
 class MockHandle:
     """What asynchronous collectives return."""
 
-    def __init__(self, action: Callable[[], None]) -> None:
-        self.wait = action
+    wait: Callable[[], None]
 
 
 class MockModule(torch.nn.Module):
@@ -86,12 +86,6 @@ class MockFloat16Module(MockModule):
         self.module = module
 
 
-def require(condition: bool, message: str = "") -> None:
-    """Raise an AssertionError, as Megatron does, with a message that pytest leaves as it is."""
-    if not condition:
-        raise AssertionError(*([message] if message else []))
-
-
 class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
@@ -120,16 +114,16 @@ class MockBucketGroup:
 
     def reset(self) -> None:
         if self.is_first_batch and self.per_param_grad_ready_counts:
-            require(len(self.per_param_grad_ready_counts) == len(self.params))
+            assert len(self.per_param_grad_ready_counts) == len(self.params)
             self.golden_per_param_grad_ready_counts = self.per_param_grad_ready_counts
             self.is_first_batch = False
         self.per_param_grad_ready_counts = {}
         self.is_last_microbatch = True
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        require(self.ddp_config.use_distributed_optimizer)
+        assert self.ddp_config.use_distributed_optimizer
         if not force_sync:
-            require(self.param_gather_handle is None)
+            assert self.param_gather_handle is None
         elif self.param_gather_handle is not None:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
@@ -144,25 +138,22 @@ class MockBucketGroup:
         self.is_stale = False
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
-        require(self.ddp_config.use_distributed_optimizer)
-        require(self.ddp_config.overlap_param_gather)
+        assert self.ddp_config.use_distributed_optimizer
+        assert self.ddp_config.overlap_param_gather
         if not self.param_gather_dispatched:
             self.start_param_sync()
         if self.param_gather_handle is not None:
             self.param_gather_handle.wait()
             self.param_gather_handle = None
             following = self.next_param_gather_bucket_group
-            if following is None or skip_next_bucket_dispatch or following.param_gather_dispatched:
-                return
-            following.start_param_sync()
+            if following and not (skip_next_bucket_dispatch or following.param_gather_dispatched):
+                following.start_param_sync()
 
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
-        require(
-            self.grad_reduce_handle is None,
-            "Should not have multiple communication calls outstanding at once",
-        )
+        message = "Should not have multiple communication calls outstanding at once"
+        assert self.grad_reduce_handle is None, message
         if self.ddp_config.overlap_grad_reduce:
             self.grad_reduce_handle = MockHandle(lambda: None)
 
@@ -173,22 +164,19 @@ class MockBucketGroup:
             return
         if self.is_first_batch:
             self.start_grad_sync(force_all_reduce)
-        if self.grad_reduce_handle is None:
-            raise AssertionError(
-                "Communication call has not been issued for this bucket "
-                f"({len(self.per_param_grad_ready_counts)}/{len(self.params)} params have grad available)"
-            )
+        assert self.grad_reduce_handle is not None, (
+            "Communication call has not been issued for this bucket "
+            f"({len(self.per_param_grad_ready_counts)}/{len(self.params)} params have grad available)"
+        )
         self.grad_reduce_handle.wait()
         self.grad_reduce_handle = None
 
     def register_grad_ready(self, param: torch.nn.Parameter, force_all_reduce: bool = False) -> None:
-        require(
-            self.ddp_config.overlap_grad_reduce,
-            "register_grad_ready() should only be called when overlap_grad_reduce is True",
-        )
+        message = "register_grad_ready() should only be called when overlap_grad_reduce is True"
+        assert self.ddp_config.overlap_grad_reduce, message
         if not self.is_last_microbatch:
             return
-        require(param in self.params, "Param is not in the bucket group")
+        assert param in self.params, "Param is not in the bucket group"
         counts = self.per_param_grad_ready_counts
         counts[param] = counts.get(param, 0) + 1
         if not self.is_first_batch and counts == self.golden_per_param_grad_ready_counts:

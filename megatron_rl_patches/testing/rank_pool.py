@@ -22,19 +22,10 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
-# They may also wait for the failed rank for ever.
 _GRACE_SECONDS = 2.0
 
 #: Calls its argument with what is to be sent to the parent, and with whether that is a failure.
 Send = Callable[[Any, bool], None]
-
-
-class Sent(NamedTuple):
-    """Something that a rank has sent while it ran a task."""
-
-    rank: int
-    value: Any
-    is_failure: bool
 
 
 @dataclass
@@ -42,13 +33,13 @@ class Outcome:
     """What the ranks did in one task.
 
     Attributes:
-        sent: in the order of arrival.
+        sent: pairs of a rank and a value that it has sent, in the order of arrival.
         died: ranks whose process ended, with what is known of it.
         stacks: ranks that were cut off, with the stacks of their threads.
         failed_at: when ranks that have sent a failure or died did so first.
     """
 
-    sent: list[Sent] = field(default_factory=list)
+    sent: list[tuple[int, Any]] = field(default_factory=list)
     died: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
     failed_at: dict[int, float] = field(default_factory=dict)
@@ -82,10 +73,9 @@ class _Rank(NamedTuple):
     stack_file: Path
 
     def is_done(self, outcome: Outcome, since: float) -> bool:
-        """Take what the rank has sent, and return whether it is done, or has died since a moment.
+        """Take what the rank has sent, and return whether it is done or has died, at the latest ``since``.
 
-        A rank that has died counts as dead since that moment. Most often the others that fail in the meantime
-        do so because they wait for it.
+        Other ranks that have failed after that moment most often did so because they waited for this one.
         """
         has_ended = not self.process.is_alive()  # asked first, as what it has sent is in the pipe by then
         try:
@@ -94,7 +84,7 @@ class _Rank(NamedTuple):
                 if message is None:
                     return True
                 moment, value, is_failure = message
-                outcome.sent.append(Sent(self.number, value, is_failure))
+                outcome.sent.append((self.number, value))
                 if is_failure:
                     outcome.failed_at.setdefault(self.number, moment)
         except (EOFError, ConnectionResetError):
@@ -106,24 +96,20 @@ class _Rank(NamedTuple):
 
     def stacks(self) -> str:
         """Make the rank write the stacks of its threads, and return them."""
-        if not self.stack_file.exists():
-            return "(starting)"
-        before = self.stack_file.stat().st_size
         with suppress(ProcessLookupError):
             os.kill(self.process.pid or 0, signal.SIGUSR1)
         deadline = time.monotonic() + 1.0
-        while self.stack_file.stat().st_size == before and time.monotonic() < deadline:
+        while not self.stack_file.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.02)
-        return self.stack_file.read_text()[before:]
+        return self.stack_file.read_text() or "(starting)"
 
     def death(self) -> str:
         """Return how the process ended, and what it wrote in a crash."""
         self.process.join(1.0)
         code = self.process.exitcode
         what = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-        stacks = self.stack_file.read_text() if self.stack_file.exists() else ""
-        return f"died with {what}, no traceback\n{stacks}"
+        return f"died with {what}, no traceback\n{self.stack_file.read_text()}"
 
     def kill(self) -> None:
         self.pipe.close()
@@ -198,6 +184,7 @@ class RankPool:
         for number in range(self.size):
             ours, theirs = self.context.Pipe()
             stack_file = folder / f"stacks{number}"
+            stack_file.touch()
             # A new interpreter needs variables from the start; a fork of a server gets them when it serves.
             with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
                 arguments = (theirs, dict(os.environ), self.folder, stack_file, self.run_task, self.prepare)

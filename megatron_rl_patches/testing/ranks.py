@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegatronRLPatchesError
-from .rank_pool import Outcome, RankPool, Send
+from .rank_pool import RankPool, Send
 
 
 class RanksFailed(MegatronRLPatchesError):
@@ -29,12 +29,9 @@ class RanksFailed(MegatronRLPatchesError):
         ranks: the failed ranks, the first to fail first; empty if ranks hang and none has failed.
     """
 
-    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.ranks)
 
 
 def spawn_ranks(
@@ -70,18 +67,14 @@ def spawn_ranks(
     # Forks get their variables after the imports, which is too late for those of the caller.
     forked = not env and get_start_method(allow_none=True) == "forkserver"
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
-        results = call_on_ranks(
-            partial(_call_in_a_group, payload, f"file://{folder}/rendezvous", timedelta(seconds=timeout / 2)),
-            world_size,
-            Path(folder),
-            timeout,
-            {"OMP_NUM_THREADS": "1", **(env or {})},
-            ForkServerContext() if forked else SpawnContext(),
-        )
+        call = partial(_call_in_a_group, payload, f"file://{folder}/rendezvous", timeout / 2)
+        context = ForkServerContext() if forked else SpawnContext()
+        variables = {"OMP_NUM_THREADS": "1", **(env or {})}
+        results = call_on_ranks(call, world_size, Path(folder), timeout, variables, context)
     return [pickle.loads(result) for result in results]
 
 
-def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: timedelta) -> bytes:
+def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: float) -> bytes:
     import torch.distributed
 
     torch.set_num_threads(1)
@@ -90,7 +83,7 @@ def _call_in_a_group(payload: bytes, rendezvous: str, collective_timeout: timede
         init_method=rendezvous,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=collective_timeout,
+        timeout=timedelta(seconds=collective_timeout),
     )
     # A rank that is done at once would close connections that another rank is still making.
     torch.distributed.barrier()
@@ -107,38 +100,30 @@ def call_on_ranks(
     env: Mapping[str, str],
     context: BaseContext,
 ) -> list[Any]:
-    """Call a function on ranks without a process group, and return what each returned, as :class:`RankPool`.
+    """Call a function on ranks without a process group, and return what each returned, by rank.
 
     Raises:
         RanksFailed: a rank raised, died, or was not done in time.
     """
     with closing(RankPool(size, folder, _send_result, context=context, env=env)) as pool:
         outcome = pool.run(function, timeout, once=True)
-    if not outcome.went_well:
-        raise _failure(outcome, timeout)
-    results = {sent.rank: sent.value for sent in outcome.sent}
-    return [results[rank] for rank in range(size)]
-
-
-def _failure(outcome: Outcome, timeout: float) -> RanksFailed:
-    """Return the error for ranks that have failed, or have not been done in time."""
+    sent = dict(outcome.sent) | outcome.died
+    if outcome.went_well:
+        return [sent[rank] for rank in range(size)]
     if failed := outcome.failed:
         message = f"rank {failed[0]} failed" + (" first" if len(failed) > 1 else "")
     else:
         message = f"no result after {timeout:g} s; still running: rank {', '.join(map(str, outcome.stacks))}"
-    tracebacks = {sent.rank: sent.value for sent in outcome.sent if sent.is_failure}
     for rank in failed:
-        message += f"\n--- rank {rank} ---\n{outcome.died.get(rank) or tracebacks[rank]}"
+        message += f"\n--- rank {rank} ---\n{sent[rank]}"
     for rank, stacks in outcome.stacks.items():
         message += f"\n--- rank {rank}, still running, was here ---\n{stacks}"
-    return RanksFailed(message, failed)
+    raise RanksFailed(message, failed)
 
 
 def _send_result(function: Callable[[], Any], send: Send) -> None:
     """Send what the function returns, or the traceback of what it raises as a failure."""
     try:
-        result = function()
+        send(function(), False)
     except BaseException:
         send(traceback.format_exc(), True)
-    else:
-        send(result, False)

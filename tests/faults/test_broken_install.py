@@ -79,7 +79,7 @@ def test_a_damage_that_shows_only_when_the_framework_is_imported(
     for name, last in [
         ("announce", "_log_line"),
         ("target_source", "_parse"),
-        ("sources", "_find_spec"),
+        ("sources", "find_spec"),
     ]:
         [file] = [file for file in loaded if file.stem == name and file.parent.name == "engine"]
         text = file.read_text()

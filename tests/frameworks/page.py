@@ -80,7 +80,7 @@ def page(table: Sequence[Known], runs: Sequence[Run]) -> str:
         for one in table
     ]
     summary = markdown_table(("source", "commit", "date", "patches that fit", "run for real"), rows)
-    return f"{_INTRODUCTION}{summary}\n{sections([one.judged() for one in table])}"
+    return f"{_INTRODUCTION}{summary}\n{sections({one.source: one.judged() for one in table})}"
 
 
 def conformance_section(records: dict[str, dict[str, Any]]) -> str:
@@ -154,7 +154,7 @@ def _revision(one: Known) -> str:
 
 
 def _patches(one: Known) -> str:
-    findings = one.judged().statuses
+    findings = one.judged()
     fit = dict.fromkeys(f.patch for f in findings if f.state == "fits")
     faults = dict.fromkeys(f.patch for f in findings if f.is_fault)
     effective = [patch for patch in fit if patch not in faults]

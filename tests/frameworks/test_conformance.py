@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,9 +54,9 @@ FILES = {
 
 def run(checkout: str, select: tuple[str, ...], patches: str, results: Path) -> list[conformance.Change]:
     """Run both ways, and return the verdicts that the patches change."""
-    deque(conformance.run_at_smallest(checkout, select, ranks=(1, 2), results=results), maxlen=0)
-    deque(conformance.run_with_patches(checkout, patches, results=results), maxlen=0)
-    return conformance.repeated_changes(checkout, conformance.changes(results, patches), patches)
+    conformance.run_at_smallest(Path(checkout), select, ranks=(1, 2), results=results)
+    conformance.run_with_patches(Path(checkout), patches, results=results)
+    return conformance.repeated_changes(Path(checkout), conformance.changes(results, patches), patches)
 
 
 def test_patches_change_no_verdict(checkouts: Checkouts, tmp_path: Path) -> None:

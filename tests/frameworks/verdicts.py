@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_rl_patches import Settings
-from megatron_rl_patches.cli.commands import Judged
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.judge import SiteStatus, judge_all
 from megatron_rl_patches.engine.sources import open_source
@@ -49,14 +48,13 @@ class Known:
         """As runs know it."""
         return self.commit or self.source
 
-    def judged(self) -> Judged:
-        findings = [
+    def judged(self) -> list[SiteStatus]:
+        return [
             SiteStatus(patch, framework, site, *_state_and_reason(verdict))  # type: ignore[arg-type]
             for framework, patches in self.verdicts.items()
             for patch, sites in patches.items()
             for site, verdict in sites.items()
         ]
-        return Judged(self.source, findings)
 
 
 def load(file: Path = TABLE) -> list[Known]:

@@ -95,9 +95,9 @@ class TestCheck:
         (status,) = invoke_json("check", code=1)
         assert (status["source"], status["state"]) == ("this environment", "drifted")
 
-    def test_framed_on_a_terminal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_colored_on_a_terminal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORCE_COLOR", "1")
-        assert "━" in invoke("check", framework(tmp_path)).stdout
+        assert "\x1b[32mfits" in invoke("check", framework(tmp_path)).stdout
 
     def test_table(self, tmp_path: Path) -> None:
         framework(tmp_path / "one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -37,17 +36,15 @@ PATCHED = [
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty checkout, whose tests have the results above."""
 
-    def append(file: Path, results: list[Result]) -> Iterator[Result]:
+    def append(file: Path, results: list[Result]) -> None:
         with open(file, "a") as lines:
-            for result in results:
-                lines.write(result.to_json() + "\n")
-                yield result
+            lines.writelines(result.to_json() + "\n" for result in results)
 
-    def without(*args: object, results: Path, **kwargs: object) -> Iterator[Result]:
-        return append(results, WITHOUT)
+    def without(*args: object, results: Path, **kwargs: object) -> None:
+        append(results, WITHOUT)
 
-    def with_patches(checkout: Path, patches: str, results: Path, **kwargs: object) -> Iterator[Result]:
-        return append(results, [replace(result, patches=patches) for result in PATCHED])
+    def with_patches(checkout: Path, patches: str, results: Path, **kwargs: object) -> None:
+        append(results, [replace(result, patches=patches) for result in PATCHED])
 
     monkeypatch.setattr(conformance, "run_at_smallest", without)
     monkeypatch.setattr(conformance, "run_with_patches", with_patches)

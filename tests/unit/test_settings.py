@@ -14,32 +14,35 @@ import pytest
 from megatron_rl_patches import Patch, PatchError, Settings, applied
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.api import activate_from_environment
-from megatron_rl_patches.engine.settings import Selection, parse_selection, variables
+from megatron_rl_patches.engine.settings import parse_selection, variables
 
-KNOWN = ("reentrant-train", "lean-loss")
+ALL = [patch.name for patch in registry.select(())]
+WITHOUT_LEAN_LOSS = [name for name in ALL if name != "lean-loss"]
 
 
 @pytest.mark.parametrize(
-    ("value", "selection"),
+    ("value", "names", "unknown"),
     [
-        ("", Selection(())),
-        ("0", Selection(())),
-        (" Off ", Selection(())),
-        ("1", Selection(None)),
-        ("TRUE", Selection(None)),
-        ("all", Selection(None)),
-        ("reentrant-train", Selection(("reentrant-train",))),
-        (" reentrant-train , lean-loss ", Selection(("reentrant-train", "lean-loss"))),
-        ("all,-lean-loss", Selection(None, ("lean-loss",))),
-        ("-lean-loss", Selection(None, ("lean-loss",))),
-        ("lean-los,reentrant-train", Selection(("reentrant-train",), (), ("lean-los",))),
-        ("all,lean-loss", Selection(None, also=("lean-loss",))),
-        ("os.system", Selection((), (), ("os.system",))),
-        (",,,", Selection((), (), (",,,",))),
+        ("", [], []),
+        ("0", [], []),
+        (" Off ", [], []),
+        ("1", ALL, []),
+        ("TRUE", ALL, []),
+        ("all", ALL, []),
+        ("reentrant-train", ["reentrant-train"], []),
+        (" reentrant-train , lean-loss ", ["reentrant-train", "lean-loss"], []),
+        ("all,-lean-loss", WITHOUT_LEAN_LOSS, []),
+        ("-lean-loss", WITHOUT_LEAN_LOSS, []),
+        ("lean-los,reentrant-train", ["reentrant-train"], ["lean-los"]),
+        ("all,distillation", [*ALL, "distillation"], []),
+        ("os.system", [], ["os.system"]),
+        ("-lean-los", [], ["-lean-los"]),
+        (",,,", [], [",,,"]),
     ],
 )
-def test_the_grammar_of_the_variable(value: str, selection: Selection) -> None:
-    assert parse_selection(value, KNOWN) == selection
+def test_the_grammar_of_the_variable(value: str, names: list[str], unknown: list[str]) -> None:
+    patches, refused = parse_selection(value)
+    assert ([patch.name for patch in patches], refused) == (names, unknown)
 
 
 def test_is_a_frozen_value() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,12 +24,11 @@ _log = logging.getLogger("megatron_rl_patches")
 _AS_BEFORE = "Nothing was loaded; the weights are as before."
 _TORCH_FILE = "model_optim_rng.pt"
 _MTP = "mtp."
-_Model = torch.nn.Module | Sequence[torch.nn.Module]
 _State = dict[str, Any]
 
 
 def load_inference_checkpoint(
-    model: _Model,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     path: str | os.PathLike[str],
     *,
     format: str = "auto",
@@ -56,9 +53,8 @@ def load_inference_checkpoint(
     them. No code runs that the files name; a file that asks for it is refused.
 
     It takes no device memory. From ``torch_dist``, every rank holds its own weights once in host memory, and
-    twice while it joins those that Megatron splits for storage (gated MLP); beside them one stored piece, and
-    a byte for each number of the weight that it reads. From ``torch``, tensors are mapped, and copied one by
-    one.
+    twice while it joins those that Megatron splits for storage (gated MLP). From ``torch``, tensors are
+    mapped, and copied one by one.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
@@ -96,14 +92,11 @@ def load_inference_checkpoint(
         with _on_all_ranks_or_none(f"cannot load {location.folder}"):
             content, states = _read_torch(chunks, location.folder)
     else:
-        content, states = _read_torch_dist(chunks, location, exact)
+        content, states = _read_torch_dist(chunks, location.folder, exact)
     with _on_all_ranks_or_none(f"cannot load {location.folder}"):
         iteration = _iteration(location, content)
         states = [without_inert_extra_states(state, location.folder) for state in states]
         for chunk, state in zip(chunks, states, strict=True):
-            kept = _without_mtp(list(state), chunk.state_dict())
-            for name in state.keys() - set(kept):
-                del state[name]
             _refuse(_compare(chunk, state, exact))
     # From here on only an extra state can refuse, or a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
@@ -129,65 +122,56 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
 
 
 def _read_torch_dist(
-    chunks: Sequence[torch.nn.Module], location: Location, exact: bool
+    chunks: Sequence[torch.nn.Module], folder: Path, exact: bool
 ) -> tuple[_State, list[_State]]:
+    """Return what is not sharded, and the state dicts of the chunks."""
     from .torch_dist import TorchDistCheckpoint, requested_tensors
 
-    with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-        checkpoint = TorchDistCheckpoint(location.folder)
+    with _on_all_ranks_or_none(f"cannot load {folder}"):
+        checkpoint = TorchDistCheckpoint(folder)
         request = checkpoint.request(chunks)
         requested = requested_tensors(request)
         checkpoint.check_files(requested)
         differing, paddings = checkpoint.compare(requested, exact)
-    # Every stored tensor must be requested by some rank. Each rank sends one bit for each stored name, which
-    # says whether it requests that tensor: the names themselves would be megabytes from each to each.
+    # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
+    # names themselves would be megabytes from each to each.
     names = checkpoint.names()
-    bits = sum(1 << position for position, name in enumerate(names) if name in requested)
-    all_bits, all_differing, all_paddings = zip(*_gather((bits, differing, paddings)), strict=True)
+    flags = bytes(name in requested for name in names)
+    all_flags, all_differing, all_paddings = zip(*_gather((flags, differing, paddings)), strict=True)
     if is_rank_0():
-        for name, rows in functools.reduce(operator.or_, all_paddings).items():
+        for padding in sorted(set().union(*all_paddings)):
             # It might be another vocabulary, which shows nowhere else.
-            _log.warning("%s has %d rows in the checkpoint and %d in the model", name, *rows)
-    with _on_all_ranks_or_none(f"cannot load {location.folder}"):
-        union = functools.reduce(operator.or_, all_bits)
-        by_request: dict[bool, list[str]] = {True: [], False: []}
-        for position, name in enumerate(names):
-            by_request[bool(union >> position & 1)].append(name)
-        unexpected = _without_mtp(by_request[False], by_request[True])
-        _refuse(*all_differing, {"unexpected in the checkpoint": {name: name for name in unexpected}})
-    with _on_all_ranks_or_none(f"cannot read {location.folder}"):
+            _log.warning("%s has %d rows in the checkpoint and %d in the model", *padding)
+    with _on_all_ranks_or_none(f"cannot load {folder}"):
+        by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
+        unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
+        _refuse({("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing))
+    with _on_all_ranks_or_none(f"cannot read {folder}"):
         states = checkpoint.read(request)
     return checkpoint.common, states
 
 
-def _without_mtp(stored: list[str], requested: Iterable[str]) -> list[str]:
+def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
     """Return the names without those of multi-token prediction, unless the model has such layers.
 
     A model that only scores is built without them, and its policy's checkpoint has them.
     """
-    others = [name for name in stored if not name.startswith(_MTP)]
-    if len(others) == len(stored) or any(name.startswith(_MTP) for name in requested):
+    mtp = {name for name in stored if name.startswith(_MTP)}
+    if not mtp or any(name.startswith(_MTP) for name in requested):
         return stored
     if is_rank_0():
-        count = len(stored) - len(others)
-        _log.info(
-            "%d tensors of multi-token prediction (%s*) are not loaded: this model only scores", count, _MTP
-        )
-    return others
+        message = "%d tensors of multi-token prediction (%s*) are not loaded: this model only scores"
+        _log.info(message, len(mtp), _MTP)
+    return stored - mtp
 
 
 def _read_torch(chunks: Sequence[torch.nn.Module], folder: Path) -> tuple[_State, list[_State]]:
-    """Return what was saved in the legacy format for this rank's place in the model, and of it the states.
-
-    Tensors are mapped, not read.
-    """
+    """Return what was saved in the legacy format for this rank, and of it the state dicts of the chunks."""
     from megatron.core import parallel_state as mpu
 
-    tp, pp, ep = (
-        mpu.get_tensor_model_parallel_world_size(),
-        mpu.get_pipeline_model_parallel_world_size(),
-        mpu.get_expert_model_parallel_world_size(),
-    )
+    tp = mpu.get_tensor_model_parallel_world_size()
+    pp = mpu.get_pipeline_model_parallel_world_size()
+    ep = mpu.get_expert_model_parallel_world_size()
 
     def name(tp_rank: int, pp_rank: int, ep_rank: int) -> str:
         """Return the folder of a rank; it names only those groups that have several ranks."""
@@ -207,7 +191,11 @@ def _read_torch(chunks: Sequence[torch.nn.Module], folder: Path) -> tuple[_State
         mpu.get_expert_model_parallel_rank(),
     )
     content = load_dict(folder / own / _TORCH_FILE)
-    return content, _states_of_chunks(content, len(chunks))
+    states = _states_of_chunks(content, len(chunks))
+    for chunk, state in zip(chunks, states, strict=True):
+        for key in state.keys() - _without_mtp(set(state), chunk.state_dict()):
+            del state[key]
+    return content, states
 
 
 def _states_of_chunks(content: _State, chunks: int) -> list[_State]:
@@ -240,7 +228,7 @@ def _iteration(location: Location, content: dict[str, Any]) -> int:
         ) from error
 
 
-def _bare_chunks(model: _Model) -> list[torch.nn.Module]:
+def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     chunks = [unwrap(chunk) for chunk in as_chunks(model)]
     if not chunks:
         raise InvalidInputError("model has no chunks; expected what Megatron's get_model returns")
@@ -263,8 +251,8 @@ def _compare(chunk: torch.nn.Module, state: _State, exact: bool) -> Differences:
     return differences(stored, model, "the checkpoint", dtypes=exact)
 
 
-def _refuse(*parts: Differences) -> None:
-    if text := describe(*parts):
+def _refuse(differing: Differences) -> None:
+    if text := describe(differing):
         raise CheckpointError(f"the checkpoint is of another model; {text}")
 
 
@@ -283,19 +271,18 @@ def _on_all_ranks_or_none(action: str, outcome: str = _AS_BEFORE) -> Iterator[No
     except Exception as raised:
         error = raised
         reason = str(error) if isinstance(error, CheckpointError) else one_line(error)
-    reasons = {rank: reason for rank, reason in enumerate(_gather(reason)) if reason is not None}
-    if reasons:
+    reasons = _gather(reason)
+    if any(reasons):
         raise CheckpointError(f"{action}: {_summary(reasons)}. {outcome}") from error
 
 
-def _summary(reasons: dict[int, str]) -> str:
-    """Join the reasons, each once, with the ranks that have it."""
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+def _summary(reasons: Sequence[str | None]) -> str:
+    """Join the reasons of all ranks, each once, with the ranks that have it."""
     parts = []
-    for reason in dict.fromkeys(reasons.values()):
-        ranks = [str(rank) for rank, other in reasons.items() if other == reason]
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]
         listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-        parts.append(f"{'every rank' if len(ranks) == world else listed}: {reason}")
+        parts.append(f"{'every rank' if len(ranks) == len(reasons) else listed}: {reason}")
     return "; ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The folder, the format and the files of a checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
+"""The folder and the format of a checkpoint, found as ``checkpointing.py`` of Megatron-LM does."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from ...errors import CheckpointError, first, one_line
 TRACKER = "latest_checkpointed_iteration.txt"
 TORCH_DIST, TORCH = "torch_dist", "torch"
 FORMATS = (TORCH_DIST, TORCH)
+_SUPPORTED = (
+    "supported: torch_dist and torch. Convert it with Megatron-LM (--ckpt-convert-format torch_dist), "
+    "or load it through the framework"
+)
 #: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
 #: differ by fewer rows than this.
 MAX_PADDING = 128 * 16
@@ -61,20 +65,18 @@ def detect_format(folder: Path) -> str:
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
         if backend != TORCH_DIST:
-            raise _unsupported(folder, backend)
+            raise CheckpointError(f"{folder} is in the format {backend}; {_SUPPORTED}")
         return TORCH_DIST
     if any(name.startswith("mp_rank_") for name in names):
         return TORCH
-    partial = (
-        "a part of a torch_dist checkpoint (metadata.json, which is written last, is missing: the save did "
-        "not finish, or the copy is incomplete)"
+    if not any(name in (".metadata", "common.pt") or name.endswith(".distcp") for name in names):
+        raise _no_checkpoint_in(folder)
+    # The formats without metadata.json look like a part of a torch_dist checkpoint that has no common.pt.
+    raise CheckpointError(
+        f"{folder} is a part of a torch_dist checkpoint (metadata.json, which is written last, is missing: "
+        "the save did not finish, or the copy is incomplete), or in the format torch_dcp or fsdp_dtensor; "
+        f"{_SUPPORTED}"
     )
-    if "common.pt" in names or (".metadata" not in names and any(name.endswith(".distcp") for name in names)):
-        raise CheckpointError(f"{folder} is {partial}")
-    if ".metadata" in names:
-        # From megatron-core 0.19 on, torch_dist has no common.pt by which it differs from these.
-        raise _unsupported(folder, f"torch_dcp or fsdp_dtensor, or it is {partial}")
-    raise _no_checkpoint_in(folder)
 
 
 @contextmanager
@@ -103,19 +105,12 @@ def _tracked(tracker: Path) -> str:
     return f"iter_{int(text):07d}"
 
 
-def _unsupported(folder: Path, stored_format: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} is in the format {stored_format}; supported: {' and '.join(FORMATS)}. "
-        "Convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
-    )
-
-
 def _no_checkpoint_in(folder: Path) -> CheckpointError:
     names = sorted(entry.name for entry in folder.iterdir())
     if any(name.endswith(".safetensors") or name.startswith("pytorch_model") for name in names):
         return CheckpointError(
-            f"{folder} is a Hugging Face checkpoint; supported: {' and '.join(FORMATS)}. "
-            "Load it through the framework or Megatron-Bridge, in build_inference_model(pre_wrap=...)"
+            f"{folder} is a Hugging Face checkpoint: load it through the framework or Megatron-Bridge, in "
+            "build_inference_model(pre_wrap=...)"
         )
     if any(_iteration_of(name) is not None for name in names):
         return CheckpointError(

@@ -1,7 +1,6 @@
 """Unpickling that calls only the functions and classes in the tables below, and no code of a file's author.
 
-It changes nothing but objects of its own. Torch's ``weights_only=True`` is not for ``.metadata``, and
-releases treat unknown classes differently.
+Torch's ``weights_only=True`` is not for ``.metadata``, and releases treat unknown classes differently.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ EXTRA_STATE = "_extra_state"
 def load_dict(file: Path) -> dict[str, Any]:
     """Load a dict saved by ``torch.save``: tensors are mapped from the file, and read when they are used.
 
-    Megatron's checkpoints hold the saving program's arguments, with enums and classes of modules that need
-    not exist in this process. They become :class:`Inert` objects.
+    It also holds the saving program's arguments, whose classes need not exist in this process: those become
+    :class:`Inert` objects.
     """
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
@@ -70,9 +69,8 @@ def as_dict(content: Any, file: Path) -> dict[str, Any]:
 def without_inert_extra_states(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return a state dict whose extra states hold tensors and builtin containers only.
 
-    TransformerEngine unpickles the extra state of its layers itself, without any protection, and Python's
-    two unpicklers do not read every damaged pickle alike. So each is unpickled here and written anew. What
-    has become an :class:`Inert` object is left out.
+    TransformerEngine unpickles the extra states of its layers without any protection. So each is unpickled
+    here and written anew. What has become an :class:`Inert` object is left out.
     """
     result = {}
     for name, value in state.items():
@@ -201,10 +199,8 @@ class _Unpickler(pickle._Unpickler):
     """Changes no object but instances of builtin containers and of classes that the file names.
 
     The file has made these itself, members of enums excepted. Whatever else it can put on the stack belongs
-    to the whole process: classes, functions, dtypes. Pickle's own opcodes would change that, too.
-
-    This is Python's own implementation, as that in C calls no methods for its opcodes. For an index of 38 MB
-    it takes 10 seconds in place of 6.5.
+    to the whole process: classes, functions, dtypes. Pickle's own opcodes would change that, too. Python's
+    own implementation has methods for them, the one in C has not.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -240,8 +236,7 @@ class MetadataUnpickler(_Unpickler):
 class _ExtraStateUnpickler(_Unpickler):
     """For extra states, which also hold recipes of TransformerEngine: classes of enums and dataclasses.
 
-    Nothing may become an :class:`Inert` object here, because TransformerEngine unpickles the bytes again with
-    the real classes.
+    Nothing becomes an :class:`Inert` object here, because TransformerEngine unpickles the bytes again.
     """
 
     def lookup(self, module: str, name: str) -> Any:

@@ -1,6 +1,6 @@
 """Parameters of every pipeline stage, from the real ``GPTModel`` on the meta device.
 
-A process of its own builds it, with torch's fake process groups, so that the caller's groups stay untouched.
+A child process builds it, with torch's fake process groups, so that the caller's groups stay untouched.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Parameter(NamedTuple):
 def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
     """Return the parameters of a real model chunk, in the order of ``chunk.parameters()``."""
     if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
-        dtypes = ", ".join(sorted(unknown)).replace("torch.", "")
+        dtypes = ", ".join(sorted(unknown))
         raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
     head = _output_layer_of(unwrap(chunk))
     return [
@@ -70,14 +70,23 @@ def _output_layer_of(model: Any) -> set[int]:
     return set(map(id, [*layer.parameters(), *shared]))
 
 
-@functools.cache
 def count_parameters(
     description: GPTDescription, sizes: ParallelSizes, dtype: str
 ) -> list[list[list[Parameter]]]:
     """Count the parameters of each chunk of each pipeline stage, in seconds and without memory for them."""
+
+    def plain(value: Any) -> Any:
+        """Return what JSON knows in place of a pipeline's layout in a config, or of a kind of layer."""
+        return value.input_data if hasattr(value, "input_data") else value.name
+
+    return _counted(json.dumps([vars(description), vars(sizes), dtype], default=plain))
+
+
+@functools.cache
+def _counted(task: str) -> list[list[list[Parameter]]]:
     child = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps([vars(description), vars(sizes), dtype]),
+        input=task,
         capture_output=True,
         text=True,
         env={
@@ -111,7 +120,7 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: Any) -> Iterator[list[list[Parameter]]]:
+def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: str) -> Iterator[list[list[Parameter]]]:
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 

@@ -1,8 +1,5 @@
 """How many bytes a Megatron model takes on each rank: training, scoring, and training beside teachers.
 
-The bytes are counted, not measured, and leave out activations, communication buffers, fragmentation of the
-allocator and the CUDA context.
-
 Source of what training takes: megatron-core's ``DistributedDataParallel`` and ``_ParamAndGradBuffer``,
 ``DistributedOptimizer``, ``Float16OptimizerWithFloat16Params`` and ``HybridDeviceOptimizer``, and
 TransformerEngine's ``FusedAdam``.
@@ -59,9 +56,8 @@ class Memory:
     Attributes:
         parameters: the weights; with the distributed optimizer, its padding included.
         main_parameters: the copies in higher precision that Adam updates.
-        main_gradients: copies of the gradients in fp32 for Adam, if the buffers are not in fp32. They exist
-            from ``step()`` to the next ``zero_grad()``, so also while a teacher scores.
-        teachers: parameters of models that only score.
+        main_gradients: copies of the gradients in fp32, if the buffers are not. They exist from ``step()`` to
+            the next ``zero_grad()``, so also while a teacher scores.
         teacher_heads: output layers that stay when another teacher takes the model.
     """
 
@@ -93,18 +89,12 @@ class RankMemory:
     def __add__(self, other: RankMemory) -> RankMemory:
         return RankMemory(self.device + other.device, self.host + other.host)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the parts and their sum of each place, for JSON."""
-        return {place: {**asdict(memory), "total": memory.total} for place, memory in vars(self).items()}
-
 
 @dataclass(frozen=True)
 class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
-    Attributes:
-        teachers: number of models of the same shape in a pool.
-        with_teachers: training beside that pool: the device holds one of them, host memory all.
+    ``with_teachers`` is training beside a pool of ``teachers`` models: the device holds one, host memory all.
     """
 
     stage: int
@@ -123,17 +113,6 @@ class StageEstimate:
             scenarios[f"training + {self.teachers} teacher{'s' * (self.teachers > 1)}"] = self.with_teachers
         return scenarios
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the estimate and its sums, for JSON."""
-        return {
-            "stage": self.stage,
-            "dense_parameters": self.dense_parameters,
-            "expert_parameters": self.expert_parameters,
-            "training": self.training.as_dict(),
-            "inference_only": self.inference_only.as_dict(),
-            "with_teachers": {**self.with_teachers.as_dict(), "teachers": self.teachers},
-        }
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:
@@ -148,7 +127,13 @@ class MemoryEstimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate and its sums, for JSON."""
-        return {"worst_stage": self.worst.stage, "stages": [stage.as_dict() for stage in self.stages]}
+        stages = [asdict(stage) for stage in self.stages]
+        for stage in stages:
+            for use in ("training", "inference_only", "with_teachers"):
+                for memory in stage[use].values():
+                    memory["total"] = sum(memory.values())
+            stage["with_teachers"]["teachers"] = stage.pop("teachers")
+        return {"worst_stage": self.worst.stage, "stages": stages}
 
 
 def estimate_memory(
@@ -165,20 +150,18 @@ def estimate_memory(
 
     The parameters of a described model are those of the real ``GPTModel`` of the installed megatron-core: a
     child process builds it for each pipeline stage on the meta device. That takes seconds, and neither a GPU
-    nor parallel groups.
+    nor parallel groups. Activations, communication buffers, fragmentation of the allocator and the CUDA
+    context are not counted.
 
     Args:
         model: a :class:`GPTDescription`; a ``TransformerConfig``, with what it lacks as keywords
             (``vocab_size=...``); or the model chunks of this rank (wrapped or not, on any device). Then their
             own parameters and dtypes count, all as trainable, and make the one stage of the result.
         parallel: sizes of the groups; by default those of the ``TransformerConfig`` without replicas, or one
-            rank. How the config splits its layers among pipeline stages counts in either case, unless these
-            sizes say it. For model chunks they say how many replicas share the optimizer's state.
+            rank. Unless these sizes say it, the config says how layers are split among pipeline stages.
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
-        optimizer: Adam's settings; by default neither distributed nor offloaded.
         teachers: models of the same shape in the pool.
-        teacher_heads: the output layers of all of them are on the device as well, as
-            :meth:`.TeacherPool.head` keeps them.
+        teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
 
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
@@ -258,8 +241,7 @@ def _in_training(
 def _padded(numels: Sequence[int], replicas: int) -> int:
     """Return the length of a ``_ParamAndGradBuffer`` for the distributed optimizer.
 
-    With overlapped gradient reduction a buffer ends a bucket every 40 million parameters or more, which adds
-    less than ``lcm(replicas, 128)`` elements each time, and is left out.
+    The padding of buckets, a few kilobytes in 40 million parameters, is left out.
     """
     end = 0
     for numel in reversed(numels):
@@ -275,8 +257,8 @@ def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> RankMemory:
         # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
         main_parameters = shard * 2 if dtype == "bf16" else size
         return RankMemory(Memory(main_parameters=main_parameters, exp_avg=size, exp_avg_sq=size))
-    # The offloaded optimizer copies its input to host memory. If it is precision-aware, it copies the model's
-    # parameters. If not, it copies main parameters and main gradients, and these stay on the device too.
+    # The offloaded optimizer copies its input to host memory: if it is precision-aware, the model's
+    # parameters; else main parameters and main gradients, which stay on the device too.
     main = 0 if precision_aware else size
     device = Memory(
         # fp32 parameters are their own main parameters.

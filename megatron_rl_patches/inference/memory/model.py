@@ -49,7 +49,7 @@ class GPTDescription:
         learned_absolute_position_embeddings: number of positions with a learned embedding; 0 with rotary
             embeddings, which have no parameters.
         q_lora_rank: this and the next four are for ``multi_latent_attention``.
-        mtp_num_layers: 0 or None, as layers of multi-token prediction cannot be counted.
+        mtp_num_layers: only 0, as layers of multi-token prediction cannot be counted.
     """
 
     num_layers: int
@@ -83,13 +83,11 @@ class GPTDescription:
         if self.mtp_num_layers:
             raise InvalidInputError(
                 f"mtp_num_layers is {self.mtp_num_layers}: layers of multi-token prediction cannot be "
-                "counted; set it to 0 to count the model without them, or build the model and pass its chunks"
+                "counted; set it to 0 to leave them out, or build the model and pass its chunks"
             )
         object.__setattr__(self, "mtp_num_layers", None)  # 0 is the same
         _require_at_least_one(self, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
-        if not isinstance(self.moe_layer_freq, int):
-            object.__setattr__(self, "moe_layer_freq", tuple(self.moe_layer_freq))  # hashable
-        else:
+        if isinstance(self.moe_layer_freq, int):
             _require_at_least_one(self, ["moe_layer_freq"])
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
@@ -102,14 +100,11 @@ class GPTDescription:
         """Describe a ``TransformerConfig``; ``model`` adds what that does not hold, above all ``vocab_size``.
 
         Raises:
-            InvalidInputError: a description has no field for something in the config, or ``model`` lacks
-                ``vocab_size``.
+            InvalidInputError: the config has what a description lacks, or ``model`` lacks ``vocab_size``.
         """
         if beyond := [name for name in _BEYOND_A_DESCRIPTION if getattr(config, name, None)]:
-            raise InvalidInputError(
-                f"{', '.join(beyond)}: not covered by a description of the model; "
-                "build the model and pass its chunks instead"
-            )
+            names = ", ".join(beyond)
+            raise InvalidInputError(f"{names}: cannot be counted; build the model and pass its chunks")
         if "vocab_size" not in model:
             raise InvalidInputError("a TransformerConfig does not hold vocab_size; pass vocab_size=...")
         return cls(**{**_fields_in(config, cls), **model})
@@ -117,8 +112,6 @@ class GPTDescription:
     def config_fields(self, config_class: Any) -> dict[str, Any]:
         """Return the fields that ``TransformerConfig``, or ``MLATransformerConfig``, has."""
         values = {_NAMES_IN_CONFIG.get(name, name): value for name, value in vars(self).items()}
-        if not isinstance(self.moe_layer_freq, int):
-            values["moe_layer_freq"] = list(self.moe_layer_freq)  # Megatron takes no other sequence
         return {field.name: values[field.name] for field in fields(config_class) if field.name in values}
 
 
@@ -151,11 +144,6 @@ class ParallelSizes:
 
     def __post_init__(self) -> None:
         _require_at_least_one(self, [name for name, value in vars(self).items() if type(value) is int])
-        layout: Any = self.pipeline_model_parallel_layout
-        layout = getattr(layout, "input_data", layout)  # a TransformerConfig keeps it in an object
-        if layout is not None and not isinstance(layout, str):
-            layout = tuple(tuple(getattr(layer, "name", layer) for layer in stage) for stage in layout)
-        object.__setattr__(self, "pipeline_model_parallel_layout", layout)  # hashable
         if self.virtual_pipeline_model_parallel_size == 1:
             object.__setattr__(self, "virtual_pipeline_model_parallel_size", None)
         if self._ranks_per_stage % (experts := _ranks_of_all_experts(self)):
@@ -181,8 +169,6 @@ class ParallelSizes:
         """Return the fields of ``TransformerConfig`` that change the parameters of a rank."""
         values = {_NAMES_IN_CONFIG.get(name, name): value for name, value in vars(self).items() if value}
         del values["data_parallel_size"], values["context_parallel_size"]
-        if isinstance(layout := self.pipeline_model_parallel_layout, tuple):
-            values["pipeline_model_parallel_layout"] = [list(stage) for stage in layout]
         return values
 
     @property

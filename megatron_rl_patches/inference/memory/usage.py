@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One CUDA device, in bytes. ``free`` and ``total`` are the driver's and count all processes.
+    """One CUDA device, in bytes: ``free`` and ``total`` of all processes, the others of this process.
 
-    Attributes:
-        index: of the device within this process.
-        allocated: tensors of this process.
-        peak_allocated: the most since the start or the last ``torch.cuda.reset_peak_memory_stats()``.
-        reserved: what torch's allocator holds, tensors included.
+    ``reserved`` is what torch's allocator holds, tensors included. ``peak_allocated`` is the most since the
+    start or the last ``torch.cuda.reset_peak_memory_stats()``.
     """
 
     index: int
@@ -33,12 +30,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Host memory, in bytes.
+    """Host memory, in bytes: ``rss`` of this process, shared pages included, the others of the machine.
 
-    Attributes:
-        rss: resident memory of this process; pages that processes share count in each of them.
-        available: what the machine can give out without swapping, as the kernel sees it.
-        total: of the machine. A container's limit may be lower; neither number knows of it.
+    The limit of a container may be lower.
     """
 
     rss: int
@@ -48,12 +42,9 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class TeacherMemory:
-    """What a :class:`.TeacherPool` holds on this rank, in bytes.
+    """The teachers of a :class:`.TeacherPool` on this rank.
 
-    Attributes:
-        count: number of teachers.
-        weights: their weights in host memory.
-        heads: the output layers that it keeps, on the device unless asked for elsewhere.
+    ``weights`` are bytes in host memory, ``heads`` those of output layers, on the device by default.
     """
 
     count: int
@@ -74,27 +65,23 @@ class MemoryReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        rss, available, total = map(_gib, asdict(self.host).values())
-        host_text = f"host: {rss} in this process, {available} of {total} free"
+        rss, available, total = map(_gib, astuple(self.host))
+        line = f"host: {rss} in this process, {available} of {total} free"
         if self.teachers is not None:
             weights, heads = _gib(self.teachers.weights), _gib(self.teachers.heads)
-            host_text += f"; {self.teachers.count} teachers: {weights} in host memory, output layers {heads}"
-        if self.device is None:
-            return host_text
-        index, *sizes = asdict(self.device).values()
-        allocated, peak, reserved, free, total = map(_gib, sizes)
-        return (
-            f"cuda:{index}: {allocated} allocated, peak {peak}, {reserved} reserved, "
-            f"{free} of {total} free; {host_text}"
-        )
+            line += f"; {self.teachers.count} teachers: {weights} in host memory, output layers {heads}"
+        if self.device is not None:
+            allocated, peak, reserved, free, total = map(_gib, astuple(self.device)[1:])
+            usage = f"{allocated} allocated, peak {peak}, {reserved} reserved, {free} of {total} free"
+            line = f"cuda:{self.device.index}: {usage}; {line}"
+        return line
 
 
 def memory_report(device: int | None = None, *, pool: TeacherPool | None = None) -> MemoryReport:
-    """Measure device and host memory now. Takes well under a millisecond and starts no collective.
+    """Measure device and host memory now, and what a ``pool`` of teachers holds.
 
-    Host memory is covered (THUDM/slime#1764), as the kernel kills a process with too many teachers there.
-    ``device`` is the index of a CUDA device; by default the current one. Of a ``pool`` of teachers the report
-    says what it holds.
+    ``device`` is the index of a CUDA device; by default the current one. Starts no collective and takes well
+    under a millisecond. Source of the idea: THUDM/slime#1764.
     """
     teachers = None if pool is None else TeacherMemory(len(pool), pool.host_bytes, pool.head_bytes)
     machine = psutil.virtual_memory()

@@ -1,8 +1,4 @@
-"""What building and scoring a model must not change for the rest of the process.
-
-These are the random streams, and functions of torch and Megatron that have to do something else for a while:
-they do so in one thread only.
-"""
+"""Random streams stay as they are, and functions of torch and Megatron are replaced in one thread only."""
 
 from __future__ import annotations
 
@@ -87,9 +83,8 @@ class _Replaced:
 def preserved_rng() -> Iterator[None]:
     """Put every random stream back at the end, also if the body raises.
 
-    It covers the global generators of Python, numpy and torch (CPU, and CUDA on the device that is current at
-    entry, if there is a CUDA context), and the streams of Megatron's CUDA RNG tracker, be they tensors or
-    generators. Numbers that another thread draws meanwhile are drawn again later.
+    These are the generators of Python, numpy and torch (of CUDA the current device, if it has a context), and
+    those of Megatron's RNG tracker. Numbers that another thread draws meanwhile are drawn again later.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     tracker = cuda_rng_tracker()

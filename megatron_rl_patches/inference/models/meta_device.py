@@ -29,9 +29,8 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     ``torch.device("meta")``. Parameters of tensor subclasses (FP8 weights of TransformerEngine) are left as
     they are made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
 
-    Megatron's constructors ask for the current CUDA device even if the model is for another one. Without
-    ``use_cuda`` the answer is the CPU. If CUDA is not initialized either, constructors get no CUDA streams,
-    so that no CUDA context comes into being.
+    Megatron's constructors ask for the current CUDA device. Without ``use_cuda`` the answer is the CPU, and
+    unless CUDA is initialized they get no CUDA streams, so that no CUDA context comes into being.
     """
     created: list[Parameter] = []
 

@@ -92,8 +92,7 @@ def build_inference_model(
         pre_wrap: called with the bare chunks, in memory and in their dtype, before ``Float16Module``: for
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
-            does, for a provider that needs their values while it builds the model, or loads them. They are
-            not filled with NaN, and collectives that constructors start (of tied embeddings) run.
+            does, for a provider that needs their values. Collectives of constructors (tied embeddings) run.
         with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
@@ -166,10 +165,9 @@ def build_inference_model(
 
 
 def freeze(model: Sequence[Module], role: str, setting: str) -> None:
-    """Put the chunks in eval mode, let no parameter require a gradient, and have them refuse to train.
+    """Put the chunks in eval mode, freeze them, and have methods of training raise ``InferenceOnlyError``.
 
-    Every method that a training loop calls on a DDP chunk raises ``InferenceOnlyError``. Errors name the
-    ``role`` of the model, and the ``setting`` or function because of which it only scores.
+    Errors name the ``role`` of the model, and the ``setting`` or function because of which it only scores.
     """
     for chunk in model:
         chunk.eval()

@@ -1,1 +1,1 @@
-"""Log-probabilities and most probable tokens, computed through Megatron's pipeline schedules."""
+"""What a model says of tokens, computed through Megatron's pipeline schedules."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of response tokens, and most probable tokens, through Megatron's pipeline schedules."""
+"""What a model says of response tokens, through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...losses import (
 from ...losses.logits.arguments import VocabParallelOptions
 from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch, range_of_wrong_ids
-from .schedule import Forward, Group, forward_only, raise_on_all_stages, vocabulary_of
+from .schedule import Forward, Group, forward_only, vocabulary_of
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -50,9 +50,8 @@ def forward_log_probs(
     """Score response tokens with a model: forward only, without pipelining, with PP, or interleaved (VPP).
 
     All ranks of a tensor- and pipeline-parallel group of ``megatron.core.parallel_state`` call it with the
-    same microbatches, each data-parallel replica with its own, also where replicas share experts and have
-    different numbers of them. Afterwards, also if it raises, no autograd
-    graph and no activation is left, and training modes and config are as before.
+    same microbatches, each data-parallel replica with its own, as many as it has. Afterwards, also if it
+    raises, no autograd graph and no activation is left, and training modes and config are as before.
 
     Args:
         model: model chunk, or list of them, as Megatron's ``get_model`` returns, inference-only or in DDP.
@@ -83,8 +82,8 @@ def forward_log_probs(
         on the other stages.
 
     Raises:
-        InvalidInputError: on every rank alike, before any communication; but for logits of a wrong shape
-            from ``forward`` on the last stage alone.
+        InvalidInputError: on every rank alike, before any communication; for logits of a wrong shape from
+            ``forward``, on all stages after the last microbatch.
     """
     VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
 
@@ -193,18 +192,11 @@ def forward_hidden_states(
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
             model's output layer is not Megatron's own, or its logits are not its product alone.
     """
-    problems: list[str] = []
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        rows = batch.layout.response_rows
-        try:
-            return (hidden_states_of(logits_tv, rows),)
-        except InvalidInputError as error:  # the other stages wait for this one until the schedule has ended
-            problems.append(str(error))
-            return (logits_tv.new_zeros(len(rows), 1),)
+        return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
     samples = forward_only(model, microbatches, score, forward, None, output_device, progress)
-    raise_on_all_stages(problems[0] if problems else None)
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
@@ -218,8 +210,7 @@ def forward_values(
 ) -> list[torch.Tensor] | None:
     """Return what a head with one column says of each token of a sample, as of a reward model or a critic.
 
-    The reward of a sample is usually the value at its last token; the value of the state in which a critic's
-    response token is sampled is the one at the token before::
+    A reward is usually the value at the last token; a critic's value for a response token, the one before::
 
         values = forward_values(reward_model, microbatches)
         rewards = [values_l[-1] for values_l in values]
@@ -235,11 +226,10 @@ def forward_values(
         InvalidInputError: as :func:`forward_log_probs`; or, after the last microbatch and on all stages, the
             model's head has not one column.
     """
-    problems: list[str] = []
 
     def score(batch: Microbatch, values_t1: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         if values_t1.shape[1] != 1:
-            problems.append(
+            raise InvalidInputError(
                 f"the model returned {values_t1.shape[1]} numbers per token. Expected: one, from a value or "
                 "reward head in the place of the output layer."
             )
@@ -248,7 +238,6 @@ def forward_values(
     samples = forward_only(
         model, microbatches, score, forward, None, output_device, progress, every_token=True
     )
-    raise_on_all_stages(problems[0] if problems else None)
     return None if samples is None else [values_l for (values_l,) in samples]
 
 

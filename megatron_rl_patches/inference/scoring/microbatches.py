@@ -47,11 +47,11 @@ def parse_microbatches(
 
     Args:
         packing: whether one row may hold several samples.
-        vocabulary: token ids must be smaller; ``None`` if the vocabulary is not known.
+        vocabulary: number of token ids, if it is known.
         sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
         device: where the logits will be.
-        every_token: the layouts have the rows of all tokens of each sample, and not those that predict a
-            response; ``response_lengths`` do not count.
+        every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
+            response.
     """
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
@@ -84,37 +84,30 @@ def _microbatch(
     if not isinstance(tokens_bs, torch.Tensor) or tokens_bs.dtype != torch.int64 or tokens_bs.dim() != 2:
         kind, shape = getattr(tokens_bs, "dtype", type(tokens_bs).__name__), getattr(tokens_bs, "shape", ())
         raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
+    size, width = tokens_bs.shape
     lengths = _integers(fields["lengths"])
-    starts = _sample_starts(lengths, tokens_bs.shape[0], tokens_bs.shape[1], packing)
-    responses = _integers(fields.get("response_lengths"), default=[length - 1 for length in lengths])
-    if len(responses) != len(lengths) or any(
-        not 0 <= response < length for response, length in zip(responses, lengths, strict=True)
-    ):
-        raise InvalidInputError(
-            f"response_lengths [{first(responses)}] do not fit lengths [{first(lengths)}]. Expected: one for "
-            "each sample, at most its length - 1, as nothing predicts its first token."
-        )
+    samples = _samples(tokens_bs, lengths, packing)
+    if every_token:
+        responses = lengths
+    else:
+        responses = _integers(fields.get("response_lengths"), default=[length - 1 for length in lengths])
     indices = _integers(fields.get("indices"), default=[first_index + i for i in range(len(lengths))])
     if len(indices) != len(lengths):
         raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
-    size, width = tokens_bs.shape
-    samples = [
-        tokens_bs.flatten()[start : start + length] for start, length in zip(starts, lengths, strict=True)
-    ]
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
-    responses = lengths if every_token else responses
     layout = SequenceLayout.build(lengths, responses, own_rows=every_token, **padding, **rank)
     return Microbatch(fields, tokens_bs, samples, indices, layout)
 
 
-def _sample_starts(lengths: list[int], size: int, width: int, packing: bool) -> list[int]:
-    """Return where each sample starts in the flattened tokens."""
+def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list[torch.Tensor]:
+    """Return the tokens of each sample."""
+    size, width = tokens_bs.shape
     if len(lengths) == size > 0 and all(0 < length <= width for length in lengths):
-        return [sample * width for sample in range(size)]
+        return [row[:length] for row, length in zip(tokens_bs, lengths, strict=True)]
     if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
-        return [sum(lengths[:sample]) for sample in range(len(lengths))]
+        return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
     raise InvalidInputError(
         f"lengths [{first(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
         f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from tqdm import tqdm
 
-from ...common.chunks import SYNC_FUNCTIONS, as_chunks, modules_with_modes, unwrap
+from ...common.chunks import SYNC_FUNCTIONS, as_chunks, distinct_configs, modules_with_modes, unwrap
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
@@ -46,10 +46,10 @@ def forward_only(
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
-    ``check`` returns what is wrong with data that only the last stage has; all stages then raise. The result
-    has for each sample, in the original order, the part of each tensor of ``score`` that belongs to its
-    response, or with ``every_token`` to the whole sample, with memory of its own; it is ``None`` on stages
-    other than the last.
+    ``check`` returns what is wrong with data that only the last stage has. What it returns, and an
+    ``InvalidInputError`` of ``score``, is raised on all stages. The result has for each sample, in the
+    original order, the part of each tensor of ``score`` that belongs to its response, or with ``every_token``
+    to the whole sample, with memory of its own; it is ``None`` on stages other than the last.
     """
     chunks = list(as_chunks(model))
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
@@ -65,7 +65,9 @@ def forward_only(
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    with _replicas_that_share_experts(config) as replicas:
+    batches: list[Microbatch] = []
+    refusal = None
+    try:
         batches = parse_microbatches(
             microbatches,
             packing=forward is not None,
@@ -77,13 +79,15 @@ def forward_only(
             every_token=every_token,
         )
         if check is not None:
-            raise_on_all_stages(check(batches) if on_last_stage else None)
-        # The interleaved schedule takes full groups: the smallest batch is repeated to fill the last one.
-        group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-        smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
-        replicas.schedule = [*batches, *[smallest] * (-len(batches) % group_size)]
-    schedule = replicas.schedule
+            _raise_on_all_stages(check(batches) if on_last_stage else None)
+    except InvalidInputError as error:
+        refusal = error
+    # The interleaved schedule takes full groups.
+    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    schedule = _filled(batches, len(batches) + -len(batches) % group_size)
+    schedule = _agreed_by_replicas(schedule, refusal, config)
     shapes = {batch.tokens_bs.shape for batch in batches}
+    problems: list[str] = []
     hide = not (progress and is_rank_0())
     with (
         torch.no_grad(),
@@ -110,9 +114,13 @@ def forward_only(
                 bar.update()
             if not _attribute(chunk, "post_process", True):
                 return output, None
-            parts = _scored(output, batch, chunk, score, vocab_size)
-            responses = [batch.layout.gather_responses(part, context_parallel.group) for part in parts]
-            scores = [[copied_to(one, output_device) for one in samples] for samples in responses]
+            scores: list[list[torch.Tensor]] = []
+            try:
+                for part in _scored(output, batch, chunk, score, vocab_size):
+                    responses = batch.layout.gather_responses(part, context_parallel.group)
+                    scores.append([copied_to(one, output_device) for one in responses])
+            except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
+                problems.append(str(error))
             # Return a dummy: the schedule would keep the logits while the next microbatch runs.
             return output.new_zeros(1), lambda output, non_loss_data: scores
 
@@ -127,6 +135,7 @@ def forward_only(
             forward_only=True,
             collect_non_loss_data=True,
         )
+        _raise_on_all_stages(problems[0] if problems else None)
         return _by_sample(batches, collected[: len(batches)]) if on_last_stage else None
 
 
@@ -136,8 +145,8 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def raise_on_all_stages(problem: str | None) -> None:
-    """Raise the problem of the last pipeline stage on all stages; the others would wait for it forever."""
+def _raise_on_all_stages(problem: str | None) -> None:
+    """Raise the problem of the last pipeline stage on all stages."""
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         problems = [problem]
         torch.distributed.broadcast_object_list(
@@ -150,46 +159,38 @@ def raise_on_all_stages(problem: str | None) -> None:
         raise InvalidInputError(problem)
 
 
-class _Replicas:
-    """What data-parallel replicas that share experts have to agree on, and this one's schedule."""
+def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
+    """Return ``length`` microbatches: the smallest one is repeated at the end, and its scores are dropped."""
+    smallest = sorted(batches, key=lambda batch: batch.tokens_bs.numel())[:1]
+    return batches + smallest * (length - len(batches))
 
-    schedule: list[Microbatch]
 
-
-@contextmanager
-def _replicas_that_share_experts(config: Any) -> Iterator[_Replicas]:
-    """Let replicas that send each other tokens run equally many rounds, or all of them raise.
+def _agreed_by_replicas(
+    schedule: list[Microbatch], refusal: InvalidInputError | None, config: Any
+) -> list[Microbatch]:
+    """Raise what this replica refuses; else return as many microbatches as other replicas have.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
-    waiting in the token dispatcher, so it scores its smallest one again, and the results are dropped. One
-    that refuses its input makes the others refuse theirs. One collective, if there are such replicas.
+    waiting in the token dispatcher, as would one that refuses its input. One collective, if there are
+    such replicas.
 
     Raises:
-        InvalidInputError: the body raised it on some replica; or the dispatcher ``allgather`` would get
-            tokens of different shapes.
+        InvalidInputError: some replica refuses its input; or the dispatcher ``allgather`` would get tokens of
+            different shapes.
     """
-    replicas, problem = _Replicas(), None
-    if not getattr(config, "num_moe_experts", None) or config.expert_model_parallel_size == 1:
-        yield replicas
-        return
-    shapes: list[tuple[int, ...]] = []
-    try:
-        yield replicas
-        shapes = [tuple(batch.tokens_bs.shape) for batch in replicas.schedule]
-    except InvalidInputError as error:
-        problem = error
-    group = parallel_state.get_expert_model_parallel_group()
-    gathered: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(gathered, (problem and str(problem), shapes), group=group)
-    if problem is not None:
-        raise problem
+    gathered: list[Any] = []
+    if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+        group = parallel_state.get_expert_model_parallel_group()
+        gathered = [None] * group.size()
+        shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
+        torch.distributed.all_gather_object(gathered, (refusal and str(refusal), shapes), group=group)
+    if refusal is not None:
+        raise refusal
     for rank, (text, _) in enumerate(gathered):
         if text is not None:
             raise InvalidInputError(f"expert-parallel rank {rank} refuses its microbatches: {text}")
-    rounds = max(len(of_rank) for _, of_rank in gathered)
-    smallest = min(replicas.schedule, key=lambda batch: batch.tokens_bs.numel())
-    replicas.schedule += [smallest] * (rounds - len(replicas.schedule))
-    if config.moe_token_dispatcher_type == "allgather":
+    rounds = max([len(schedule), *(len(of_rank) for _, of_rank in gathered)])
+    if gathered and config.moe_token_dispatcher_type == "allgather":
         full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for _, of_rank in gathered]
         for number, of_round in enumerate(zip(*full, strict=True)):
             if len(set(of_round)) > 1:
@@ -198,6 +199,7 @@ def _replicas_that_share_experts(config: Any) -> Iterator[_Replicas]:
                     "moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all ranks "
                     "as many microbatches, or use 'alltoall'"
                 )
+    return _filled(schedule, rounds)
 
 
 class _ContextParallel(NamedTuple):
@@ -259,20 +261,13 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _without_mtp(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Leave out the layers of multi-token prediction, which predict what nobody scores.
-
-    Without labels megatron-core up to 0.16 cannot run them.
-    """
+    """Leave out the layers of multi-token prediction; megatron-core up to 0.16 needs labels to run them."""
     models = [unwrap(chunk) for chunk in chunks]
-    configs = {
-        id(model.config): model.config for model in models if getattr(model.config, "mtp_num_layers", None)
-    }
     with ExitStack() as stack:
-        for config in configs.values():
+        for config in distinct_configs(models):
             stack.enter_context(replaced(config, mtp_num_layers=None))
         for model in models:
-            if getattr(model, "mtp_process", False):
-                stack.enter_context(replaced(model, mtp_process=False))
+            stack.enter_context(replaced(model, mtp_process=False))
         yield
 
 

@@ -13,7 +13,7 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer, target_source
 from megatron_rl_patches.engine.judge import judge_all, judge_site
 from megatron_rl_patches.engine.patch import Site
-from megatron_rl_patches.engine.sources import Folder, open_source
+from megatron_rl_patches.engine.sources import open_source
 
 from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
 
@@ -105,7 +105,7 @@ def verdict(text: str, folder: Path, **options: Any) -> tuple[str, str]:
     (folder / "framework").mkdir(exist_ok=True)
     (folder / "framework" / "__init__.py").write_text("")
     (folder / "framework" / "model.py").write_text(text)
-    judgement = judge_site(Site("framework.model", "train", tag, **options), Folder(folder))
+    judgement = judge_site(Site("framework.model", "train", tag, **options), open_source(str(folder)))
     assert judgement.fingerprint == "" or len(judgement.fingerprint) == 12
     return judgement.state, judgement.reason
 
@@ -131,7 +131,7 @@ class TestVerdicts:
         name = framework()
         module: Any = importlib.import_module(f"{name}.model")
         del module.train
-        judgement = judge_site(Site(f"{name}.model", "train", tag), Folder(tmp_path), module)
+        judgement = judge_site(Site(f"{name}.model", "train", tag), open_source(str(tmp_path)), module)
         assert judgement.state == "missing"
         assert judgement.reason.startswith(
             f"{name}.model.train is in the source but not in the module: <module"

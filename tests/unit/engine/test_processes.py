@@ -55,17 +55,6 @@ def _verify(different_rank: int | None) -> str:
     return ""
 
 
-def test_of_two_ranks_that_differ_neither_is_the_usual_one() -> None:
-    messages = spawn_ranks(_verify, 2, 1, timeout=60)
-    assert messages[0] == messages[1]
-    assert re.search(
-        r"slime\.backends\.megatron_utils\.model\.train: "
-        r"rank 0: absent \(code \w+\); rank 1: not selected$",
-        messages[0],
-        re.MULTILINE,
-    )
-
-
 def test_ranks_that_agree() -> None:
     assert spawn_ranks(_verify, 2, None, timeout=60) == ["", ""]
 
@@ -73,7 +62,9 @@ def test_ranks_that_agree() -> None:
 def test_ranks_that_differ_are_named_on_every_rank() -> None:
     messages: list[Any] = spawn_ranks(_verify, 3, 1, timeout=60)
     assert len(set(messages)) == 1
-    assert (
-        "slime.backends.megatron_utils.model.train: rank 1: not selected; most ranks: absent" in messages[0]
+    assert re.search(
+        r"slime\.backends\.megatron_utils\.model\.train: "
+        r"not selected on rank 1; absent \(code \w+\) on rank 0, 2$",
+        messages[0],
+        re.MULTILINE,
     )
-    assert "rank 0:" not in messages[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_patches.engine.sources import Environment, Folder, Source, open_source
+from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
 
 Files = dict[str, str]
@@ -113,14 +113,14 @@ def test_namespace_packages_are_put_together_from_all_places(make: Make) -> None
 
 def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
     (tmp_path / "framework.py").write_bytes("# coding: latin-1\r\nname = 'é'\r\n".encode("latin-1"))
-    assert Folder(tmp_path).read("framework") == "# coding: latin-1\nname = 'é'\n"
+    assert open_source(str(tmp_path)).read("framework") == "# coding: latin-1\nname = 'é'\n"
 
 
 def test_folder_passes_over_hidden_folders_and_loops(tmp_path: Path) -> None:
     write(tmp_path, {".venv/lib/framework/__init__.py": "", "src/other/__init__.py": ""})
     (tmp_path / "src" / "loop").symlink_to(tmp_path)
-    assert not Folder(tmp_path).has_package("framework")
-    assert Folder(tmp_path).has_package("other")
+    assert not open_source(str(tmp_path)).has_package("framework")
+    assert open_source(str(tmp_path)).has_package("other")
 
 
 def test_a_bare_repository_will_do(tmp_path: Path) -> None:

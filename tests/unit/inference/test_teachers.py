@@ -217,7 +217,7 @@ def test_state_dicts_of_other_models_are_refused_with_the_difference(pool: Teach
         pool.add("d", state)
     for part in (
         "missing in the state dict (1): head;",
-        "unexpected in the state dict (1): extra;",
+        "unexpected in the state dict (1): extra",
         "of another shape (1): expert_bias is [5] in the state dict and [4] in the model",
         "of another dtype (1): scale is torch.float32 in the state dict and torch.bfloat16 in the model",
     ):

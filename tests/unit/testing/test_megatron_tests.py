@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,10 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.testing import conformance
-from megatron_rl_patches.testing.conformance import Result
-from megatron_rl_patches.testing.megatron_tests import reason_of
+from megatron_rl_patches.testing.conformance import Result, reason_of
 
 UTILITIES = """
 import os
@@ -168,8 +167,7 @@ def _by_name(results: Iterable[Result]) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
-    yielded = list(conformance.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4))
-    assert yielded == list(conformance.read_results(file))
+    conformance.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4)
     return file
 
 
@@ -216,32 +214,30 @@ def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path:
     other_lines = [line for line in lines if "test_passes" not in line]
     (last_line,) = set(lines) - set(other_lines)
     file.write_text("\n".join([*other_lines, last_line[:40]]))
-    (again,) = conformance.run(checkout, results=file)
+    conformance.run(checkout, results=file)
+    *_, again = results_again = conformance.read_results(file)
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
-    assert len(list(conformance.read_results(file))) == len(lines)
+    assert len(results_again) == len(lines)
 
 
-def test_results_of_another_commit_are_not_reported(checkout: Path, tmp_path: Path) -> None:
+def test_results_of_another_commit_are_refused(
+    checkout: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy, file = shutil.copytree(checkout, tmp_path / "Megatron-LM"), tmp_path / "results.jsonl"
     test = copy / "tests/unit_tests/test_one.py"
     test.write_text("def test_one(): pass")
     git = ["git", "-C", copy, "-c", "user.name=me", "-c", "user.email=me@example.org"]
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
         subprocess.run([*git, *command], check=True)
-    (result,) = conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    (result,) = conformance.read_results(file)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert (result.outcome, result.commit) == ("passed", commit.strip())
     test.write_text("def test_one(): assert False")
-    with pytest.raises(
-        InvalidInputError, match=rf"has results of {result.commit}, .* is at {result.commit}\+"
-    ):
-        list(conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file))
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("inf"), float("nan")])
-def test_a_time_that_cannot_be_waited_for(checkout: Path, tmp_path: Path, seconds: float) -> None:
-    with pytest.raises(InvalidInputError, match="hang_after is"):
-        list(conformance.run(checkout, results=tmp_path / "results.jsonl", hang_after=seconds))
+    with pytest.raises(conformance.TestsNotRun, match="exit code 4"):
+        conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    message = capfd.readouterr().err
+    assert re.search(rf"has results of {result.commit}, .* is at {result.commit}\+", message)
 
 
 @pytest.mark.slow
@@ -250,7 +246,8 @@ def test_verdicts_with_patches(checkout: Path, results: Path, tmp_path: Path) ->
     names = "test_passes", "test_needs_two_ranks", "test_skips", "test_needs_data"
     lines = [line for line in results.read_text().splitlines() if json.loads(line)["nodeid"].endswith(names)]
     file.write_text("\n".join(lines) + "\n")
-    patched = _by_name(conformance.run_with_patches(checkout, "all", results=file))
+    conformance.run_with_patches(checkout, "all", results=file)
+    patched = _by_name(result for result in conformance.read_results(file) if result.patches)
     assert {name: (one.outcome, one.ranks) for name, one in patched.items()} == {
         "test_passes": ("passed", 1),
         "test_needs_two_ranks": ("passed", 2),
@@ -282,15 +279,15 @@ def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
     (copy / "tests/unit_tests/conftest.py").write_text("import no_such_package")
     (copy / "tests/unit_tests/test_some.py").write_text(FOLDER_TEST)
     (copy / "megatron/core/config.py").touch()
-    (result,) = conformance.run(
-        copy, ["tests/unit_tests/test_some.py"], ranks=2, results=tmp_path / "results.jsonl"
-    )
+    conformance.run(copy, ["tests/unit_tests/test_some.py"], ranks=2, results=tmp_path / "results.jsonl")
+    (result,) = conformance.read_results(tmp_path / "results.jsonl")
     assert result.outcome == "passed", result.message
 
 
-def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
-    with pytest.raises(conformance.TestsNotRun, match="is no checkout of Megatron-LM"):
-        list(conformance.run(tmp_path, results=tmp_path / "results.jsonl"))
+def test_a_folder_that_is_no_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(conformance.TestsNotRun, match="pytest ended with exit code 4"):
+        conformance.run(tmp_path, results=tmp_path / "results.jsonl")
+    assert "is no checkout of Megatron-LM" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

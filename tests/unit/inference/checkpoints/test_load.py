@@ -105,7 +105,6 @@ def test_missing_path_and_file(tmp_path: Path) -> None:
         ({"metadata.json": "{"}, "metadata.json is corrupt: JSONDecodeError"),
         ({"metadata.json": '"torch_dist"'}, "metadata.json is corrupt"),
         ({".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
-        ({".metadata": "", "common.pt": ""}, "is a part of a torch_dist checkpoint"),
         ({"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
     ],
 )
@@ -207,16 +206,14 @@ def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
 def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
     model = {f"m{n:02}": torch.ones(1) for n in range(12)} | {"s": torch.ones(2, 4)}
     differing = differences({"u": torch.ones(1), "s": torch.ones(2, 3)}, model, "the checkpoint")
-    text = describe(differing, differing)
+    text = describe(differing)
     names = ", ".join(f"m{n:02}" for n in range(10))
     assert f"missing in the checkpoint (12): {names} and 2 more;" in text
-    assert "unexpected in the checkpoint (1): u;" in text
+    assert "unexpected in the checkpoint (1): u" in text
     assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
     assert describe(differences(model, model, "the checkpoint")) == ""
 
 
-def test_ranks_that_failed_alike_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _summary({0: "gone"}) == "every rank: gone"
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    assert _summary({0: "gone", 2: "gone", 3: "cut"}) == "ranks 0, 2: gone; rank 3: cut"
+def test_ranks_that_failed_alike_are_named_together() -> None:
+    assert _summary(["gone"]) == "every rank: gone"
+    assert _summary(["gone", None, "gone", "cut"]) == "ranks 0, 2: gone; rank 3: cut"

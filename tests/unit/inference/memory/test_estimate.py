@@ -188,7 +188,7 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch)
     [
         (lambda: OptimizerSettings(use_precision_aware_optimizer=True), "needs use_distributed_optimizer"),
         (lambda: GPTDescription(1, 1, 1, 1, moe_layer_freq=0), "moe_layer_freq is 0"),
-        (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype float8_e5m2"),
+        (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype torch.float8_e5m2"),
         (lambda: ParallelSizes(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0"),
         (lambda: ParallelSizes(expert_model_parallel_size=8), "must be a multiple of 8"),
         (lambda: GPTDescription(0, 1, 1, 1), "num_layers is 0"),
