@@ -12,7 +12,6 @@ Where the definition is silent, these rules hold:
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -25,26 +24,20 @@ from torch import Tensor
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
     PolicyBatch,
     PolicyOptions,
     SequenceLayout,
-    TopKDistribution,
-    make_distillation_loss_func,
     make_loss_func,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.loss_functions import LossFunc
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax
 
 from .strange_logits import (
-    Logits,
     agree,
     owns_its_storage,
     selections,
@@ -90,33 +83,9 @@ def backward(values: list[Tensor], weights: list[Tensor], logits: Tensor) -> Ten
 
 @examples(400)
 def test_log_probs_and_entropy(data: st.DataObject) -> None:
-    logits = data.draw(strange_logits())
-    check_log_probs(
-        data, logits, inplace=data.draw(st.booleans()), rows=data.draw(selections(len(logits.values)))
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@settings(max_examples=60)
-@given(data=st.data())
-def test_compiled_log_probs_and_entropy(data: st.DataObject) -> None:
-    """One variant for one width is compiled here; the unit tests have the others."""
-    logits = data.draw(strange_logits(dtypes=(torch.float32,), widths=(33,), strides=("contiguous",)))
-    check_log_probs(data, logits, fused=True, kinds=("with entropy",))
-
-
-def check_log_probs(
-    data: st.DataObject,
-    logits: Logits,
-    *,
-    rows: Tensor | slice | None = None,
-    inplace: bool = False,
-    fused: bool = False,
-    kinds: tuple[str, ...] = ("alone", "with entropy", "with entropy as a metric"),
-) -> None:
-    kind = data.draw(st.sampled_from(kinds))
+    logits, inplace = data.draw(strange_logits()), data.draw(st.booleans())
+    rows = data.draw(selections(len(logits.values)))
+    kind = data.draw(st.sampled_from(["alone", "with entropy", "with entropy as a metric"]))
     seen, dtype = logits.seen, logits.values.dtype
     n = len(torch.arange(len(seen)) if rows is None else torch.arange(len(seen))[rows])
     numbers = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
@@ -124,7 +93,7 @@ def check_log_probs(
     targets = torch.randint(seen.shape[1], (n,), generator=generator)
     targets[torch.rand(n, generator=generator) < 0.1] = IGNORE
     keep_mask = None
-    if not fused and data.draw(st.booleans()):
+    if data.draw(st.booleans()):
         keep_mask = torch.rand(n, seen.shape[1], generator=generator) < 0.5
     temperature = data.draw(TEMPERATURES)
     weights = [torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for _ in range(2)]
@@ -140,7 +109,6 @@ def check_log_probs(
         "temperature": temperature,
         "keep_mask": keep_mask,
         "inplace_backward": inplace,
-        "fused": fused,
         "block_bytes": data.draw(BLOCKS),
     }
     if inplace and not owns_its_storage(view):
@@ -237,7 +205,7 @@ def test_rows_whose_values_have_no_gradient_have_none(data: st.DataObject) -> No
         assert not backward([at_ids, tail], [weight[:, None], weight], view)[~counts].any()
 
 
-TOTALS, RESPONSES, VOCABULARY, K = [5, 7, 4], [3, 5, 2], 11, 3
+TOTALS, RESPONSES, VOCABULARY = [5, 7, 4], [3, 5, 2], 11
 MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 0])]
 LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
 
@@ -254,33 +222,17 @@ def policy_loss_func(inplace: bool) -> LossFunc:
     return make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
 
 
-def distillation_loss_func(divergence: Any, inplace: bool) -> LossFunc:
-    teacher = [vocab_parallel_topk(random(length, VOCABULARY, seed=length), K) for length in RESPONSES]
-    old = [
-        TopKDistribution(
-            known.indices,
-            *vocab_parallel_log_probs_at(random(len(known), VOCABULARY), known.indices, with_tail=True),
-        )
-        for known in teacher
-    ]
-    batch = DistillationBatch([teacher], MASKS, old)
-    return make_distillation_loss_func(
-        LAYOUT, batch, DistillationOptions(divergence), inplace_backward=inplace
-    )
-
-
 @pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("loss", ["policy", *DIVERGENCES])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace: bool, value: float) -> None:
+def test_logits_of_tokens_that_do_not_count_may_hold_anything(inplace: bool, value: float) -> None:
+    """Of a policy; of a student, see ``tests/unit/losses/objectives/test_distillation.py``."""
     counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)
     counts[LAYOUT.response_rows] = torch.cat(MASKS) != 0
     clean = random(LAYOUT.num_rows, VOCABULARY)
     found = []
     for logits in (clean, torch.where(counts[:, None], clean, value)):
         leaf = logits[None].clone().requires_grad_()
-        func = policy_loss_func(inplace) if loss == "policy" else distillation_loss_func(loss, inplace)
-        total, _, metrics = func(leaf * 1)
+        total, _, metrics = policy_loss_func(inplace)(leaf * 1)
         total.backward()
         found.append((total.detach(), leaf.grad[0], torch.stack([metrics[name] for name in sorted(metrics)])))
     for ours, of_clean in zip(found[1], found[0], strict=True):
