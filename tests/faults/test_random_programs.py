@@ -2,7 +2,7 @@
 
 A program takes logits ``[B, S, V]`` apart and puts them together again, writes to them, reads them, and takes
 losses of what results. It runs twice: on logits of :func:`torch.nn.functional.linear`, and on deferred ones.
-``test_losses.py`` compares the losses themselves with their formulas. A failure names the seed of its program.
+``test_losses.py`` compares the losses with their formulas. A failure names the seed of its program.
 """
 
 from __future__ import annotations
