@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
-    checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
+    checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
-	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
+	@echo "make checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
@@ -91,14 +91,10 @@ verdicts: venv
 runs: venv
 	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
 
-# A pull request with the records in $(RECORDS), and an issue if a verdict changed; an issue with what test-newest has
-# left there after a failure. Nothing is installed for it.
+# A pull request with the records in $(RECORDS), and an issue if a verdict changed. Nothing is installed for it.
 RECORDS ?= records
 report:
 	$(PYTHON) -m tests.frameworks.report $(RECORDS)
-
-report-newest:
-	$(PYTHON) -m tests.newest $(RECORDS)
 
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv

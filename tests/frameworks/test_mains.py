@@ -1,7 +1,4 @@
-"""What happens every night, on repositories of our own: fetch ``main``, judge it, run it, report changes.
-
-And the report of every week, of what fails with the newest torch.
-"""
+"""What happens every night, on repositories of our own: fetch ``main``, judge it, run it, report changes."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests import newest
 from tests.frameworks import mains, page, report, verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.recording import write
@@ -163,9 +159,6 @@ class Night:
     def report(self) -> dict[str, list[str]]:
         """Report what was found; return the calls of ``gh``, each with its arguments."""
         report.main(self.found)
-        return self.calls()
-
-    def calls(self) -> dict[str, list[str]]:
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         calls = [json.loads(line) for line in lines]
         return {" ".join(call[:2]): call[2:] for call in calls}
@@ -230,32 +223,3 @@ def test_a_suite_that_did_not_pass_is_reported(night: Night) -> None:
             run["suites"]["rollouts"].remove(2)
     body = "--body=- slime main: suite `rollouts` did not pass on 2 ranks"
     assert night.report()["issue create"][1] == body
-
-
-RESULTS = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="tests.unit.test_a" name="test_passes" />
-<testcase classname="tests.unit.test_a" name="test_fails[k3]"><failure message="0.0&#10;== 1" /></testcase>
-<testcase classname="tests.unit.test_a" name="test_b"><error message="failed on setup" /></testcase>
-</testsuite></testsuites>"""
-
-
-def test_what_fails_with_the_newest_torch_is_an_issue(night: Night) -> None:
-    (night.found / "newest.txt").write_text("rich==15.0\ntorch==2.16.0\n")
-    (night.found / "newest.xml").write_text(RESULTS)
-    newest.main(night.found)
-    title, body = night.calls()["issue create"]
-    assert title == "--title=Tests fail with torch==2.16.0"
-    assert body.splitlines() == [
-        "--body=- `tests.unit.test_a::test_fails[k3]`: 0.0 == 1",
-        "- `tests.unit.test_a::test_b`: failed on setup",
-        "",
-        "    rich==15.0",
-        "    torch==2.16.0",
-    ]
-
-
-def test_an_environment_that_cannot_be_made_is_an_issue(night: Night) -> None:
-    newest.main(night.found)
-    title, body = night.calls()["issue create"]
-    assert title == "--title=Tests fail with the newest torch"
-    assert "see the workflow's log" in body

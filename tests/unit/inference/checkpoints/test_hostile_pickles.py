@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
 def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
     load, content = HOSTILE[name]
     before = _state()
-    with pytest.raises(CheckpointError, match="which it has not made|Weights only load failed"):
+    with pytest.raises(CheckpointError, match=r"which it has not made|Weights only load failed"):
         load(content, tmp_path)
     assert _state() == before
 
