@@ -43,7 +43,7 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
 @pytest.mark.runs("training hooks", ranks=2)
 @on_ranks(2, timeout=300)
 def test_chunks_that_share_a_config(verl: list[str]) -> None:
-    """Two pipeline stages of two chunks each."""
+    """Two pipeline stages of two chunks each; the hook is verl's ``external_lib``."""
     prepare(verl)
     from tests.real import tiny_gpt
 
@@ -57,7 +57,8 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
     unpatched = outcome(utils.register_megatron_training_hooks, *options.build())
     assert unpatched.startswith(NO_SYNC)
     original = utils.register_megatron_training_hooks
-    apply("reentrant-train")
+    import_utils = importlib.import_module("verl.utils.import_utils")
+    import_utils.import_external_libs("megatron_rl_patches.hooks.verl")
     model, optimizer = options.build()
     config = tiny_gpt.get_model_config(model[0])
     for _ in range(3):  # the functions are replaced, not doubled
