@@ -106,6 +106,15 @@ class TestNextEntry:
 
 
 class TestRecover:
+    def test_a_gather_in_flight_is_completed_and_no_other_started(self) -> None:
+        chunk = MockDDP()
+        groups = chunk.bucket_groups
+        step(chunk)
+        groups[-1].start_param_sync()
+        recovery.recover([chunk], ERROR)
+        assert stale(chunk) == [True] * (len(groups) - 1) + [False]
+        assert all(group.param_gather_handle is None for group in groups)
+
     @pytest.mark.parametrize("grouped", [False, True])
     def test_only_no_sync_contexts_are_left(self, grouped: bool) -> None:
         left = []
