@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
-    checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
+    checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
-	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
+	@echo "make checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
@@ -91,14 +91,18 @@ verdicts: venv
 runs: venv
 	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
 
-# A pull request with the records in $(RECORDS), and an issue if a verdict changed; an issue with what test-newest has
-# left there after a failure. Nothing is installed for it.
+# A pull request with the records in $(RECORDS), unless one is open: then its branch is renewed. It needs git and gh, and
+# nothing is installed for it. Nothing else is taken from there, because code of frameworks has run beside it.
 RECORDS ?= records
+FILES := docs/compatibility.md tests/frameworks/runs.json tests/frameworks/verdicts.json
+BOT := user.name='github-actions[bot]' -c user.email='41898282+github-actions[bot]@users.noreply.github.com'
 report:
-	$(PYTHON) -m tests.frameworks.report $(RECORDS)
-
-report-newest:
-	$(PYTHON) -m tests.newest $(RECORDS)
+	for file in $(FILES); do cp $(RECORDS)/$$file $$file; done
+	git diff --quiet -- $(FILES) || { \
+	    git switch --quiet --force-create nightly-records && \
+	    git -c $(BOT) commit --quiet --message="Verdicts and runs of the frameworks' main" -- $(FILES) && \
+	    gh auth setup-git && git push --quiet --force origin nightly-records && \
+	    { gh pr list --head=nightly-records --json=number | grep -q number || gh pr create --fill; }; }
 
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv

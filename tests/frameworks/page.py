@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ RUNS = Path(__file__).with_name("runs.json")
 CONFORMANCE = Path(__file__).with_name("conformance")
 
 _SHORT = 9
-_MESSAGE = 120  # characters
 
 _INTRODUCTION = f"""\
 # Compatibility
@@ -45,7 +42,7 @@ What `megatron-rl-patches conformance` found on CPU ranks
 ([how](testing.md#megatron-lms-own-unit-tests)): each test at the smallest of these numbers of ranks at which
 it can run, then with patches at the same number. A test in a column from TransformerEngine to other package
 cannot run there; one that is skipped is skipped by its authors anywhere, also where its ranks are more than
-the eight of Megatron-LM's own CI.
+the eight of Megatron-LM's own CI. `tests/frameworks/conformance` has the name and the message of each.
 
 """
 
@@ -97,18 +94,7 @@ def conformance_section(records: dict[str, dict[str, Any]]) -> str:
             for name in directories
         ],
     )
-    failed = markdown_table(
-        ("source", "file", "tests", "raised"),
-        [row for source, record in records.items() for row in _failures(source, record["failed"])],
-    )
-    named = markdown_table(
-        ("source", "needs", "file", "tests"),
-        [row for source, record in records.items() for row in _named(source, record.get("named", {}))],
-    )
-    return (
-        f"\n{_CONFORMANCE}{facts}\n{by_directory}\n### Failed without patches\n\n{failed}\n"
-        f"### Cannot run, for a tensor on a GPU or another package\n\n{named}"
-    )
+    return f"\n{_CONFORMANCE}{facts}\n{by_directory}"
 
 
 def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
@@ -124,25 +110,6 @@ def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
 def _share(outcomes: dict[str, int]) -> str:
     can_run = sum(outcomes.get(outcome, 0) for outcome in (PASSED, FAILED, HANGS))
     return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
-
-
-def _named(source: str, named: dict[str, list[str]]) -> list[tuple[str, ...]]:
-    files = Counter((reason, _file(test)) for reason, tests in named.items() for test in tests)
-    return [(source, reason, f"`{file}`", str(count)) for (reason, file), count in sorted(files.items())]
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0].removeprefix("tests/unit_tests/")
-
-
-def _failures(source: str, failed: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    groups: Counter[tuple[str, str]] = Counter()
-    for result in failed:
-        file = _file(result["nodeid"])
-        message = re.sub(r"^rank \d+ of \d+:? ", "", (result["message"].splitlines() or [""])[0])
-        shown = "it hangs" if result["outcome"] == HANGS else f"`{message[:_MESSAGE]}`"
-        groups[file, shown] += 1
-    return [(source, f"`{file}`", str(count), shown) for (file, shown), count in groups.items()]
 
 
 def _revision(one: Known) -> str:
