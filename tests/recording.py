@@ -179,4 +179,10 @@ class _ModelRecorder:
             if passed:
                 cells[promise].add(cell)
         record[release] = {promise: sorted(names) for promise, names in sorted(cells.items())}
-        self.file.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+        lines = (
+            f' "{release}": {{\n'
+            + ",\n".join(f"  {json.dumps(promise)}: {json.dumps(names)}" for promise, names in cells.items())
+            + "\n }"
+            for release, cells in sorted(record.items())
+        )
+        self.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")

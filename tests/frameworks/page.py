@@ -12,12 +12,16 @@ from megatron_rl_patches.testing.conformance import FAILED, HANGS, PASSED, REASO
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
+from tests.real import matrix
 from tests.recording import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = Path(__file__).with_name("runs.json")
 #: What ``megatron-rl-patches conformance CHECKOUT --json FILE`` wrote, a file per commit.
 CONFORMANCE = Path(__file__).with_name("conformance")
+
+#: What ``pytest --record-models`` wrote: release -> promise -> "MODEL, LAYOUT" of the tests that passed.
+MODELS = Path(__file__).parents[1] / "real" / "models.json"
 
 _SHORT = 9
 
@@ -35,6 +39,15 @@ Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `ve
 
 """
 
+_MODELS = """\
+## Models and layouts
+
+Each promise was tested on each of these models ([what they are](models.md)) and layouts, on CPU ranks of real
+megatron-core {releases}. **all**: the tests passed on all of these releases. Where releases are
+named, the others cannot do it, for the reason below the table.
+
+"""
+
 _CONFORMANCE = """\
 ## Megatron-LM's own unit tests
 
@@ -49,7 +62,13 @@ the eight of Megatron-LM's own CI. `tests/frameworks/conformance` has the name a
 
 def page_of_records() -> str:
     table = verdicts.load()
-    return page(table, runs_on_record()) + conformance_section(conformance_on_record(table))
+    return "\n".join(
+        [
+            page(table, runs_on_record()),
+            models_section(json.loads(MODELS.read_text())),
+            conformance_section(conformance_on_record(table)),
+        ]
+    )
 
 
 def conformance_on_record(table: Sequence[Known]) -> dict[str, dict[str, Any]]:
@@ -78,6 +97,24 @@ def page(table: Sequence[Known], runs: Sequence[Run]) -> str:
     ]
     summary = markdown_table(("source", "commit", "date", "patches that fit", "run for real"), rows)
     return f"{_INTRODUCTION}{summary}\n{sections({one.source: one.judged() for one in table})}"
+
+
+def models_section(record: dict[str, dict[str, list[str]]]) -> str:
+    def cell(promise: str, model: str, layout: str) -> str:
+        passed = [release for release, cells in record.items() if f"{model}, {layout}" in cells[promise]]
+        if len(passed) == len(record):
+            return "all"
+        return ", ".join(passed) or ("" if matrix.reason(model, layout) else "–")
+
+    promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
+    rows = [
+        (promise, model, *(cell(promise, model, layout) for layout in matrix.LAYOUTS))
+        for promise in promises
+        for model in matrix.MODELS
+    ]
+    facts = markdown_table(("promise", "model", *matrix.LAYOUTS), rows)
+    introduction = _MODELS.format(releases=", ".join(record))
+    return f"{introduction}{facts}\n{matrix.REASONS}"
 
 
 def conformance_section(records: dict[str, dict[str, Any]]) -> str:
