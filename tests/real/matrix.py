@@ -52,8 +52,8 @@ _EXPERTS = {"EP 2", "TP 2, expert TP 1"}
 REASONS = """\
 Empty cells are layouts that a model does not have: experts are divided only where there are experts, and the
 hybrid model is one chunk per pipeline stage whose state space, in plain torch in the place of a CUDA kernel,
-is not divided. A dash is a cell without a test: after an exception, stages of a pipeline wait for each other, so
-that each pair of stages at which two ranks fail has a test of its own, on the dense model.
+is not divided. A dash is a cell without a test: after an exception, stages of a pipeline wait for each other,
+so that each pair of stages at which two ranks fail has a test of its own, on the dense model.
 
 - Up to 0.18, megatron-core trains multi-token prediction with labels only, so that a loss on logits cannot be
   combined with it.
