@@ -11,13 +11,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
-    checkouts verdicts runs report report-newest release-check mutation lint format bench gpu gpu-wheels docs \
+    models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
 	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
-	@echo "make checkouts | verdicts | runs | report (main of each framework, every night) | report-newest"
+	@echo "make models | checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
@@ -41,17 +41,23 @@ test-slow: venv
 	$(BIN)/python -m pytest -m slow $(PARALLEL) --dist=worksteal $(PYTEST_ARGS)
 
 # Re-entry, inference-only models and losses on other releases of megatron-core, unpacked from their wheels:
-# the oldest and the newest on every layout, those between on one and two ranks as `make test` does.
+# the oldest and the newest on every layout, those between on one and two ranks as `make test` does. Every model on every
+# layout (tests marked promise) takes seven minutes for each release: `make models` records them.
 RELEASES ?= 0.12.3 0.19.2
 RELEASES_BETWEEN ?= 0.14.0
-RELEASE_TESTS := release mock_api mtp forward_values expert_parallel_scoring distillation_models reentry \
-    training_warnings inference_builder inference_checkpoint scoring forward_topk loss_func lean_head lean_head_hybrid
+RELEASE_TESTS := models release mock_api mtp forward_values expert_parallel_scoring distillation_models reentry \
+    training_warnings inference_builder inference_checkpoint scoring forward_topk loss_func lean_head
 test-releases: venv
 	set -e; \
 	test_release() { $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$1 -m "$$2" \
 	    $(RELEASE_TESTS:%=tests/real/test_%.py) $(PYTEST_ARGS); }; \
-	for release in $(RELEASES); do test_release $$release ""; done; \
+	for release in $(RELEASES); do test_release $$release "not (slow and promise)"; done; \
 	for release in $(RELEASES_BETWEEN); do test_release $$release "not slow"; done
+
+models: venv
+	set -e; for release in 0.12.3 0.16.1 0.19.2; do \
+	    $(BIN)/python -m pytest -m "" $(PARALLEL) --dist=worksteal --megatron-core $$release \
+	        --record-models tests/real/models.json tests/real/test_models.py $(PYTEST_ARGS); done
 
 # The oldest torch and wrapt that are allowed, and the newest of everything, in environments of their own. Their torch is
 # built with CUDA, as on an ordinary Linux machine, which needs no GPU: about 3 GB to download and 5 GB on disk, each.
@@ -91,14 +97,18 @@ verdicts: venv
 runs: venv
 	$(BIN)/python -m tests.frameworks.mains run $(CHECKOUTS) $(PYTEST_ARGS)
 
-# A pull request with the records in $(RECORDS), and an issue if a verdict changed; an issue with what test-newest has
-# left there after a failure. Nothing is installed for it.
+# A pull request with the records in $(RECORDS), unless one is open: then its branch is renewed. It needs git and gh, and
+# nothing is installed for it. Nothing else is taken from there, because code of frameworks has run beside it.
 RECORDS ?= records
+FILES := docs/compatibility.md tests/frameworks/runs.json tests/frameworks/verdicts.json
+BOT := user.name='github-actions[bot]' -c user.email='41898282+github-actions[bot]@users.noreply.github.com'
 report:
-	$(PYTHON) -m tests.frameworks.report $(RECORDS)
-
-report-newest:
-	$(PYTHON) -m tests.newest $(RECORDS)
+	for file in $(FILES); do cp $(RECORDS)/$$file $$file; done
+	git diff --quiet -- $(FILES) || { \
+	    git switch --quiet --force-create nightly-records && \
+	    git -c $(BOT) commit --quiet --message="Verdicts and runs of the frameworks' main" -- $(FILES) && \
+	    gh auth setup-git && git push --quiet --force origin nightly-records && \
+	    { gh pr list --head=nightly-records --json=number | grep -q number || gh pr create --fill; }; }
 
 # How much of engine, reentry and frameworks may break before a unit test sees it: [tool.mutmut] in pyproject.toml.
 mutation: $(INSTALLED)-mutation venv

@@ -35,10 +35,16 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record", type=Path, metavar="FILE", help="note in FILE which suites passed on which source"
     )
+    parser.addoption(
+        "--record-models", type=Path, metavar="FILE", help="note in FILE which models kept which promise"
+    )
 
 
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "runs(suite, ranks): a test of a suite that --record notes")
+    config.addinivalue_line("markers", "promise(name): a row of the table that --record-models notes")
+    if models := config.getoption("--record-models"):
+        config.pluginmanager.register(_ModelRecorder(models))
     file = config.getoption("--record")
     if file is None:
         return
@@ -144,3 +150,39 @@ def merge(runs: list[Run], where: tuple[str, str], passed: dict[tuple[str, int],
             }
         )
     runs.sort(key=lambda run: (run["source"], run["megatron"]))
+
+
+class _ModelRecorder:
+    """Notes the parameters, "MODEL, LAYOUT", with which the tests of a promise passed on this release."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.passed: dict[tuple[str, str], bool] = {}
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if mark := item.get_closest_marker("promise"):
+            item.user_properties.append(("promise", (mark.args[0], item.callspec.id)))  # type: ignore[attr-defined]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        promise = dict(report.user_properties).get("promise")
+        if promise and (report.failed or (report.when == "call" and report.passed)):
+            self.passed[promise] = self.passed.get(promise, True) and report.passed
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return
+        release = importlib.metadata.version("megatron-core")
+        record = json.loads(self.file.read_text()) if self.file.exists() else {}
+        cells = {promise: set(names) for promise, names in record.get(release, {}).items()}
+        for (promise, cell), passed in self.passed.items():
+            cells.setdefault(promise, set()).discard(cell)
+            if passed:
+                cells[promise].add(cell)
+        record[release] = {promise: sorted(names) for promise, names in sorted(cells.items())}
+        lines = (
+            f' "{release}": {{\n'
+            + ",\n".join(f"  {json.dumps(promise)}: {json.dumps(names)}" for promise, names in cells.items())
+            + "\n }"
+            for release, cells in sorted(record.items())
+        )
+        self.file.write_text("{\n" + ",\n".join(lines) + "\n}\n")

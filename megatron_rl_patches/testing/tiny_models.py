@@ -41,6 +41,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "mla": _MLA,
     "mla-moe": {**_MLA, **_MOE},
     "mtp": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
+    "hybrid": {},
 }
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
 BUCKET = 16_000
@@ -52,16 +53,23 @@ def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
     Call the methods where ``torch.distributed`` is initialized, as on the ranks of ``spawn_ranks``.
 
     Args:
-        kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both)
-            or ``"mtp"`` (one layer of multi-token prediction).
+        kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
+            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (state-space, attention and MLP
+            layers; the state space is plain torch, as megatron-core's needs a GPU).
         options: see the attributes of :class:`TinyModel`.
 
     Raises:
-        InvalidInputError: there is no such kind.
+        InvalidInputError: there is no such kind, or it cannot be laid out like this.
     """
     if kind not in _KINDS:
         raise InvalidInputError(f"kind is {kind!r}; expected one of {', '.join(_KINDS)}")
-    return TinyModel(kind=kind, **options)
+    model = TinyModel(kind=kind, **options)
+    if kind == "hybrid" and (model.tp, model.cp, model.vpp) != (1, 1, None):
+        raise InvalidInputError(
+            f"tp, cp and vpp of a hybrid model are {model.tp}, {model.cp} and {model.vpp}; expected 1, 1 and "
+            "None: its state space is not divided over ranks, and its pipeline has one chunk per stage"
+        )
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,7 @@ class TinyModel:
     Attributes:
         kind: see :func:`tiny_model`.
         tp, pp, cp, ep: sizes of the parallel groups. What is left of the world is data parallel.
+        expert_tp: size of the tensor parallel groups of experts; ``None`` for that of ``tp``.
         vpp: chunks per pipeline stage; ``None`` without interleaving.
         sequence_parallel: as in ``TransformerConfig``.
         bf16: train in bfloat16 with float32 main parameters; float32 otherwise.
@@ -90,6 +99,7 @@ class TinyModel:
     vpp: int | None = None
     cp: int = 1
     ep: int = 1
+    expert_tp: int | None = None
     sequence_parallel: bool = False
     bf16: bool = False
     tied: bool = False
@@ -119,6 +129,7 @@ class TinyModel:
             self.vpp,
             context_parallel_size=self.cp,
             expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.expert_tp,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(self.seed)
@@ -143,6 +154,7 @@ class TinyModel:
             "virtual_pipeline_model_parallel_size": self.vpp,
             "context_parallel_size": self.cp,
             "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
             "sequence_parallel": self.sequence_parallel,
             "bf16": self.bf16,
             "params_dtype": self.dtype,
@@ -183,9 +195,20 @@ class TinyModel:
         config: Any = None,
         vp_stage: int | None = None,
         **unused: Any,
-    ) -> GPTModel:
+    ) -> Any:
         """Build one chunk, as ``get_model`` asks a framework's model provider for it."""
         config = config or self.transformer_config()
+        sizes = {
+            "vocab_size": self.vocab_size,
+            "max_sequence_length": self.seq_length,
+            # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
+            "position_embedding_type": "rope" if self.kind == "mtp" or self._has_mla else "learned_absolute",
+            "share_embeddings_and_output_weights": self.tied,
+        }
+        if self.kind == "hybrid":
+            from .tiny_hybrid import hybrid_model
+
+            return hybrid_model(config, SequenceParallelNorm, pre_process, post_process, **sizes)
         layer = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False, multi_latent_attention=self._has_mla
         )
@@ -198,15 +221,11 @@ class TinyModel:
             # Up to 0.12 stages are numbered by a global.
             parallel_state.set_virtual_pipeline_model_parallel_rank(optional.pop("vp_stage", None))
         if config.mtp_num_layers:
-            optional["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+            optional["mtp_block_spec"] = _mtp_block(config, layer, optional)
         return GPTModel(
             config,
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=SequenceParallelNorm),
-            vocab_size=self.vocab_size,
-            max_sequence_length=self.seq_length,
-            # Megatron stores learned positions once, and a stage with MTP has an embedding of its own.
-            position_embedding_type="rope" if self.kind == "mtp" or self._has_mla else "learned_absolute",
-            share_embeddings_and_output_weights=self.tied,
+            **sizes,
             pre_process=pre_process,
             post_process=post_process,
             **optional,
@@ -246,6 +265,15 @@ class TinyModel:
         Each rank has a piece from either end of the sequence, as Megatron's batches are cut.
         """
         return _positions(parallel_state.get_context_parallel_rank(), self.cp, self.seq_length)
+
+
+def _mtp_block(config: TransformerConfig, layer: Any, stage: dict[str, Any]) -> Any:
+    """Return the spec of the layers of multi-token prediction of a stage; ``None`` where it has none."""
+    block = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, **stage)
+    for spec in block.layer_specs if block else ():
+        norms = ("enorm", "hnorm", "layer_norm")
+        vars(spec.submodules).update(dict.fromkeys(norms, SequenceParallelNorm))
+    return block
 
 
 def _positions(rank: int, size: int, length: int) -> torch.Tensor:

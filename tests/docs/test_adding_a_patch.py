@@ -25,15 +25,6 @@ PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
 
-FRAMEWORK = """
-def print_rank_0(text):
-    print(text)
-
-def evaluate(model):
-    print_rank_0("evaluated")
-    return 1.0
-"""
-
 
 def _run(*command: str | Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
@@ -90,29 +81,10 @@ def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     assert "quiet-eval" in _run("-m", "megatron_rl_patches", "check", path=repository).stdout
 
 
-def test_a_package_of_ones_own(tmp_path: Path) -> None:
+def test_a_package_of_ones_own_registers_it_as_the_example_does() -> None:
+    """``test_examples.py`` installs the example and applies its patch."""
     tomllib = pytest.importorskip("tomllib")
-    entry_points = tomllib.loads(ENTRY_POINT)["project"]["entry-points"]
-    lines = [
-        line
-        for group, entries in entry_points.items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
-    ]
-    for name, text in {
-        "my_package-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n",
-        "my_package-1.0.dist-info/entry_points.txt": "\n".join(lines),
-        "my_package/__init__.py": "",
-        OURS: FILES[OURS],
-        "framework/__init__.py": "",
-        "framework/training/__init__.py": "",
-        "framework/training/loop.py": FRAMEWORK,
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    code = "from framework.training.loop import evaluate; print(evaluate(None))"
-    variables = {"MEGATRON_RL_PATCHES": "quiet-eval", "MEGATRON_RL_PATCHES_ROOTS": "framework"}
-    loud = _run("-c", code, path=tmp_path, MEGATRON_RL_PATCHES_LOUD_RANKS="0,1", RANK="1", **variables)
-    assert loud.stdout == _run("-c", code, path=tmp_path, RANK="1").stdout == "evaluated\n1.0\n"
-    assert _run("-c", code, path=tmp_path, RANK="1", **variables).stdout == "1.0\n"
-    applied = f"import megatron_rl_patches; megatron_rl_patches.apply('quiet-eval'); {code}"
-    assert _run("-c", applied, path=tmp_path, RANK="1").stdout == "1.0\n"
+    example = tomllib.loads((ROOT / "examples" / "third_party_patch" / "pyproject.toml").read_text())
+    (group, entries), *others = tomllib.loads(ENTRY_POINT)["project"]["entry-points"].items()
+    assert not others and example["project"]["entry-points"].keys() == {group}
+    assert entries == {"quiet-eval": "my_package.quiet_eval:patch"}

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import ROOT
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 # In a page: is it wider than the window, and what is to be read of it besides code?
 SCROLLS = "document.documentElement.scrollWidth > window.innerWidth"
@@ -25,7 +23,6 @@ PROSE = """() => {
 }"""
 BROKEN_IMAGES = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 TEX = re.compile(r"\\[a-zA-Z(\[]|\$\$")
-READABLE = 9  # pixels
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -88,16 +85,3 @@ def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: 
     context.close()
     assert objections == []
     assert scheme_of_page == {"light": "default", "dark": "slate"}[scheme]
-
-
-@pytest.mark.parametrize(
-    "image", sorted((ROOT / "docs" / "images").glob("*.svg")), ids=lambda path: path.stem
-)
-def test_labels_can_be_read_on_a_phone_and_in_the_dark(image: Path) -> None:
-    text = image.read_text("utf-8")
-    if image.stem in ("doctor", "logo", "favicon"):  # a terminal, which scrolls, and marks without text
-        return
-    assert "prefers-color-scheme: dark" in text
-    width = float(re.search(r'viewBox="0 0 ([\d.]+)', text)[1])  # type: ignore[index]
-    sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\d+ )?([\d.]+)px", text)]
-    assert sizes and min(sizes) * min(1, 368 / width) >= READABLE

@@ -47,7 +47,7 @@ NOT_COMPARED = {
         for page in ("README.md", "docs/index.md")
     },
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
-    "environment of these tests; tests/frameworks/test_real_hooks.py calls it",
+    "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",

@@ -27,8 +27,14 @@ def test_equations_are_mathml(site: Path) -> None:
     for page in ("losses", "distillation"):
         text = (site / page / "index.html").read_text("utf-8")
         assert '<div class="equation"><math' in text and "arithmatex" not in text
+
+
+def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None:
+    loads = re.compile(r"""<(?:script|img|link rel="stylesheet")\b[^>]*\b(?:src|href)="https?://""")
+    for page in sorted(set(site.rglob("*.html")) - {site / "404.html"}):
+        text = page.read_text("utf-8")
         prose = re.sub(r"<(pre|script|code)\b.*?</\1>", "", text, flags=re.DOTALL)
-        assert "$" not in prose
+        assert not re.search(r"\\[a-zA-Z(\[]|\$\$", prose) and not loads.search(text), page
 
 
 def test_tables_without_a_header_have_no_empty_one(site: Path) -> None:

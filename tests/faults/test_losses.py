@@ -12,232 +12,204 @@ Where the definition is silent, these rules hold:
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
     PolicyBatch,
     PolicyOptions,
     SequenceLayout,
-    TopKDistribution,
-    make_distillation_loss_func,
     make_loss_func,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.loss_functions import LossFunc
 from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax
+from tests.unit.losses.logits.pairwise import pairwise
 
-from .strange_logits import (
-    Logits,
-    agree,
-    owns_its_storage,
-    selections,
-    strange_logits,
-)
-
-TEMPERATURES = st.sampled_from([1.0, 0.25, 3.0])
-BLOCKS = st.sampled_from([None, 1, 4096])
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ROWS = 12
+SCALES = (0.0, 1e-41, 1e-3, 1.0, 30.0, 6e4, 1e30)
+#: How logits of other strides are made of such that own their storage.
+STRIDES: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "middle of something": lambda x: torch.cat([x, x, x], 1)[:, x.shape[1] : 2 * x.shape[1]],
+    "one row again and again": lambda x: x[:1].expand(len(x), -1),
+}
+OWN_STORAGE = ("contiguous", "transposed")
+OPTIONS: dict[str, Sequence[Any]] = {
+    "dtype": list(ROUNDING),
+    "strides": list(STRIDES),
+    "width": [1, 2, 3, 31, 32, 33, 64, 257],
+    "rows": [None, slice(3, 11), torch.tensor([10, 2, 7, 0, 5]), slice(4, 4)],
+    "temperature": [1.0, 0.25, 3.0],
+    "block_bytes": [None, 1, 4096],
+    "seed": [0, 1, 2],
+}
+cases = pytest.mark.parametrize("case", pairwise(OPTIONS), ids=lambda case: f"{case['dtype']}"[6:])
 
 
-def examples(campaign: int) -> Callable[[Callable[[Any], None]], Callable[[int], None]]:
-    """Test 30 random examples, and as many as a campaign has where slow tests are run."""
+class Strange:
+    """Logits of many magnitudes, with NaN and infinities in most rows, and what is drawn beside them."""
 
-    def decorate(check: Callable[[Any], None]) -> Callable[[int], None]:
-        @pytest.mark.parametrize("number", [30, pytest.param(campaign, marks=pytest.mark.slow)])
-        def test(number: int) -> None:
-            settings(max_examples=number)(given(data=st.data())(check))()
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.dtype, width = case["dtype"], case["width"]
+        self.generator = generator = torch.Generator().manual_seed(case["seed"])
+        # The reference divides float64 by temperatures, which must not overflow.
+        largest = min(torch.finfo(self.dtype).max, 1e100)
+        poisons = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, largest, -largest, 1.0])
+        scales = torch.tensor(SCALES, dtype=torch.float64)[torch.randint(7, (ROWS, 1), generator=generator)]
+        values = torch.randn(ROWS, width, dtype=torch.float64, generator=generator) * scales
+        rows, columns = (
+            torch.randperm(ROWS, generator=generator),
+            torch.randint(width, (8,), generator=generator),
+        )
+        values[rows[:8], columns] = poisons.double()
+        values[rows[8], :], values[rows[9], :] = -math.inf, poisons[int(columns[0]) % 3]
+        values = values.clamp(-largest, largest).where(values.isfinite(), values).to(self.dtype)
+        self.seen = STRIDES[case["strides"]](values)
+        self.selected = torch.arange(ROWS)[slice(None) if case["rows"] is None else case["rows"]]
+        self.options = {name: case[name] for name in ("rows", "temperature", "block_bytes")}
+        self.known = {name: case[name] for name in ("rows", "temperature")}
+        self.view = STRIDES[case["strides"]](values.requires_grad_() * 1)
 
-        test.__doc__ = check.__doc__
-        return test
+    def rounding(self) -> float:
+        """Return that of log-probabilities and entropies, which are in float32 at least."""
+        return ROUNDING[torch.float64 if self.dtype == torch.float64 else torch.float32]
 
-    return decorate
+    def ids(self, *shape: int, share: float = 0.1) -> Tensor:
+        """Return ids, of which some are none."""
+        ids = torch.randint(self.seen.shape[1], (len(self.selected), *shape), generator=self.generator)
+        ids[torch.rand(ids.shape, generator=self.generator) < share] = IGNORE
+        return ids
 
-
-def of_values(dtype: torch.dtype) -> float:
-    """Return the rounding of log-probabilities and entropies, which are in float32 at least."""
-    return ROUNDING[torch.float64 if dtype == torch.float64 else torch.float32]
-
-
-def largest_of_rows(gradient: Tensor) -> Tensor:
-    """Return the largest value of each row, at least 0.1: weights are around one, and sums are rounded."""
-    finite = torch.where(gradient.isfinite(), gradient, 0.0)
-    return finite.abs().amax(1, keepdim=True).clamp(min=0.1)
+    def weights(self, like: Tensor) -> Tensor:
+        return torch.rand(like.shape, generator=self.generator, dtype=torch.float64) + 0.1
 
 
-def backward(values: list[Tensor], weights: list[Tensor], logits: Tensor) -> Tensor:
+def backward(values: Sequence[Tensor], weights: Sequence[Tensor], logits: Tensor) -> Tensor:
     """Return the gradient of the logits."""
     return torch.autograd.grad(values, logits, [w.to(v.dtype) for w, v in zip(weights, values, strict=True)])[
         0
     ]
 
 
-@examples(400)
-def test_log_probs_and_entropy(data: st.DataObject) -> None:
-    logits = data.draw(strange_logits())
-    check_log_probs(
-        data, logits, inplace=data.draw(st.booleans()), rows=data.draw(selections(len(logits.values)))
-    )
+def agree(found: Tensor, expected: Tensor, tolerance: float, scale: Tensor | float = 1.0) -> bool:
+    """NaN and infinities in the same places, everything else within the tolerance of its scale."""
+    expected = expected.to(found.dtype).double()
+    found = found.detach().double()
+    error = torch.where(found == expected, 0.0, (found - expected).abs())
+    close = error <= tolerance * (expected.abs() + scale)
+    return bool((close | (found.isnan() & expected.isnan())).all())
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
-@settings(max_examples=60)
-@given(data=st.data())
-def test_compiled_log_probs_and_entropy(data: st.DataObject) -> None:
-    """One variant for one width is compiled here; the unit tests have the others."""
-    logits = data.draw(strange_logits(dtypes=(torch.float32,), widths=(33,), strides=("contiguous",)))
-    check_log_probs(data, logits, fused=True, kinds=("with entropy",))
+def gradients_agree(found: Tensor, expected: Tensor) -> bool:
+    """Within the rounding of each row's largest value, at least 0.1: weights are around one."""
+    finite = torch.where(expected.isfinite(), expected, 0.0)
+    largest = finite.abs().amax(1, keepdim=True).clamp(min=0.1)
+    return found.dtype in ROUNDING and agree(found, expected, ROUNDING[found.dtype], largest)
 
 
-def check_log_probs(
-    data: st.DataObject,
-    logits: Logits,
-    *,
-    rows: Tensor | slice | None = None,
-    inplace: bool = False,
-    fused: bool = False,
-    kinds: tuple[str, ...] = ("alone", "with entropy", "with entropy as a metric"),
-) -> None:
-    kind = data.draw(st.sampled_from(kinds))
-    seen, dtype = logits.seen, logits.values.dtype
-    n = len(torch.arange(len(seen)) if rows is None else torch.arange(len(seen))[rows])
-    numbers = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
-    generator = data.draw(numbers)
-    targets = torch.randint(seen.shape[1], (n,), generator=generator)
-    targets[torch.rand(n, generator=generator) < 0.1] = IGNORE
-    keep_mask = None
-    if not fused and data.draw(st.booleans()):
-        keep_mask = torch.rand(n, seen.shape[1], generator=generator) < 0.5
-    temperature = data.draw(TEMPERATURES)
-    weights = [torch.rand(n, generator=generator, dtype=torch.float64) + 0.1 for _ in range(2)]
-
-    leaf = seen.double().requires_grad_()
-    expected = dense_log_probs_and_entropy(leaf, targets, rows, temperature, keep_mask)
-    differentiated = 2 if kind == "with entropy" else 1
-    gradient = backward(list(expected[:differentiated]), weights[:differentiated], leaf)
-
-    _, view = logits.leaf_and_view()
-    options: dict[str, Any] = {
-        "rows": rows,
-        "temperature": temperature,
-        "keep_mask": keep_mask,
-        "inplace_backward": inplace,
-        "fused": fused,
-        "block_bytes": data.draw(BLOCKS),
-    }
-    if inplace and not owns_its_storage(view):
+@pytest.mark.parametrize("kind", ["alone", "with entropy", "with entropy as a metric"])
+@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+@cases
+def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, kind: str) -> None:
+    logits = Strange(case)
+    targets = logits.ids()
+    keep_mask = torch.rand(len(targets), case["width"], generator=logits.generator) < 0.5 if kept else None
+    options: dict[str, Any] = {**logits.options, "keep_mask": keep_mask, "inplace_backward": inplace}
+    if inplace and case["strides"] not in OWN_STORAGE:
         with pytest.raises(InvalidInputError, match="a storage of their own"):
-            vocab_parallel_log_probs(view, targets, **options)
+            vocab_parallel_log_probs(logits.view, targets, **options)
         return
     if kind == "alone":
-        outputs = (vocab_parallel_log_probs(view, targets, **options),)
+        outputs: Sequence[Tensor] = (vocab_parallel_log_probs(logits.view, targets, **options),)
     else:
-        options["entropy_grad"] = differentiated == 2
-        outputs = vocab_parallel_log_probs_and_entropy(view, targets, **options)
-    for values, reference in zip(outputs, expected, strict=False):
-        assert agree(values, reference, of_values(dtype))
-    mine = backward(list(outputs[:differentiated]), weights[:differentiated], view)
-    assert mine.dtype == dtype
-    if keep_mask is not None:
+        options["entropy_grad"] = kind == "with entropy"
+        outputs = vocab_parallel_log_probs_and_entropy(logits.view, targets, **options)
+    leaf = logits.seen.double().requires_grad_()
+    expected = dense_log_probs_and_entropy(leaf, targets, **logits.known, keep_mask=keep_mask)
+    assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=False))
+    differentiated = 2 if kind == "with entropy" else 1
+    weights = [logits.weights(values) for values in expected[:differentiated]]
+    gradient = backward(expected[:differentiated], weights, leaf)
+    mine = backward(outputs[:differentiated], weights, logits.view)
+    if kept:
         left_out = gradient.isnan().any(1, keepdim=True) & ~gradient.isnan()
         mine = torch.where(left_out & mine.isnan(), 0.0, mine)
-    assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
+    assert mine.dtype == logits.dtype and gradients_agree(mine, gradient)
 
 
-@examples(300)
-def test_log_probs_at_ids_and_tail(data: st.DataObject) -> None:
-    logits = data.draw(strange_logits())
-    seen, dtype = logits.seen, logits.values.dtype
-    rows, temperature = data.draw(selections(len(seen))), data.draw(TEMPERATURES)
-    n = len(torch.arange(len(seen)) if rows is None else torch.arange(len(seen))[rows])
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    k = data.draw(st.integers(1, 5))
-    indices = torch.randint(seen.shape[1], (n, k), generator=generator)
-    indices[torch.rand(n, k, generator=generator) < 0.2] = IGNORE
-
-    leaf = seen.double().requires_grad_()
-    expected = dense_log_probs_at(leaf, indices, rows, temperature)
-    _, view = logits.leaf_and_view()
-    outputs = vocab_parallel_log_probs_at(
-        view, indices, rows=rows, temperature=temperature, with_tail=True, block_bytes=data.draw(BLOCKS)
-    )
-    for values, reference in zip(outputs, expected, strict=True):
-        assert agree(values, reference, of_values(dtype))
+@pytest.mark.parametrize("k", [1, 2, 5])
+@cases
+def test_log_probs_at_ids_and_tail(case: dict[str, Any], k: int) -> None:
+    logits = Strange(case)
+    indices = logits.ids(k, share=0.2)
+    outputs = vocab_parallel_log_probs_at(logits.view, indices, with_tail=True, **logits.options)
+    leaf = logits.seen.double().requires_grad_()
+    expected = dense_log_probs_at(leaf, indices, **logits.known)
+    assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=True))
     # What is -inf is no id, or has no derivative in the definition.
-    weights = [
-        torch.where(values.detach() == -torch.inf, 0.0, torch.rand(values.shape, generator=generator) + 0.1)
-        for values in expected
-    ]
-    counted = [
-        torch.where(weight == 0, 0.0, values) for weight, values in zip(weights, expected, strict=True)
-    ]
-    gradient = backward(counted, weights, leaf)
-    has_grad = torch.zeros(len(seen), dtype=torch.bool)
-    has_grad[slice(None) if rows is None else rows] = (weights[0] > 0).any(1) | (weights[1] > 0)
-    gradient = torch.where(has_grad[:, None], gradient, 0.0)
-    mine = backward(list(outputs), weights, view)
-    assert agree(mine, gradient, ROUNDING[dtype], largest_of_rows(gradient))
+    weights = [torch.where(x.detach() == -torch.inf, 0.0, logits.weights(x)) for x in expected]
+    counted = [torch.where(weight == 0, 0.0, x) for weight, x in zip(weights, expected, strict=True)]
+    has_grad = torch.zeros(ROWS, dtype=torch.bool)
+    has_grad[logits.selected] = (weights[0] > 0).any(1) | (weights[1] > 0)
+    gradient = torch.where(has_grad[:, None], backward(counted, weights, leaf), 0.0)
+    assert gradients_agree(backward(outputs, weights, logits.view), gradient)
 
 
-@examples(300)
-def test_topk(data: st.DataObject) -> None:
-    logits = data.draw(strange_logits())
-    seen, dtype = logits.seen, logits.values.dtype
-    rows, temperature = data.draw(selections(len(seen))), data.draw(TEMPERATURES)
-    k = data.draw(st.integers(1, min(7, seen.shape[1])))
-    outputs = vocab_parallel_topk(logits.leaf_and_view()[1], k, rows=rows, temperature=temperature)
-    selected = seen.double() if rows is None else seen.double()[rows]
+@pytest.mark.parametrize("k", [1, 2, 7])
+@cases
+def test_topk(case: dict[str, Any], k: int) -> None:
+    logits = Strange(case)
+    k = min(k, case["width"])
+    outputs = vocab_parallel_topk(logits.view, k, **logits.options)
+    selected = logits.seen.double()[logits.selected]
     order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    without_softmax = has_no_softmax(selected)
-    assert torch.equal(outputs.indices[~without_softmax], order[~without_softmax])
+    has_softmax = ~has_no_softmax(selected)
+    assert torch.equal(outputs.indices[has_softmax], order[has_softmax])
     assert all(len(set(row)) == k for row in outputs.indices.tolist())
-    assert ((outputs.indices >= 0) & (outputs.indices < seen.shape[1])).all()
-    expected = dense_log_probs_at(selected, outputs.indices, temperature=temperature)
-    assert agree(outputs.log_probs, expected[0], of_values(dtype))
-    assert agree(outputs.tail_log_prob, expected[1], of_values(dtype))
+    assert ((outputs.indices >= 0) & (outputs.indices < case["width"])).all()
+    expected = dense_log_probs_at(selected, outputs.indices, temperature=case["temperature"])
+    assert agree(outputs.log_probs, expected[0], logits.rounding())
+    assert agree(outputs.tail_log_prob, expected[1], logits.rounding())
 
 
-@examples(100)
-def test_rows_whose_values_have_no_gradient_have_none(data: st.DataObject) -> None:
-    logits = data.draw(strange_logits(strides=("contiguous",)))
-    n, width = logits.values.shape
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    counts = torch.rand(n, generator=generator) < 0.5
-    targets = torch.randint(width, (n,), generator=generator)
-    keep_mask = torch.rand(n, width, generator=generator) < 0.5 if data.draw(st.booleans()) else None
-    weight = counts.double()
-    for inplace in (False, True):
-        _, view = logits.leaf_and_view()
-        log_probs, entropies = vocab_parallel_log_probs_and_entropy(
-            view, targets, keep_mask=keep_mask, inplace_backward=inplace
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+def test_rows_whose_values_have_no_gradient_have_none(dtype: torch.dtype, inplace: bool, kept: bool) -> None:
+    for seed in range(10):
+        case = {"dtype": dtype, "strides": "contiguous", "width": 33, "rows": None, "seed": seed}
+        first, second = (Strange({**case, "temperature": 1.0, "block_bytes": None}) for _ in range(2))
+        counts = torch.rand(ROWS, generator=first.generator) < 0.5
+        targets, weight = first.ids(share=0.0), counts.double()
+        keep_mask = torch.rand(ROWS, 33, generator=first.generator) < 0.5 if kept else None
+        values = vocab_parallel_log_probs_and_entropy(
+            first.view, targets, keep_mask=keep_mask, inplace_backward=inplace
         )
-        assert not backward([log_probs, entropies], [weight, weight], view)[~counts].any()
-        _, view = logits.leaf_and_view()
-        at_ids, tail = vocab_parallel_log_probs_at(
-            view, targets[:, None], with_tail=True, inplace_backward=inplace
+        assert not backward(values, [weight, weight], first.view)[~counts].any()
+        values = vocab_parallel_log_probs_at(
+            second.view, targets[:, None], with_tail=True, inplace_backward=inplace
         )
-        assert not backward([at_ids, tail], [weight[:, None], weight], view)[~counts].any()
+        assert not backward(values, [weight[:, None], weight], second.view)[~counts].any()
 
 
-TOTALS, RESPONSES, VOCABULARY, K = [5, 7, 4], [3, 5, 2], 11, 3
+TOTALS, RESPONSES, VOCABULARY = [5, 7, 4], [3, 5, 2], 11
 MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 0])]
 LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
 
@@ -254,33 +226,17 @@ def policy_loss_func(inplace: bool) -> LossFunc:
     return make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
 
 
-def distillation_loss_func(divergence: Any, inplace: bool) -> LossFunc:
-    teacher = [vocab_parallel_topk(random(length, VOCABULARY, seed=length), K) for length in RESPONSES]
-    old = [
-        TopKDistribution(
-            known.indices,
-            *vocab_parallel_log_probs_at(random(len(known), VOCABULARY), known.indices, with_tail=True),
-        )
-        for known in teacher
-    ]
-    batch = DistillationBatch([teacher], MASKS, old)
-    return make_distillation_loss_func(
-        LAYOUT, batch, DistillationOptions(divergence), inplace_backward=inplace
-    )
-
-
 @pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("loss", ["policy", *DIVERGENCES])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_logits_of_tokens_that_do_not_count_may_hold_anything(loss: str, inplace: bool, value: float) -> None:
+def test_logits_of_tokens_that_do_not_count_may_hold_anything(inplace: bool, value: float) -> None:
+    """Of a policy; of a student, see ``tests/unit/losses/objectives/test_distillation.py``."""
     counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)
     counts[LAYOUT.response_rows] = torch.cat(MASKS) != 0
     clean = random(LAYOUT.num_rows, VOCABULARY)
     found = []
     for logits in (clean, torch.where(counts[:, None], clean, value)):
         leaf = logits[None].clone().requires_grad_()
-        func = policy_loss_func(inplace) if loss == "policy" else distillation_loss_func(loss, inplace)
-        total, _, metrics = func(leaf * 1)
+        total, _, metrics = policy_loss_func(inplace)(leaf * 1)
         total.backward()
         found.append((total.detach(), leaf.grad[0], torch.stack([metrics[name] for name in sorted(metrics)])))
     for ours, of_clean in zip(found[1], found[0], strict=True):

@@ -352,13 +352,17 @@ class VerlJob:
 
 
 def takes_packed_tokens(gpt: Any) -> None:
-    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence."""
+    """Packed sequences need TransformerEngine's attention: here a microbatch is one sequence.
+
+    Multi-token prediction gets its labels, and the mask of its loss.
+    """
     forward = gpt.forward
 
-    def forward_packed(input_ids: torch.Tensor, **packing: Any) -> torch.Tensor:
+    def forward_packed(input_ids: torch.Tensor, loss_mask: Any = None, **packing: Any) -> torch.Tensor:
         positions_bs = torch.arange(input_ids.size(1)).expand_as(input_ids)
         mask_ss = torch.ones(1, 1, *positions_bs.shape[-1:] * 2, dtype=torch.bool).triu(1)
-        return forward(input_ids, positions_bs, mask_ss)
+        mtp = {"mtp_kwargs": packing["mtp_kwargs"], "loss_mask": loss_mask} if "mtp_kwargs" in packing else {}
+        return forward(input_ids, positions_bs, mask_ss, **mtp)
 
     gpt.forward = forward_packed
 

@@ -84,6 +84,12 @@ def judge(folder: Path, table: Sequence[Known]) -> list[Known]:
     return list(judged.values())
 
 
+def changed_sources(before: Sequence[Known], after: Sequence[Known]) -> list[str]:
+    """Return the sources that are judged in another way than before."""
+    old = {known.source: known.verdicts for known in before}
+    return [known.source for known in after if old.get(known.source, known.verdicts) != known.verdicts]
+
+
 def of_known_sources(runs: Sequence[Run], table: Sequence[Known]) -> list[Run]:
     identities = {known.identity for known in table}
     return [run for run in runs if {run["source"], run["megatron"]} <= identities]
@@ -104,8 +110,11 @@ def main(command: str, place: str, *arguments: str) -> int:
     if command == "fetch":
         fetch(folder)
     elif command == "judge":
-        table = judge(folder, verdicts.load())
+        before = verdicts.load()
+        table = judge(folder, before)
         verdicts.save(table)
+        failed = len(changed := changed_sources(before, table))
+        print(*(f"{source}: a verdict changed" for source in changed), sep="\n")
         write(of_known_sources(page.runs_on_record(), table), page.RUNS)
     elif command == "run":
         failed = run(folder, page.RUNS, arguments)

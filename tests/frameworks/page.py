@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from megatron_rl_patches.testing.conformance import FAILED, HANGS, PASSED, REASO
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
+from tests.real import matrix
 from tests.recording import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -21,8 +20,10 @@ RUNS = Path(__file__).with_name("runs.json")
 #: What ``megatron-rl-patches conformance CHECKOUT --json FILE`` wrote, a file per commit.
 CONFORMANCE = Path(__file__).with_name("conformance")
 
+#: What ``pytest --record-models`` wrote: release -> promise -> "MODEL, LAYOUT" of the tests that passed.
+MODELS = Path(__file__).parents[1] / "real" / "models.json"
+
 _SHORT = 9
-_MESSAGE = 120  # characters
 
 _INTRODUCTION = f"""\
 # Compatibility
@@ -38,6 +39,15 @@ Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `ve
 
 """
 
+_MODELS = """\
+## Models and layouts
+
+Each promise was tested on each of these models ([what they are](models.md)) and layouts, on CPU ranks of real
+megatron-core {releases}. **all**: the tests passed on all of these releases. Where releases are
+named, the others cannot do it, for the reason below the table.
+
+"""
+
 _CONFORMANCE = """\
 ## Megatron-LM's own unit tests
 
@@ -45,14 +55,20 @@ What `megatron-rl-patches conformance` found on CPU ranks
 ([how](testing.md#megatron-lms-own-unit-tests)): each test at the smallest of these numbers of ranks at which
 it can run, then with patches at the same number. A test in a column from TransformerEngine to other package
 cannot run there; one that is skipped is skipped by its authors anywhere, also where its ranks are more than
-the eight of Megatron-LM's own CI.
+the eight of Megatron-LM's own CI. `tests/frameworks/conformance` has the name and the message of each.
 
 """
 
 
 def page_of_records() -> str:
     table = verdicts.load()
-    return page(table, runs_on_record()) + conformance_section(conformance_on_record(table))
+    return "\n".join(
+        [
+            page(table, runs_on_record()),
+            models_section(json.loads(MODELS.read_text())),
+            conformance_section(conformance_on_record(table)),
+        ]
+    )
 
 
 def conformance_on_record(table: Sequence[Known]) -> dict[str, dict[str, Any]]:
@@ -83,6 +99,24 @@ def page(table: Sequence[Known], runs: Sequence[Run]) -> str:
     return f"{_INTRODUCTION}{summary}\n{sections({one.source: one.judged() for one in table})}"
 
 
+def models_section(record: dict[str, dict[str, list[str]]]) -> str:
+    def cell(promise: str, model: str, layout: str) -> str:
+        passed = [release for release, cells in record.items() if f"{model}, {layout}" in cells[promise]]
+        if len(passed) == len(record):
+            return "all"
+        return ", ".join(passed) or ("" if matrix.reason(model, layout) else "–")
+
+    promises = dict.fromkeys(promise for cells in record.values() for promise in cells)
+    rows = [
+        (promise, model, *(cell(promise, model, layout) for layout in matrix.LAYOUTS))
+        for promise in promises
+        for model in matrix.MODELS
+    ]
+    facts = markdown_table(("promise", "model", *matrix.LAYOUTS), rows)
+    introduction = _MODELS.format(releases=", ".join(record))
+    return f"{introduction}{facts}\n{matrix.REASONS}"
+
+
 def conformance_section(records: dict[str, dict[str, Any]]) -> str:
     columns = ("source", "ranks", "tests", "passed", "failed", "skipped", *REASONS)
     facts = markdown_table(
@@ -97,18 +131,7 @@ def conformance_section(records: dict[str, dict[str, Any]]) -> str:
             for name in directories
         ],
     )
-    failed = markdown_table(
-        ("source", "file", "tests", "raised"),
-        [row for source, record in records.items() for row in _failures(source, record["failed"])],
-    )
-    named = markdown_table(
-        ("source", "needs", "file", "tests"),
-        [row for source, record in records.items() for row in _named(source, record.get("named", {}))],
-    )
-    return (
-        f"\n{_CONFORMANCE}{facts}\n{by_directory}\n### Failed without patches\n\n{failed}\n"
-        f"### Cannot run, for a tensor on a GPU or another package\n\n{named}"
-    )
+    return f"\n{_CONFORMANCE}{facts}\n{by_directory}"
 
 
 def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
@@ -124,25 +147,6 @@ def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
 def _share(outcomes: dict[str, int]) -> str:
     can_run = sum(outcomes.get(outcome, 0) for outcome in (PASSED, FAILED, HANGS))
     return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
-
-
-def _named(source: str, named: dict[str, list[str]]) -> list[tuple[str, ...]]:
-    files = Counter((reason, _file(test)) for reason, tests in named.items() for test in tests)
-    return [(source, reason, f"`{file}`", str(count)) for (reason, file), count in sorted(files.items())]
-
-
-def _file(nodeid: str) -> str:
-    return nodeid.partition("::")[0].removeprefix("tests/unit_tests/")
-
-
-def _failures(source: str, failed: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    groups: Counter[tuple[str, str]] = Counter()
-    for result in failed:
-        file = _file(result["nodeid"])
-        message = re.sub(r"^rank \d+ of \d+:? ", "", (result["message"].splitlines() or [""])[0])
-        shown = "it hangs" if result["outcome"] == HANGS else f"`{message[:_MESSAGE]}`"
-        groups[file, shown] += 1
-    return [(source, f"`{file}`", str(count), shown) for (file, shown), count in groups.items()]
 
 
 def _revision(one: Known) -> str:

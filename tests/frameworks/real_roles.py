@@ -81,21 +81,24 @@ def global_arguments(**values: Any) -> Arguments:
     )
 
 
-def process(seed: int = 1234) -> None:
+def process(seed: int = 1234, **options: Any) -> None:
     torch.serialization.add_safe_globals([Arguments])  # of a checkpoint
-    TinyModel(seed=seed).initialize()
+    TinyModel(seed=seed, **options).initialize()
     torch.manual_seed(seed)
 
 
-def save(framework: str, folder: str, seed: int) -> str:
-    """A checkpoint of a run that has come to the iteration, by Megatron-LM's writer."""
-    process(seed)
-    args = global_arguments(load=folder, save=folder)
+def save(framework: str, folder: str, seed: int, **options: Any) -> str:
+    """A checkpoint of a run that has come to the iteration, by Megatron-LM's writer.
+
+    ``options`` are those of the model, whose groups are initialized afterwards.
+    """
+    process(seed, **options)
+    args = global_arguments(load=folder, save=folder, tiny_model=options)
     model, optimizer, scheduler = framework_model(framework).setup_model_and_optimizer(args, "actor")
     model[0].zero_grad_buffer()
     optimizer.step()  # Adam's moments are there from the first step on
     scheduler.step(increment=ITERATION * GLOBAL_BATCH)
     args.consumed_train_samples = ITERATION * GLOBAL_BATCH
     checkpointing.save_checkpoint(ITERATION, model, optimizer, scheduler, 0)
-    process()
+    process(**options)
     return folder

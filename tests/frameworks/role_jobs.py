@@ -36,8 +36,8 @@ ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1
 
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
     """Draws its weights from the global generators, as real providers do; each model has a config."""
-    options = TinyModel(bf16=global_vars.get_args().bf16)
-    return options.provider()
+    args = global_vars.get_args()
+    return TinyModel(bf16=args.bf16, **(args.tiny_model or {})).provider()
 
 
 def arguments(**values: Any) -> Arguments:

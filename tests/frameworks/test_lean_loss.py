@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,6 @@ import torch
 from megatron_rl_patches import apply, revert
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
-from tests.unit.losses.live_bytes import live_bytes
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
@@ -196,28 +194,3 @@ def test_all_gather_cp() -> None:
     apply(PATCH)
     for (_, entropy_coef), requires_grad in _redistributed(backward=True).items():
         assert requires_grad == [True, entropy_coef != 0]
-
-
-# --- memory -------------------------------------------------------------------------------------------------
-
-
-def extra_memory(job: Any, run: Callable[[], object]) -> float:
-    """Peak of forward and backward beyond the logits, in units of the logits."""
-    logits = job.logits()
-    with mock.patch.object(job, "logits", lambda: logits):
-        return live_bytes(run).peak / logits.nbytes
-
-
-@slow
-@pytest.mark.parametrize("framework", ["slime", "miles"])
-@on_ranks(1)
-def test_memory_beyond_the_logits(framework: str) -> None:
-    from tests.frameworks.loss_jobs import LossJob, initialize
-
-    initialize()
-    options: dict[str, Any] = {"entropy_coef": 0.1, "rollout_temperature": 0.7, "vocabulary": 8192}
-    job = LossJob(framework, totals=(64,) * 8, responses=(56,) * 8, **options)
-    assert extra_memory(job, job.result) > 4
-    apply(PATCH)
-    # The gradient of the logits, and the one that the test reads at its leaf.
-    assert extra_memory(job, job.result) < 2.05

@@ -1,7 +1,4 @@
-"""What happens every night, on repositories of our own: fetch ``main``, judge it, run it, report changes.
-
-And the report of every week, of what fails with the newest torch.
-"""
+"""What happens every night, on repositories of our own: fetch ``main``, judge it, run it, report changes."""
 
 from __future__ import annotations
 
@@ -10,16 +7,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import newest
-from tests.frameworks import mains, page, report, verdicts
+from tests.frameworks import mains, page, verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.recording import write
 
@@ -27,6 +20,9 @@ STAND_INS = Path(__file__).with_name("stand_in")
 MODEL = "slime/backends/megatron_utils/model.py"
 TRAIN = "slime.backends.megatron_utils.model.train"
 GIT = ["git", "-c", "user.name=x", "-c", "user.email=x"]
+
+RECORDS = ("docs/compatibility.md", "tests/frameworks/runs.json", "tests/frameworks/verdicts.json")
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +86,8 @@ def test_main_is_fetched_and_judged(upstream: Path, tmp_path: Path) -> None:
     assert slime.verdicts["slime"]["reentrant-train"][TRAIN].startswith("missing")
     others = [known for known in first if known.source != "slime main"]
     assert [known for known in second if known.source != "slime main"] == others
+    assert mains.changed_sources(first, second) == ["slime main"]
+    assert mains.changed_sources(second[1:], second) == mains.changed_sources(second, second) == []
 
 
 def test_a_framework_that_pins_elsewhere_is_an_error(upstream: Path, tmp_path: Path) -> None:
@@ -123,139 +121,46 @@ def test_every_suite_runs_whatever_fails(tmp_path: Path, monkeypatch: pytest.Mon
     assert mains.run(tmp_path, record, ["--no-such-option"]) == 2
 
 
-# --- the report
-
-GH = """#!{python}
-import json, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps(sys.argv[1:]) + "\\n")
-if sys.argv[2] == "list":
-    with open({answers!r}) as answers:
-        print(json.dumps(json.load(answers)[sys.argv[1]]))
+GH = """#!/bin/sh
+echo "$@" >> {log}
+if [ "$1 $2" = "pr list" ]; then cat {open}; fi
 """
 
 
-class Night:
-    """A clone of a repository with records, its ``origin``, and a stand-in for ``gh``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.clone, self.origin, self.found = folder / "clone", folder / "origin", folder / "records"
-        self._log, self._answers = folder / "gh.jsonl", folder / "answers.json"
-        self.answer(pr=[], issue=[])
-        self.origin.mkdir()
-        git(self.origin, "init", "--quiet", "--bare", "--initial-branch=main")
-        git(folder, "clone", "--quiet", str(self.origin), "clone")
-        git(self.clone, "switch", "--quiet", "--force-create", "main")
-        for path in report.RECORDS:
-            for root in (self.clone, self.found):
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(report.ROOT / path, root / path)
-        (self.found / "Makefile").write_text("what does not belong here")
-        commit(self.clone)
-        gh = folder / "bin" / "gh"
-        gh.parent.mkdir()
-        gh.write_text(GH.format(python=sys.executable, log=str(self._log), answers=str(self._answers)))
-        gh.chmod(0o755)
-
-    def answer(self, **lists: Any) -> None:
-        self._answers.write_text(json.dumps(lists))
-
-    def report(self) -> dict[str, list[str]]:
-        """Report what was found; return the calls of ``gh``, each with its arguments."""
-        report.main(self.found)
-        return self.calls()
-
-    def calls(self) -> dict[str, list[str]]:
-        lines = self._log.read_text().splitlines() if self._log.exists() else []
-        calls = [json.loads(line) for line in lines]
-        return {" ".join(call[:2]): call[2:] for call in calls}
-
-    @contextmanager
-    def changed(self, path: str) -> Iterator[list[dict[str, Any]]]:
-        """Change the entries of a record that was found."""
-        entries = json.loads((self.found / path).read_text())
-        yield entries
-        (self.found / path).write_text(json.dumps(entries))
-
-    def break_train(self) -> None:
-        with self.changed(report.VERDICTS) as entries:
-            slime_main(entries)["verdicts"]["slime"]["reentrant-train"][TRAIN] = "drifted: another parameter"
-
-
-def slime_main(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(entry for entry in entries if entry["source"] == "slime main")
-
-
 @pytest.fixture
-def night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Night:
-    night = Night(tmp_path)
-    monkeypatch.setattr(report, "ROOT", night.clone)
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A clone of a repository with records, beside it what a night has left, and a stand-in for ``gh``."""
+    git(tmp_path, "init", "--quiet", "--bare", "--initial-branch=main", "origin")
+    git(tmp_path, "clone", "--quiet", "origin", "clone")
+    for file in RECORDS:
+        for root in ("clone", "records"):
+            (tmp_path / root / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, tmp_path / root / file)
+    shutil.copy(ROOT / "Makefile", tmp_path / "clone")
+    (tmp_path / "records" / "Makefile").write_text("what does not belong here")
+    commit(tmp_path / "clone")
+    (tmp_path / "open").write_text("[]")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gh").write_text(GH.format(log=tmp_path / "log", open=tmp_path / "open"))
+    (tmp_path / "bin" / "gh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    return night
+    return tmp_path / "clone"
 
 
-def test_nothing_new_is_not_reported(night: Night) -> None:
-    assert night.report() == {}
+def reported(clone: Path) -> list[str]:
+    """Report what a night has left; return the calls of ``gh``."""
+    (log := clone.parent / "log").write_text("")
+    subprocess.run(["make", "report", "RECORDS=../records"], cwd=clone, check=True)
+    return log.read_text().splitlines()
 
 
-def test_a_verdict_that_changed(night: Night) -> None:
-    night.break_train()
-    calls = night.report()
-    assert list(calls) == ["auth setup-git", "pr list", "pr create", "issue list", "issue create"]
-    assert {"--base=main", f"--head={report.BRANCH}"} <= set(calls["pr create"])
-    body = f"--body=- slime main: `slime reentrant-train {TRAIN}` was `fits`, is `drifted: another parameter`"
-    assert calls["issue create"] == ["--title=Changed on main: slime main", body]
-    assert body in calls["pr create"]
-    changed = git(night.origin, "diff-tree", "--name-only", "-r", "--root", "--no-commit-id", report.BRANCH)
-    assert report.VERDICTS in changed.splitlines() and "Makefile" not in changed
-
-
-def test_what_is_open_already_is_not_opened_again(night: Night) -> None:
-    night.answer(pr=[{"number": 1}], issue=[{"title": "Changed on main: slime main"}])
-    night.break_train()
-    assert list(night.report()) == ["auth setup-git", "pr list", "issue list"]
-
-
-def test_a_newer_commit_with_the_same_verdicts_needs_no_issue(night: Night) -> None:
-    with night.changed(report.VERDICTS) as entries, night.changed(report.RUNS) as runs:
-        for run in (run for run in runs if run["source"] == slime_main(entries)["commit"]):
-            run["source"] = "f" * 40
-        slime_main(entries)["commit"] = "f" * 40
-    assert list(night.report()) == ["auth setup-git", "pr list", "pr create"]
-
-
-def test_a_suite_that_did_not_pass_is_reported(night: Night) -> None:
-    with night.changed(report.VERDICTS) as entries, night.changed(report.RUNS) as runs:
-        for run in (run for run in runs if run["source"] == slime_main(entries)["commit"]):
-            run["suites"]["rollouts"].remove(2)
-    body = "--body=- slime main: suite `rollouts` did not pass on 2 ranks"
-    assert night.report()["issue create"][1] == body
-
-
-RESULTS = """<?xml version="1.0"?><testsuites><testsuite>
-<testcase classname="tests.unit.test_a" name="test_passes" />
-<testcase classname="tests.unit.test_a" name="test_fails[k3]"><failure message="0.0&#10;== 1" /></testcase>
-<testcase classname="tests.unit.test_a" name="test_b"><error message="failed on setup" /></testcase>
-</testsuite></testsuites>"""
-
-
-def test_what_fails_with_the_newest_torch_is_an_issue(night: Night) -> None:
-    (night.found / "newest.txt").write_text("rich==15.0\ntorch==2.16.0\n")
-    (night.found / "newest.xml").write_text(RESULTS)
-    newest.main(night.found)
-    title, body = night.calls()["issue create"]
-    assert title == "--title=Tests fail with torch==2.16.0"
-    assert body.splitlines() == [
-        "--body=- `tests.unit.test_a::test_fails[k3]`: 0.0 == 1",
-        "- `tests.unit.test_a::test_b`: failed on setup",
-        "",
-        "    rich==15.0",
-        "    torch==2.16.0",
-    ]
-
-
-def test_an_environment_that_cannot_be_made_is_an_issue(night: Night) -> None:
-    newest.main(night.found)
-    title, body = night.calls()["issue create"]
-    assert title == "--title=Tests fail with the newest torch"
-    assert "see the workflow's log" in body
+def test_changed_records_become_a_pull_request_unless_one_is_open(clone: Path) -> None:
+    assert reported(clone) == []
+    (clone.parent / "records" / RECORDS[1]).write_text("[]")
+    listed = "pr list --head=nightly-records --json=number"
+    assert reported(clone) == ["auth setup-git", listed, "pr create --fill"]
+    changed = git(clone.parent / "origin", "show", "--name-only", "--format=", "nightly-records")
+    assert changed.splitlines() == [RECORDS[1]]
+    (clone.parent / "records" / RECORDS[1]).write_text("[1]")
+    (clone.parent / "open").write_text('[{"number": 1}]')
+    assert reported(clone) == ["auth setup-git", listed]

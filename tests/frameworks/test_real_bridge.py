@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own ``_update_model_config_funcs``, of the package of the registry, once for each setup.
+"""Megatron-Bridge's own ``_update_model_config_funcs`` and pre-wrap hooks, of the package of the registry.
 
 Its module is the real one. Packages that it imports and that this function does not use are stubs.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches import apply, revert
+from megatron_rl_patches import revert
 from tests.frameworks import import_stubs
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome, states_of
@@ -33,12 +33,6 @@ PACKAGES = (
 )
 
 
-def stub_imports() -> None:
-    import_stubs.install(
-        PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
-    )
-
-
 @pytest.fixture
 def bridge(packages: Packages, request: pytest.FixtureRequest) -> str:
     """The folder to import it from."""
@@ -53,7 +47,9 @@ def test_a_second_setup(bridge: str) -> None:
     # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
     from tests.real import tiny_gpt
 
-    stub_imports()
+    import_stubs.install(
+        PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
+    )
     setup = importlib.import_module("megatron.bridge.training.setup")
     assert setup.__file__.startswith(bridge)
 
@@ -64,7 +60,7 @@ def test_a_second_setup(bridge: str) -> None:
     config = tiny_gpt.get_model_config(first[0][0])
     assert finish_setup(*first) == FINE
     assert finish_setup(*second).startswith(NO_SYNC)
-    apply("reentrant-train")
+    _switch_on_by_the_hook(first[0])
     states = states_of("megatron.bridge")
     assert [s for t, s in states.items() if t.endswith("_update_model_config_funcs")] == ["applied"]
     assert [finish_setup(*built) for built in (first, second)] == [FINE, FINE]
@@ -73,3 +69,16 @@ def test_a_second_setup(bridge: str) -> None:
     config.no_sync_func = nullcontext
     assert finish_setup(*second).startswith(NO_SYNC)
     revert()
+
+
+def _switch_on_by_the_hook(model: list[Any]) -> None:
+    """As the provider of a model calls it, among its pre-wrap hooks."""
+    provider = importlib.import_module("megatron.bridge.models.model_provider")
+
+    class Provider(provider.ModelProviderMixin):  # type: ignore[misc, name-defined]
+        def provide(self, *unused: Any, **options: Any) -> Any: ...
+
+    gpt = Provider()
+    gpt.register_pre_wrap_hook(importlib.import_module("megatron_rl_patches.hooks").pre_wrap)
+    chunks = [chunk.module for chunk in model]
+    assert gpt.pre_wrap_hook(chunks) is chunks

@@ -1,7 +1,7 @@
 """``megatron_rl_patches.hooks`` called by unmodified frameworks, with no variable set.
 
-slime, vime, miles call it from their ``init(args)`` (checkouts, see ``docs/frameworks.md``), Megatron-Bridge
-(a package) among its pre-wrap hooks, and verl (a package) imports it as ``external_lib`` or as a plugin.
+slime, vime, miles call it from their ``init(args)`` (checkouts, see ``docs/frameworks.md``). verl, a package,
+imports it as a plugin. ``test_real_bridge.py`` and ``test_real_verl.py`` have the hooks of these two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,8 +19,6 @@ import pytest
 from megatron_rl_patches import status
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
-from tests.frameworks.test_real_bridge import bridge as bridge
-from tests.frameworks.test_real_bridge import stub_imports
 from tests.frameworks.test_real_reentry import prepare
 from tests.frameworks.test_real_verl import RELEASE as VERL
 from tests.ranks import on_ranks
@@ -86,55 +83,12 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     assert [outcome(job.train), outcome(job.train), outcome(job.save)] == [FINE] * 3
 
 
-# --- Megatron-Bridge ----------------------------------------------------------------------------------------
-
-
-@on_ranks(1, timeout=300)
-def test_pre_wrap(bridge: str) -> None:
-    sys.path[:0] = [bridge]
-    from tests.real import tiny_gpt
-
-    stub_imports()
-    setup = importlib.import_module("megatron.bridge.training.setup")
-    provider = importlib.import_module("megatron.bridge.models.model_provider")
-    hooks = importlib.import_module("megatron_rl_patches.hooks")
-
-    first, second = (tiny_gpt.TinyModel().build() for _ in range(2))
-    config = tiny_gpt.get_model_config(first[0][0])
-
-    class Provider(provider.ModelProviderMixin):  # type: ignore[misc, name-defined]
-        def provide(self, *unused: Any, **options: Any) -> Any: ...
-
-    gpt = Provider()
-    gpt.register_pre_wrap_hook(hooks.pre_wrap)
-    chunks = [chunk.module for chunk in first[0]]
-    assert gpt.pre_wrap_hook(chunks) is chunks
-    assert "applied" in _states() <= {"applied", "not needed"}
-    for model, optimizer in (first, second):  # unpatched the second one raises: test_real_bridge.py
-        setup._update_model_config_funcs(model, config, model[0].ddp_config, optimizer)
-
-
 # --- verl ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def verl(packages: Packages) -> str:
     return str(packages.unpacked(VERL))
-
-
-@on_ranks(2, timeout=300)
-def test_external_lib(verl: str) -> None:
-    prepare([verl])
-    from tests.real import tiny_gpt
-
-    megatron_utils = importlib.import_module("verl.utils.megatron_utils")
-    import_utils = importlib.import_module("verl.utils.import_utils")
-    options = tiny_gpt.TinyModel(pp=2, vpp=2, overlap_param_gather=False)
-    register = megatron_utils.register_megatron_training_hooks
-    assert outcome(register, *options.build()).startswith(NO_SYNC)
-    import_utils.import_external_libs("megatron_rl_patches.hooks.verl")
-    assert "applied" in _states() <= {"applied", "not needed"}
-    megatron_utils.register_megatron_training_hooks(*options.build())
 
 
 _IMPORT_VERL = """

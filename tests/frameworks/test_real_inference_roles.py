@@ -77,6 +77,29 @@ def test_policy_and_teacher_side_by_side(
         model.train(**arguments)
 
 
+@pytest.mark.runs("mixture of experts as teacher", ranks=2)
+@of_each
+@on_ranks(2, timeout=300)
+def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: list[str]) -> None:
+    prepare(paths)
+    from tests.frameworks import real_roles
+    from tests.frameworks.role_jobs import build_teacher, has_weights
+    from tests.real import tiny_gpt
+
+    experts = {"kind": "moe", "ep": 2}
+    teacher = real_roles.save(framework, str(tmp_path), 1, **experts)
+    model = real_roles.framework_model(framework)
+    apply("inference-only")
+    args = real_roles.global_arguments(load=teacher, tiny_model=experts)
+    [policy], *_ = model.initialize_model_and_optimizer(args, "actor")
+    chunk = build_teacher(model.initialize_model_and_optimizer, args, TEACHER)
+    assert has_weights(chunk, policy.state_dict())
+    weights = {n: v for n, v in chunk.state_dict().items() if n.endswith("experts.0.linear_fc1.weight")}
+    assert len(weights) == tiny_gpt.LAYERS
+    # Each rank has its own half of the experts.
+    assert len(set(everywhere(str([weight.tolist() for weight in weights.values()])))) == 2
+
+
 @pytest.mark.runs("evaluation only", ranks=1)
 @pytest.mark.parametrize("framework", ["slime"])
 @on_ranks(1, timeout=300)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -87,3 +90,34 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
     peaks = {name: round(peak, 2) for name, (peak, _) in runs.items()}
     print(f"{framework}, peak beyond the parameters, in float32 logits: {peaks}")
     assert peaks["lean-head"] < 0.55 < 2 < peaks["lean-loss"] < peaks["unpatched"]
+
+
+@pytest.mark.runs("multi-token prediction", ranks=1)
+@pytest.mark.parametrize("framework", ["slime"])
+@on_ranks(1, timeout=300)
+def test_multi_token_prediction(framework: str, tmp_path: Path, paths: list[str]) -> None:
+    """Megatron-LM is that of slime's image, which has labels for it: the pin and slime's diff against it."""
+    slime, megatron = map(Path, paths)
+    shutil.copytree(megatron / "megatron", tmp_path / "megatron")
+    patch = slime / "docker" / "patch" / "latest" / "megatron.patch"
+    subprocess.run(["git", "apply", "--include=megatron/*", str(patch)], cwd=tmp_path, check=True)
+    prepare([str(slime), str(tmp_path)])
+    from tests.frameworks.real_jobs import JOBS
+
+    def run(patches: tuple[str, ...]) -> list[dict[str, float]]:
+        """Return what slime logs in each step of two rollouts."""
+        with applied("reentrant-train", *patches):
+            job = JOBS[framework](kind="mtp")
+            vars(job.args).update(enable_mtp_training=True, mtp_num_layers=1)
+            with mock.patch.object(job.module.logging_utils, "log") as log:
+                job.train(2)
+                job.log_probs()
+                job.train(1)
+        return [call.args[1] for call in log.call_args_list]
+
+    runs = {name: run(patches) for name, patches in WAYS.items()}
+    assert all(step["train/mtp_loss"] > 1 for step in runs["lean-head"])
+    for steps in zip(*runs.values(), strict=True):
+        for step in steps:
+            assert step == pytest.approx(steps[0], rel=1e-4)
+    assert len(runs["lean-head"]) == 3

@@ -51,3 +51,13 @@ def test_rollouts_with_saves_between(framework: str, ranks: int, paths: list[str
     from tests.frameworks.real_jobs import JOBS
 
     check_rollouts(JOBS[framework], framework)
+
+
+@pytest.mark.runs("mixture of experts", ranks=2)
+@on_ranks(2, timeout=300)
+def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> None:
+    """Each rank has half of the experts, and both overlaps have bucket groups for them."""
+    prepare(paths)
+    from tests.frameworks.real_jobs import JOBS
+
+    check_rollouts(JOBS[framework], framework, kind="moe", ep=2)

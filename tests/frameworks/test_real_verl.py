@@ -15,12 +15,13 @@ from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
-from tests.frameworks.test_lean_loss import PATCH, extra_memory
+from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
 from tests.recording import installed, ran_on
+from tests.unit.losses.live_bytes import live_bytes
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
 @pytest.mark.runs("training hooks", ranks=2)
 @on_ranks(2, timeout=300)
 def test_chunks_that_share_a_config(verl: list[str]) -> None:
-    """Two pipeline stages of two chunks each."""
+    """Two pipeline stages of two chunks each; the hook is verl's ``external_lib``."""
     prepare(verl)
     from tests.real import tiny_gpt
 
@@ -56,7 +57,8 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
     unpatched = outcome(utils.register_megatron_training_hooks, *options.build())
     assert unpatched.startswith(NO_SYNC)
     original = utils.register_megatron_training_hooks
-    apply("reentrant-train")
+    import_utils = importlib.import_module("verl.utils.import_utils")
+    import_utils.import_external_libs("megatron_rl_patches.hooks.verl")
     model, optimizer = options.build()
     config = tiny_gpt.get_model_config(model[0])
     for _ in range(3):  # the functions are replaced, not doubled
@@ -125,13 +127,16 @@ def test_memory_beyond_the_logits(verl: list[str]) -> None:
     initialize()
     job = VerlJob(rows=512, vocabulary=8192)
 
-    def run() -> None:
-        job.processed(True, squares=False)
+    def peak() -> float:
+        """Return that of forward and backward beyond the logits, in units of the logits."""
+        logits = job.logits()
+        with mock.patch.object(job, "logits", lambda: logits):
+            return live_bytes(lambda: job.processed(True, squares=False)).peak / logits.nbytes
 
-    assert extra_memory(job, run) > 2.9
+    assert peak() > 2.9
     apply(PATCH)
     # The gradients that the division by the temperature and the test's own product hand on.
-    assert extra_memory(job, run) < 2.05
+    assert peak() < 2.05
     logits = job.logits()
     log_probs = functions.vocab_parallel_log_probs_from_logits(logits, job.labels)
     [gradient] = torch.autograd.grad(log_probs.sum(), logits)
@@ -167,4 +172,22 @@ def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: in
     assert job.module.__file__.startswith(with_tensordict[0])
     for name in ("unpatched", "lean-loss"):
         # Two steps of Adam, which divides by gradients next to zero, show the last bits of these.
+        torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+
+
+@pytest.mark.runs("mixture of experts", ranks=2)
+@on_ranks(2, timeout=300, env=EAGER)
+def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> None:
+    """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(with_tensordict)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    from tests.frameworks.verl_jobs import EngineJob
+
+    runs = {}
+    for name, patches in WAYS.items():
+        with applied("reentrant-train", *patches):
+            job = EngineJob(kind="moe", ep=2)
+            runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
+    for name in ("unpatched", "lean-loss"):
         torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)

@@ -82,27 +82,6 @@ def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@on_ranks(1)
-def test_hooks_are_as_found_when_saving_raises(framework: str) -> None:
-    from tests.frameworks.jobs import JOBS
-
-    full = "OSError: [Errno 28] disk full"
-    apply(PATCH)
-    job = JOBS[framework]()
-    job.disk.full = True
-    assert (outcome(job.save), job.hooks_on) == (full, True)
-    job = JOBS[framework]()
-    job.train()
-    job.disk.full = True
-    assert (outcome(job.save), job.hooks_on) == (full, False)
-    assert (outcome(job.train), job.hooks_on) == (FINE, False)
-    job.disk.full = False
-    assert (outcome(job.save), job.hooks_on) == (FINE, False)
-    assert set(job.disk.hooks_were_on) == {False}
-
-
-@slow
 @on_ranks(1)
 def test_megatron_saves_before_any_train() -> None:
     from tests.frameworks.jobs import MegatronJob

@@ -27,14 +27,9 @@ SCHEMAS = {
 #: Targets that CI does not run as such -> the tests that it runs in their place.
 IN_PARTS = {
     "release-check": ("tests/packaging/test_publishable.py", "tests/packaging/test_artifacts.py"),
-    **dict.fromkeys(
-        ("checkouts", "verdicts", "runs", "report", "report-newest"), ("tests/frameworks/test_mains.py",)
-    ),
+    **dict.fromkeys(("checkouts", "verdicts", "runs", "report"), ("tests/frameworks/test_mains.py",)),
     "demo": ("tests/real/test_demo.py",),
 }
-
-#: Targets that open pull requests and issues -> their modules, which import only the standard library.
-REPORTS = {"report": "tests.frameworks.report", "report-newest": "tests.newest"}
 
 
 def _jobs():
@@ -108,8 +103,7 @@ def test_permissions():
     }
     assert {name: scopes for name, scopes in writing.items() if scopes} == {
         "docs: deploy": {"pages", "id-token"},
-        "nightly: report": {"contents", "pull-requests", "issues"},
-        "nightly: report-newest": {"issues"},
+        "nightly: report": {"contents", "pull-requests"},
         "release: publish": {"id-token"},
     }
 
@@ -119,7 +113,4 @@ def test_jobs_that_write_install_nothing():
     for name, job in _jobs():
         if "write" in job["permissions"].values():
             commands = [step["run"] for step in job["steps"] if "run" in step]
-            assert commands in ([], *([f"make {target} RECORDS=records"] for target in REPORTS)), name
-    for target, module in REPORTS.items():
-        printed = check_call(["make", "--dry-run", "--no-print-directory", "--directory", ROOT, target])
-        assert re.fullmatch(rf"\S+ -m {re.escape(module)} records\n", printed)
+            assert commands in ([], ["make report RECORDS=records"]), name

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils.checkpoint import DefaultDeviceType
 
-from megatron_rl_patches.testing import TinyModel, cpu_backend, spawn_ranks
+from megatron_rl_patches.testing import TinyModel, cpu_backend
 from tests.ranks import everywhere, on_ranks
 
 STEPS, MICROBATCHES = 4, 4
@@ -57,22 +57,6 @@ def test_two_ranks(layout: str) -> None:
     assert counts.param_gathers >= STEPS - 1
     assert counts.grad_reduces + counts.scheduled_grad_reduces >= STEPS - 1
     assert everywhere(losses) == [losses] * 2
-
-
-def _losses_of_one_rank() -> list[float]:
-    with cpu_backend():
-        return trained({})[0]
-
-
-@pytest.fixture
-def of_one_rank() -> list[float]:
-    return spawn_ranks(_losses_of_one_rank, 1, timeout=240)[0]
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=240)
-def test_context_parallel_ranks_see_what_one_rank_would(of_one_rank: list[float]) -> None:
-    assert trained({"cp": 2})[0] == pytest.approx(of_one_rank, rel=1e-4)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

@@ -30,21 +30,3 @@ def test_a_student_becomes_as_good_as_each_teacher_at_its_task(teachers_folder: 
         assert sum(score[-3:]) / 3 > 0.9 * teacher
         assert falls(divergence)
         assert divergence[-1] < 0.25 * divergence[0]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "target", "way"),
-    [
-        ({"tensor_parallel_size": 2}, "routed", "top-k"),
-        ({"context_parallel_size": 2}, "mixture", "full"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "".join(value) or "data_parallel_size",
-)
-def test_it_learns_on_other_layouts(
-    sizes: dict[str, int], target: str, way: str, teachers_folder: str
-) -> None:
-    student = distill(sizes, target, way, teachers_folder, 10)
-    for order in student.teachers:
-        divergence, score = student.reverse_kl[order], student.score[order]
-        assert sum(divergence[-3:]) < 0.85 * sum(divergence[:3])
-        assert sum(score[-3:]) > 2 * sum(score[:3])

@@ -170,36 +170,6 @@ def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
 # --- next to a policy that trains
 
 
-@pytest.mark.slow
-@on_ranks(2, timeout=240)
-def test_a_teacher_leaves_no_trace_in_the_training_of_a_policy() -> None:
-    """A bf16 teacher scores before every microbatch of an fp32 policy with DDP and distributed optimizer.
-
-    On the policy's own config, the teacher's schedule would leave the policy's ``no_sync`` while the policy
-    still accumulates, which would reduce its gradients without those of the last microbatch.
-    """
-    options = TinyModel()
-
-    def trained(is_scored: bool) -> list[Any]:
-        random.seed(3)
-        torch.manual_seed(3)
-        policy, optimizer = options.build()
-        teacher = build_inference_model(options.provider, policy[0].config, dtype="bf16")
-        weights = policy[0].module.state_dict()
-        teacher[0].load_state_dict({name: value for name, value in weights.items() if value is not None})
-
-        def batches() -> Iterator[Any]:
-            for batch in tiny_gpt.SyntheticData():
-                if is_scored:
-                    outputs_of(teacher)
-                yield batch
-
-        losses = tiny_gpt.train(policy, optimizer, [batches()], [2, 2, 2], options)
-        return [losses, tiny_gpt.checksum(policy, optimizer), random_streams()]
-
-    assert trained(is_scored=True) == trained(is_scored=False)
-
-
 @pytest.mark.parametrize("expert_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks(lambda expert_parallel: expert_parallel)
 def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int) -> None:

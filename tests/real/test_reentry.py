@@ -23,10 +23,6 @@ LAYOUTS = [
     pytest.param(2, {"pp": 2}, id="PP 2", marks=SLOW),
     pytest.param(2, {"pp": 2, "vpp": 2}, id="PP 2, VPP 2", marks=SLOW),
     pytest.param(2, {"cp": 2}, id="CP 2", marks=SLOW),
-    pytest.param(2, {"kind": "moe", "ep": 2}, id="EP 2, MoE"),
-    pytest.param(1, {"kind": "mla"}, id="MLA", marks=SLOW),
-    pytest.param(2, {"kind": "mla-moe", "ep": 2}, id="EP 2, MLA, MoE", marks=SLOW),
-    pytest.param(1, {"kind": "mtp"}, id="MTP", marks=SLOW),
 ]
 
 

@@ -19,9 +19,8 @@ from megatron_rl_patches.common.ranks import is_rank_0
 from megatron_rl_patches.engine import announce
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.judge import SiteStatus
-from megatron_rl_patches.engine.patch import Patch
 
-from .conftest import Engine, Tagged, tag
+from .conftest import Tagged
 
 ROOT = Path(__file__).parents[3]
 
@@ -77,17 +76,6 @@ def test_a_skipped_site_is_warned_of_once(tagged: Tagged, caplog: pytest.LogCapt
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"skipped tagging: {name}.model.run: missing" in record.message
-
-
-def test_a_module_that_is_not_there_is_warned_of(
-    engine: Engine, tagged: Tagged, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = tagged("train")
-    engine["other"] = Patch("other", "")
-    engine["other"].wrap(f"{name}.modle", "train")(tag)
-    apply()
-    importlib.import_module(f"{name}.model").train("m")
-    assert f"skipped other: {name}.modle.train: missing" in caplog.text
 
 
 class Closed(io.StringIO):

@@ -185,14 +185,6 @@ def test_the_built_in_patches_are_the_files() -> None:
     assert {patch.name for patch in registry._built_in()} == files
 
 
-def test_selection_by_the_registry(engine: Engine) -> None:
-    engine["tagging"], engine["other"] = Patch("tagging", ""), Patch("other", "")
-    assert registry.select([], exclude="other") == [engine["tagging"]]  # one name may be a string
-    with pytest.raises(PatchError) as caught:
-        registry.select(["a"], exclude=["b"])
-    assert str(caught.value) == "unknown patch 'a', 'b'; known: tagging, other"
-
-
 def test_two_patches_on_one_target_are_both_in_place_and_come_off_in_any_order(
     engine: Engine, tagged: Tagged
 ) -> None:

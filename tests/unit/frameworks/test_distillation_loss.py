@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.frameworks.distillation_loss import opd_loss
-from megatron_rl_patches.losses import deferred_logits, vocab_parallel_topk
+from megatron_rl_patches.losses import vocab_parallel_topk
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -90,17 +90,6 @@ def test_value_and_gradient_are_the_dense_ones(divergence: str) -> None:
     assert set(metrics) == {"loss", "opd_student_tail", "opd_teacher_tail"}
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
     assert torch.equal(metrics["loss"], loss.detach())
-
-
-def test_deferred_logits_are_not_materialized() -> None:
-    leaf, microbatch = logits_leaf(), batch()
-    logits = deferred_logits(leaf, torch.eye(VOCABULARY, dtype=torch.float64), tile_bytes=512)
-    loss, _ = loss_of(logits, microbatch)
-    expected, _ = loss_of(leaf, microbatch)
-    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
-    gradients = [torch.autograd.grad(one, leaf)[0] for one in (loss, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
-    assert logits.is_deferred
 
 
 def test_padded_batches() -> None:

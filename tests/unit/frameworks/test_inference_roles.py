@@ -47,13 +47,6 @@ def scheduler_of(build: Any = lambda: "scheduler") -> Any:
     return roles.get_optimizer_param_scheduler(Call(build))
 
 
-def test_outside_everything_is_as_ever() -> None:
-    assert get_model("m") == ("m", True)
-    assert optimizer_of([Chunk(None)]) == "optimizer"
-    assert scheduler_of() == "scheduler"
-    assert not roles.in_inference_role()
-
-
 def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     with roles.inference_role("ref") as scope:
         assert optimizer_of([]) == "optimizer"
@@ -155,14 +148,6 @@ def model() -> list[torch.nn.Module]:
     roles.freeze_role(chunks, "judge")
     assert policy.no_sync_func is len
     return chunks
-
-
-def test_a_frozen_role_is_frozen_on_a_config_of_its_own(model: list[Any]) -> None:
-    assert not any(parameter.requires_grad for chunk in model for parameter in chunk.parameters())
-    assert not any(module.training for chunk in model for module in chunk.modules())
-    configs = {id(owner.config) for chunk in model for owner in (chunk, chunk.layer)}
-    assert len(configs) == 1
-    assert model[0].config.no_sync_func is None
 
 
 @pytest.mark.parametrize(

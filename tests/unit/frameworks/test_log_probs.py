@@ -37,15 +37,6 @@ def test_tokens_outside_of_the_vocabulary_have_no_share_in_anything() -> None:
     assert gradient[0].any() and not gradient[1:].any()
 
 
-def test_an_entropy_without_gradient() -> None:
-    logits = model_logits(4, 11)
-    log_probs, entropies = frameworks.log_probs_and_entropy(
-        logits, torch.arange(4), None, with_entropy=True, entropy_grad=False
-    )
-    assert entropies is not None
-    assert (log_probs.requires_grad, entropies.requires_grad) == (True, False)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_goes_into_float32_logits_only(dtype: torch.dtype) -> None:
     logits = model_logits(4, 11, dtype=dtype)

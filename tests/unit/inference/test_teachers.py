@@ -261,23 +261,6 @@ def test_removed_weights_are_dropped_unless_they_are_still_needed(pool: TeacherP
     assert holds(model, "own") and pool.resident is None
 
 
-# -- interruptions
-
-
-def test_an_interrupted_swap_is_undone_where_weights_would_be_lost(pool: TeacherPool, model: Net) -> None:
-    copy_to, interrupt = HostCopy.copy_to, [False, True]
-
-    def half(copy: HostCopy, storages: Any) -> None:
-        if interrupt.pop():
-            copy_to(copy, storages[:1])
-            raise KeyboardInterrupt
-        copy_to(copy, storages)
-
-    with mock.patch.object(HostCopy, "copy_to", half), pytest.raises(KeyboardInterrupt), pool.use("a"):
-        pass
-    assert holds(model, "own")
-
-
 def test_models_that_a_pool_cannot_have_are_refused(pool: TeacherPool, model: Net) -> None:
     with pytest.raises(InferenceOnlyError, match="weight requires grad"):
         TeacherPool(torch.nn.Linear(2, 2))

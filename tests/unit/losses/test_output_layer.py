@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -11,16 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
 from megatron_rl_patches.losses.logits.deferred import dense
 from megatron_rl_patches.losses.output_layer import column_parallel_forward, deferring, language_model_forward
-
-with warnings.catch_warnings():  # Megatron warns of what is not installed
-    warnings.simplefilter("ignore")
-    from megatron.core import ModelParallelConfig
-    from megatron.core.tensor_parallel import ColumnParallelLinear, layers
 
 HIDDEN = torch.ones(3, 1, 4)
 OWN = object()  # what the layer's own forward returns

@@ -97,14 +97,6 @@ class TestNextEntry:
         assert stale(interrupted) == [False, False]
         assert stale(other) == [True, True]
 
-    def test_once_is_enough(self) -> None:
-        chunk = with_experts()
-        recovery.recover([chunk], ERROR)
-        recovery.synchronize_interrupted([chunk])
-        step(chunk)
-        recovery.synchronize_interrupted([chunk])
-        assert stale(chunk) == [True, True]
-
     def test_no_collective_without_overlap_and_without_distributed_optimizer(self) -> None:
         chunk = MockDDP(overlap_param_gather=False, use_distributed_optimizer=False)
         for without in (chunk, MockModule()):
@@ -122,19 +114,6 @@ class TestRecover:
         recovery.recover([chunk], ERROR)
         assert stale(chunk) == [True] * (len(groups) - 1) + [False]
         assert all(group.param_gather_handle is None for group in groups)
-
-    @pytest.mark.parametrize("first_batch", [True, False])
-    def test_counts_of_half_a_batch_are_forgotten(self, first_batch: bool) -> None:
-        chunk = MockDDP()
-        group: MockBucketGroup = chunk.bucket_groups[0]
-        parameter = next(iter(group.params))
-        whole = {parameter: 2}
-        group.is_first_batch, group.golden_per_param_grad_ready_counts = first_batch, whole
-        group.per_param_grad_ready_counts = {parameter: 1}
-        recovery.recover([chunk], ERROR)
-        assert group.per_param_grad_ready_counts == {}
-        assert group.golden_per_param_grad_ready_counts is whole
-        assert group.is_first_batch is first_batch
 
     @pytest.mark.parametrize("grouped", [False, True])
     def test_only_no_sync_contexts_are_left(self, grouped: bool) -> None:

@@ -33,7 +33,7 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.logits import deferred
 from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.logits.deferred import checked_source
-from megatron_rl_patches.losses.logits.tiles import OutputLayerRows, TileOptions
+from megatron_rl_patches.losses.logits.tiles import TileOptions
 
 from .dense import IGNORE
 from .pairwise import pairwise
@@ -302,21 +302,6 @@ def test_matrix_products(trained: Sequence[str], keep_bytes: int, products: int)
     assert sizes.products == products
 
 
-def test_tiles_have_a_bounded_size_whatever_the_rows_and_the_vocabulary() -> None:
-    for n, width, tile_bytes in ((1, 300_000, 4096), (5000, 700, 64), (100_000, 3000, 1 << 20), (0, 10, 8)):
-        head = OutputLayerRows(
-            torch.empty(n, 1, device="meta"),
-            torch.empty(width, 1, device="meta"),
-            None,
-            slice(0, n),
-            TileOptions(tile_bytes),
-        )
-        rows, columns = head.cut(n, width)
-        assert [r for part in rows for r in range(part.start, part.stop)] == list(range(n))
-        assert [c for part in columns for c in range(part.start, part.stop)] == list(range(width))
-        assert max(r.stop - r.start for r in rows) * max(c.stop - c.start for c in columns) * 4 <= tile_bytes
-
-
 # --- what other code sees
 
 FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -399,6 +384,7 @@ def test_stays_deferred_under_inference_mode(name: str, created: bool, used: boo
     with torch.inference_mode(created):
         logits, expected = logits_of(tensors), dense_of(tensors)
     with torch.inference_mode(used):
+        assert logits.sum().allclose(expected.sum()) and torch.equal(logits.argmax(-1), expected.argmax(-1))
         _assert_stays_deferred(name, logits, expected)
 
 
@@ -806,17 +792,6 @@ def test_hidden_columns_of_16_bit_logits_that_were_converted() -> None:
     hidden = deferred.hide_columns(logits, V - 30)
     assert (vocab_parallel_topk(hidden.view(T, V), 5).indices < V - 30).all()
     assert (hidden[..., V - 30 :] + 0).isneginf().all()
-
-
-def test_under_inference_mode() -> None:
-    tensors = inputs()
-    with torch.inference_mode():
-        logits, expected = logits_of(tensors), dense_of(tensors)
-        values = vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS)
-        assert logits.sum().allclose(expected.sum())
-        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
-        assert logits.is_deferred
-        assert torch.allclose(values, vocab_parallel_log_probs(expected.view(T, V) / 2, TOKENS), rtol=2e-6)
 
 
 ROWS = torch.tensor([3, 1, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -92,12 +91,6 @@ def test_compiled_equals_the_dense_formulas() -> None:
     options["rows"] = [SELECTIONS[name] for name in ("all", "scattered")]
     for case in pairwise(options):
         check_case(case, fused=True)
-
-
-@pytest.mark.slow
-def test_every_combination_equals_the_dense_formulas() -> None:
-    for values in product(*OPTIONS.values()):
-        check_case(dict(zip(OPTIONS, values, strict=True)))
 
 
 def test_an_ignored_row_may_hold_anything() -> None:

@@ -34,6 +34,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from tests.unit.losses.logits.pairwise import pairwise
 
 V, H, K, TEMPERATURE, LONGEST = 300, 6, 4, 0.7, 8
@@ -237,16 +238,24 @@ def test_masked_tokens_may_be_anything_and_are_not_computed(kind: str, divergenc
     assert not results[0][1][ROWS[~MASK]].any()
 
 
-@of_each_kind
+@pytest.mark.parametrize(
+    ("kind", "divergence"),
+    [*(("top-k", name) for name in DIVERGENCES), *(("full", name) for name in ("reverse_kl", "forward_kl"))],
+)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_the_students_logits_of_masked_tokens_may_be_anything(kind: str, inplace: bool) -> None:
-    batch, results = DistillationBatch([teacher(kind, "math")], MASKS), []
-    for value in (0.0, math.nan):
-        leaf = random(sum(TOTALS), V, seed=1).index_fill_(0, ROWS[~MASK], value).requires_grad_()
-        loss_func = make_distillation_loss_func(LAYOUT, batch, inplace_backward=inplace)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_students_logits_of_masked_tokens_may_be_anything(
+    kind: str, divergence: Any, inplace: bool, value: float
+) -> None:
+    batch = DistillationBatch([teacher(kind, "math")], MASKS, teacher(kind, "code"))
+    options, results = DistillationOptions(divergence), []
+    for of_masked in (0.0, value):
+        leaf = random(sum(TOTALS), V, seed=1).index_fill_(0, ROWS[~MASK], of_masked).requires_grad_()
+        loss_func = make_distillation_loss_func(LAYOUT, batch, options, inplace_backward=inplace)
         loss, _, metrics = loss_func(leaf[None] * 1)
         results.append((loss, *torch.autograd.grad(loss, leaf), *metrics.values()))
     assert all(map(torch.equal, *results))
+    assert not results[1][1][ROWS[~MASK]].any()
 
 
 @of_each_kind

@@ -1,7 +1,6 @@
 """In the shape of Megatron-LM's, core_v0.12 to 0.14: the loader leaves its traces in the arguments.
 
-``args.disk`` takes the parameters of a save, and may fail as a disk does; what is loaded is a file in the
-legacy layout.
+``args.disk`` takes the parameters of a save; what is loaded is a file in the legacy layout.
 """
 
 from __future__ import annotations

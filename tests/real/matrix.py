@@ -1,0 +1,100 @@
+"""Which models are tested on which layouts, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+#: Options of ``tiny_model()``.
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"kind": "dense"},
+    "MoE": {
+        "kind": "moe",
+        "config": {
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_topk": 2,
+            "moe_shared_expert_intermediate_size": 32,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.1,
+        },
+    },
+    "MoE, expert bias": {
+        "kind": "moe",
+        "config": {
+            "moe_token_dispatcher_type": "allgather",
+            "moe_router_topk": 2,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+        },
+    },
+    "MLA": {"kind": "mla"},
+    "MLA, MoE": {"kind": "mla-moe"},
+    "MTP": {"kind": "mtp"},
+    "hybrid": {"kind": "hybrid"},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "DP 2": (2, {}),
+    "TP 2": (2, {"tp": 2, "sequence_parallel": True}),
+    "PP 2": (2, {"pp": 2}),
+    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
+    "CP 2": (2, {"cp": 2}),
+    "EP 2": (2, {"ep": 2}),
+    "TP 2, expert TP 1": (2, {"tp": 2, "ep": 2, "expert_tp": 1, "sequence_parallel": True}),
+}
+_EXPERTS = {"EP 2", "TP 2, expert TP 1"}
+#: For the page, in Markdown.
+REASONS = """\
+Empty cells are layouts that a model does not have: experts are divided only where there are experts, and the
+hybrid model is one chunk per pipeline stage whose state space, in plain torch in the place of a CUDA kernel,
+is not divided. A dash is a cell without a test: after an exception, stages of a pipeline wait for each other,
+so that each pair of stages at which two ranks fail has a test of its own, on the dense model.
+
+- Up to 0.18, megatron-core trains multi-token prediction with labels only, so that a loss on logits cannot be
+  combined with it.
+- In 0.12, the hybrid model needs TransformerEngine, and the distributed optimizer does not know the embedding
+  that multi-token prediction shares with the first stage of a pipeline.
+"""
+
+
+def reason(model: str, layout: str) -> str:
+    """Return why a model is not tested on a layout; empty if it is."""
+    if layout in _EXPERTS and "MoE" not in model:
+        return "it has no experts"
+    if model == "hybrid" and layout in ("TP 2", "PP 2, VPP 2", "CP 2"):
+        return "the state space of the tiny model is not divided, and Megatron's needs a GPU"
+    return ""
+
+
+def skip_what_this_release_cannot_do(model: dict[str, Any]) -> None:
+    """Skip the test in 0.12, for one of the reasons on the page."""
+    if not version("megatron-core").startswith("0.12."):
+        return
+    if model["kind"] == "hybrid":
+        pytest.skip("the hybrid model needs TransformerEngine")
+    if model["kind"] == "mtp" and model.get("pp") == 2 and "vpp" not in model:
+        pytest.skip("the distributed optimizer does not know weights that two stages share")
+
+
+def cells(
+    always: Collection[str] = (), leave_out: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrize a test with ``ranks`` and ``model``, options of a tiny model, for each cell of the table.
+
+    Args:
+        always: cells, as "MODEL, LAYOUT", that the default suite runs.
+        leave_out: layouts.
+    """
+    parameters = []
+    for model, options in MODELS.items():
+        for layout, (ranks, sizes) in LAYOUTS.items():
+            if layout not in leave_out and not reason(model, layout):
+                name = f"{model}, {layout}"
+                marks = () if name in always else pytest.mark.slow
+                parameters.append(pytest.param(ranks, {**options, **sizes}, id=name, marks=marks))
+    return pytest.mark.parametrize(("ranks", "model"), parameters)

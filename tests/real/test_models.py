@@ -1,0 +1,88 @@
+"""The models that people train: each promise on each model and layout, on real megatron-core.
+
+``docs/compatibility.md`` shows as a table what passed here: ``tests/real/models.json``, which
+``--record-models`` writes. Dense models have tests of their own besides, with more cases and layouts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches import applied
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
+from megatron_rl_patches.testing import TinyModel, tiny_model
+from tests.ranks import everywhere, on_ranks
+from tests.real import checkpoints, matrix, tiny_gpt
+from tests.real.test_interruption import run
+from tests.real.test_lean_head import CASES, Layout, check_gradients
+from tests.real.test_reentry import SETTINGS, check_rollouts
+
+MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12]}] * 2
+
+
+@pytest.mark.promise("train() again")
+@matrix.cells(always={"MoE, EP 2"})
+@on_ranks(lambda ranks: ranks)
+def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any]) -> None:
+    matrix.skip_what_this_release_cannot_do(model)
+    check_rollouts(TinyModel(**model))
+
+
+@pytest.mark.promise("after an exception")
+@matrix.cells(leave_out={"PP 2", "PP 2, VPP 2"})  # where ranks wait for each other: test_interruption.py
+@on_ranks(lambda ranks: ranks)
+def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[str, Any]) -> None:
+    matrix.skip_what_this_release_cannot_do(model)
+    options = TinyModel(**model)
+    with applied("reentrant-train", settings=SETTINGS):
+        undisturbed = run(options, "", (0, 0))
+        for stage in ("forward 1", "backward 1"):
+            losses, _, end = run(options, stage, (1, 1))
+            assert (losses[-1], end) == (undisturbed[0][-1], undisturbed[2]), stage
+
+
+@pytest.mark.promise("scoring")
+@matrix.cells(always={"MoE, EP 2", "hybrid, 1 rank"})
+@on_ranks(lambda ranks: ranks)
+def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
+    matrix.skip_what_this_release_cannot_do(model)
+    options = TinyModel(**model)
+    policy, _ = checkpoints.trained(options)
+    expected = _scores(policy)
+    checkpoints.save_torch_dist(policy, None, tmp_path, 3)
+    teacher = checkpoints.scoring(options)
+    others = _scores(teacher)
+    pool = TeacherPool(teacher)
+    pool.add("other")
+    pool.add("saved", lambda chunks: load_inference_checkpoint(chunks, tmp_path))
+    for name, scores in (("saved", expected), ("other", others), ("saved", expected)):
+        with pool.use(name):
+            torch.testing.assert_close(_scores(teacher), scores, rtol=0, atol=0)
+    # Only the last stage of a pipeline has scores.
+    assert any(everywhere(len(expected) == 4 and not torch.equal(expected[0], others[0])))
+
+
+def _scores(model: list[Any]) -> list[torch.Tensor]:
+    scores = forward_log_probs(model, MICROBATCHES, progress=False)
+    return [] if scores is None else scores.log_probs
+
+
+@pytest.mark.promise("deferred output layer")
+@matrix.cells(always={"MoE, EP 2"})
+@on_ranks(lambda ranks: ranks, timeout=240)
+def test_gradients_of_deferred_logits(ranks: int, model: dict[str, Any]) -> None:
+    matrix.skip_what_this_release_cannot_do(model)
+    if model["kind"] == "mtp" and not tiny_gpt.trains_mtp_without_labels():
+        pytest.skip("this release trains multi-token prediction with labels only")
+    check_gradients("", Layout(ranks, flags=model), {"entropy bonus": CASES["entropy bonus"]})
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}], ids=str)
+def test_a_layout_that_a_hybrid_model_cannot_have_is_refused(layout: dict[str, int]) -> None:
+    with pytest.raises(InvalidInputError, match="tp, cp and vpp of a hybrid model"):
+        tiny_model("hybrid", **layout)
