@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from .measure import Call, why
-from .page import commit_of
 
 CHECKOUTS = {
     "slime": "SLIME_DIR",
@@ -20,9 +22,8 @@ CHECKOUTS = {
     "nemo-rl": "NEMO_RL_DIR",
     "OpenClaw-RL": "OPENCLAW_DIR",
     "SkyRL": "SKYRL_DIR",
-    "AReaL": "AREAL_DIR",
-    "TRL": "TRL_DIR",
-    "TRL before 1.13": "TRL_BEFORE_DIR",
+    "trl": "TRL_DIR",
+    "trl before 1.13": "TRL_BEFORE_DIR",
 }
 
 
@@ -40,9 +41,6 @@ class Candidate:
     needs: Callable[[], Any] | None = None
     splits_vocabulary: bool = True
 
-    def load(self) -> Callable[..., Any]:
-        return self.function if self.needs is None else partial(self.function, self.needs())
-
 
 def calls(
     candidates: Iterable[Candidate],
@@ -53,10 +51,13 @@ def calls(
     """Return the calls of the functions that can be loaded here; note in ``left_out`` why others cannot."""
     loaded = {}
     for candidate in candidates:
+        function = candidate.function
         try:
             if ranks > 1 and not candidate.splits_vocabulary:
                 raise NotImplementedError("does not split the vocabulary")
-            loaded[candidate.name] = call(candidate.load())
+            loaded[candidate.name] = call(
+                partial(function, candidate.needs()) if candidate.needs else function
+            )
         except Exception as error:  # triton raises what it likes where there is no driver
             left_out[candidate.name] = why(error)
     return loaded
@@ -64,10 +65,10 @@ def calls(
 
 def checkout(package: str, module: str) -> Callable[[], Any]:
     """Return what imports a module from the package's checkout, else from what is installed."""
-    return partial(from_checkout, package, module)
+    return partial(_from_checkout, package, module)
 
 
-def from_checkout(package: str, module: str) -> Any:
+def _from_checkout(package: str, module: str) -> Any:
     variable = CHECKOUTS[package]
     folder = os.environ.get(variable)
     if folder and folder not in sys.path:
@@ -80,11 +81,18 @@ def from_checkout(package: str, module: str) -> Any:
         raise
 
 
-def revisions(packages: Iterable[str]) -> list[str]:
-    """Return the release or the commit of each checkout that an environment variable names."""
-    known = []
+def revisions(*packages: str) -> Iterator[str]:
+    """Yield the commit of each package's checkout, or the release that is there."""
     for package in packages:
-        if folder := os.environ.get(CHECKOUTS[package]):
-            release = next(Path(folder).glob("*.dist-info"), None)  # of an unpacked wheel
-            known.append(release.stem.replace("-", " ") if release else f"{package} {commit_of(folder)}")
-    return known
+        folder = os.environ.get(CHECKOUTS.get(package, ""))
+        if not folder:
+            with suppress(PackageNotFoundError):
+                yield f"{package} {version(package)}"
+        elif release := next(Path(folder).glob("*.dist-info"), None):  # of an unpacked wheel
+            yield release.stem.replace("-", " ")
+        else:
+            command = ["git", "-C", folder, "rev-parse", "--short=9", "--show-prefix", "HEAD"]
+            shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+            prefix, _, commit = shown.partition("\n")
+            # If there is a prefix, the folder is a part of some other repository.
+            yield f"{package} {commit.strip() if commit and not prefix else '(checkout)'}"

@@ -36,12 +36,15 @@ PRODUCTS = "products"
 
 @dataclass(frozen=True)
 class Setup:
-    """A student of hidden size ``hidden`` and a teacher of ``teacher_hidden``."""
-
     rows: int
     hidden: int
     teacher_hidden: int
     vocabulary: int
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the float32 logits of one side."""
+        return 4 * self.rows * self.vocabulary
 
     def __str__(self) -> str:
         return f"[{self.rows}, {self.hidden}] and [{self.rows}, {self.teacher_hidden}] × {self.vocabulary}"
@@ -91,31 +94,20 @@ def naive(x: Inputs, divergence: str) -> Tensor:
     log_p = (linear(x.hidden, x.weight) / TEMPERATURE).log_softmax(-1)
     with torch.no_grad():
         log_q = (linear(x.teacher_hidden, x.teacher_weight) / TEMPERATURE).log_softmax(-1)
-    return formula(log_p, log_q, divergence)
-
-
-def formula(log_p: Tensor, log_q: Tensor, divergence: str) -> Tensor:
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a.exp() * (a - b)).sum(-1)
-
     if divergence == "jensen_shannon":
-        mixed = torch.stack([log_p, log_q]).logsumexp(0) - torch.tensor(2.0).log()
+        mixed = torch.stack([log_p, log_q]).logsumexp(0) - math.log(2.0)
         return BETA * kl(log_q, mixed) + (1 - BETA) * kl(log_p, mixed)
     return kl(log_p, log_q) if divergence == "reverse_kl" else kl(log_q, log_p)
 
 
-def made(x: Inputs, divergence: str) -> Tensor:
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def ours(layer: Callable[[Tensor, Tensor], Tensor], x: Inputs, divergence: str) -> Tensor:
     with torch.no_grad():
-        teacher = linear(x.teacher_hidden, x.teacher_weight)
-    return ours(linear(x.hidden, x.weight), teacher, divergence)
-
-
-def deferred(x: Inputs, divergence: str) -> Tensor:
-    student = deferred_logits(x.hidden, x.weight)
-    return ours(student, deferred_logits(x.teacher_hidden, x.teacher_weight), divergence)
-
-
-def ours(student: Tensor, teacher: Tensor, divergence: str) -> Tensor:
+        teacher = layer(x.teacher_hidden, x.teacher_weight)
+    student = layer(x.hidden, x.weight)
     options: dict[str, Any] = {"divergence": divergence, "temperature": TEMPERATURE}
     return full_vocabulary_divergence(student, teacher, **options)
 
@@ -129,9 +121,9 @@ def trl(module: Any, x: Inputs, divergence: str) -> Tensor:
 
 CANDIDATES = (
     Candidate("formula, autograd", naive),
-    Candidate("logits materialized", made),
-    Candidate("deferred", deferred),
-    Candidate("TRL", trl, checkout("TRL", "trl.kernels.chunked_divergence")),
+    Candidate("logits materialized", partial(ours, linear)),
+    Candidate("deferred", partial(ours, deferred_logits)),
+    Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_divergence")),
 )
 
 
@@ -168,7 +160,7 @@ def measure(quick: bool) -> Results:
 
 def _measure(setup: Setup, turns: int) -> Result:
     """Measure all divergences; without turns, the memory of the reverse KL alone."""
-    result, x = Result(setup), inputs_of(setup)
+    result, x = Result(setup, PRODUCTS), inputs_of(setup)
     for divergence, passes in PASSES.items() if turns else [("reverse_kl", 0)]:
         products = {PRODUCTS: Call(partial(_products, x, passes))} if turns else {}
         ways = calls(CANDIDATES, partial(_call, x, setup, divergence, turns), result.left_out)
@@ -216,43 +208,27 @@ def _errors(way: Way, setup: Setup, divergence: str) -> tuple[float, float]:
 
 def biases(vocabulary: int, rows: int) -> list[Bias]:
     """Compare divergences of distributions with power-law tails, as those of language models have them."""
-    generator = torch.Generator().manual_seed(1)
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(1), "dtype": torch.float64}
     ranks = torch.arange(1, vocabulary + 1, dtype=torch.float64)
     of_all = []
     for exponent in EXPONENTS:
-        log_q = -exponent * ranks.log() + 0.5 * torch.randn(
-            rows, vocabulary, generator=generator, dtype=torch.float64
-        )
+        log_q = -exponent * ranks.log() + 0.5 * torch.randn(rows, vocabulary, **options)
         # The student agrees with the teacher on the order, and less and less so towards rare ids.
         apart = 0.3 + 0.1 * ranks.log()
-        student = log_q + apart * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+        student = (log_q + apart * torch.randn(rows, vocabulary, **options)).requires_grad_()
         log_q = log_q.log_softmax(1)
-        exact, of_exact = _value_and_gradient(student, partial(_reverse_kl, log_q))
+        exact = kl(student.log_softmax(1), log_q).mean()
+        [of_exact] = torch.autograd.grad(exact, student)
         for k in KS:
-            ids = vocab_parallel_topk(student, k)
+            ids = vocab_parallel_topk(student.detach(), k)
             at_ids = vocab_parallel_log_probs_at(log_q, ids.indices, with_tail=True)
-            teacher = TopKDistribution(ids.indices, *at_ids)
-
-            def of_top_k(logits: Tensor, teacher: TopKDistribution = teacher) -> Tensor:
-                return reverse_kl(
-                    *vocab_parallel_log_probs_at(logits, teacher.indices, with_tail=True), teacher
-                )
-
-            value, of_value = _value_and_gradient(student, of_top_k)
-            error = (of_value - of_exact).norm() / of_exact.norm()
+            of_student = vocab_parallel_log_probs_at(student, ids.indices, with_tail=True)
+            value = reverse_kl(*of_student, TopKDistribution(ids.indices, *at_ids)).mean()
+            [gradient] = torch.autograd.grad(value, student)
+            error = (gradient - of_exact).norm() / of_exact.norm()
             tail = ids.tail_log_prob.exp().mean().item()
-            of_all.append(Bias(exponent, k, tail, exact, value, error.item()))
+            of_all.append(Bias(exponent, k, tail, exact.item(), value.item(), error.item()))
     return of_all
-
-
-def _reverse_kl(log_q: Tensor, logits: Tensor) -> Tensor:
-    return formula(logits.log_softmax(1), log_q, "reverse_kl")
-
-
-def _value_and_gradient(student: Tensor, divergence: Callable[[Tensor], Tensor]) -> tuple[float, Tensor]:
-    leaf = student.clone().requires_grad_()
-    value = divergence(leaf).mean()
-    return value.item(), torch.autograd.grad(value, leaf)[0]
 
 
 def parts(results: Results) -> dict[str, str]:
@@ -280,29 +256,28 @@ def parts(results: Results) -> dict[str, str]:
 
 
 def _section(result: Result) -> str:
-    products, rows = [], []
-    for divergence, costs in result.costs.items():
-        name = divergence.replace("_", " ")
-        of_products = costs[PRODUCTS].milliseconds if PRODUCTS in costs else math.nan
-        if PRODUCTS in costs:
-            products.append(f"{of_products:.0f} ms ({name})")
-        for way, cost in costs.items():
-            if way != PRODUCTS:
-                value_error, gradient_error = cost.details or (None, None)
-                one_side = 4 * result.setup.rows * result.setup.vocabulary
-                rows.append(
-                    {
-                        "divergence": name,
-                        "way": way,
-                        "memory": f"{cost.peak_bytes / one_side:.3f}",
-                        "CPU time": number(cost.milliseconds / of_products, ".2f"),
-                        "error of values": number(value_error, ".0e"),
-                        "error of gradients": number(gradient_error, ".0e"),
-                    }
-                )
+    products = ", ".join(
+        f"{costs[PRODUCTS].milliseconds:.0f} ms ({divergence.replace('_', ' ')})"
+        for divergence, costs in result.costs.items()
+        if PRODUCTS in costs
+    )
+    rows = [
+        {
+            "divergence": divergence.replace("_", " "),
+            "way": way,
+            "memory": f"{result.memory(divergence, way):.3f}",
+            "CPU time": number(result.duration(divergence, way), ".2f"),
+            "error of values": number(value_error, ".0e"),
+            "error of gradients": number(gradient_error, ".0e"),
+        }
+        for divergence, costs in result.costs.items()
+        for way, cost in costs.items()
+        if way != PRODUCTS
+        for value_error, gradient_error in [cost.details or (math.nan, math.nan)]
+    ]
     return join(
         f"## {result.setup}",
-        f"The products take {', '.join(products)}." if products else "",
+        f"The products take {products}." if products else "",
         table(rows),
         left_out(result.left_out),
     )

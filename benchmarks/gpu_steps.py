@@ -27,13 +27,13 @@ from tests.real import memory_cases
 from tests.real.one_device import gpu_or_cpu
 
 from . import head as output_layer
-from . import head_candidates, inference_memory, loss_candidates, overhead
+from . import inference_memory, overhead
 from . import loss as logits_loss
 from . import topk as logits_topk
 from .candidates import calls
-from .head_candidates import DEFERRED
+from .head import DEFERRED
 from .logits import LogitsSetup
-from .measure import DEVICE, ON_GPU, Call, Cost, Result, kernels
+from .measure import COPY, DEVICE, ON_GPU, Call, Cost, Result, kernels
 from .page import met
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ GIB = 1 << 30
 # Megatron asks for it where communication overlaps with computation. A rank with variables is not forked.
 RANK_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 VOCABULARY = 151936
-COPY, PRODUCTS = "copy", "matrix products alone"
+PRODUCTS = "matrix products alone"
 MAX_TURNS = 50
 HEAD_MILLISECONDS, HEAD_GIB = {"all rows": 65, "half of the rows": 33}, 1.2
 
@@ -133,7 +133,7 @@ def _run(*arguments: str) -> None:
 
 def losses(dry: bool) -> StepResult:
     rows, vocabulary, seconds = (128, 8192, 0.1) if dry else (4096, VOCABULARY, 4.0)
-    modes = (loss_candidates.LOG_PROBS, loss_candidates.ENTROPY_GRAD)
+    modes = (logits_loss.LOG_PROBS, logits_loss.ENTROPY_GRAD)
     setup, result = LogitsSetup(1, rows, vocabulary, torch.bfloat16), StepResult()
     with _group() as group:
         from megatron.core import parallel_state
@@ -141,7 +141,7 @@ def losses(dry: bool) -> StepResult:
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
         inputs = logits_loss.Inputs(setup, group)
         for mode in modes[-1:] if dry else modes:
-            candidates = loss_candidates.with_mode(mode)
+            candidates = logits_loss.with_mode(mode)
             compared = calls(candidates, partial(inputs.both, mode), result.left_out)
             result.compare(f"{setup}, {mode}", compared, seconds)
     return result
@@ -151,20 +151,19 @@ def head(dry: bool) -> StepResult:
     rows, hidden, vocabulary = (128, 64, 4096) if dry else (8192, 4096, VOCABULARY)
     setup, result = output_layer.Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
     for mode in output_layer.MODES:
-        case, x = f"{setup}, {mode.name}", output_layer.inputs_of(setup, mode)
-        candidates = (*head_candidates.OURS, *head_candidates.ON_GPUS)
-        compared = calls(candidates, partial(output_layer.call, x), result.left_out)
+        case, x = f"{setup}, {mode}", output_layer.inputs_of(setup, mode)
+        compared = calls(output_layer.ON_GPUS, partial(output_layer.call, x), result.left_out)
         products = replace(compared[DEFERRED], run=partial(_products, x), results_bytes=0)
         result.compare(case, {PRODUCTS: products, **compared}, 0.1 if dry else 6.0)
-        cost, most = result.cost(case, DEFERRED), HEAD_MILLISECONDS.get(mode.name)
+        cost, most = result.cost(case, DEFERRED), HEAD_MILLISECONDS.get(mode)
         if cost and most and not dry:
-            what, ms, gib = f"deferred, {mode.name}", cost.milliseconds, cost.peak_bytes / GIB
+            what, ms, gib = f"deferred, {mode}", cost.milliseconds, cost.peak_bytes / GIB
             result.claim(what, f"{ms:.1f} ms", f"<= {most} ms", ms <= most)
             result.claim(what, f"{gib:.2f} GiB", f"<= {HEAD_GIB} GiB", gib <= HEAD_GIB)
     return result
 
 
-def _products(x: head_candidates.Inputs, _: object) -> None:
+def _products(x: output_layer.Inputs, _: object) -> None:
     """Multiply as often as a loss that materializes the logits must, of the rows that it reads."""
     hidden, weight = x.used.detach(), x.weight.detach()
     logits = hidden @ weight.T

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
-from .candidates import Candidate, calls, revisions
-from .head_candidates import (
-    BASE,
-    DEFERRED,
-    HALF_KEPT,
-    NAIVE,
-    NEMO_RL,
-    OTHERS,
-    OURS,
-    TEMPERATURE,
-    Head,
-    Inputs,
-    deferred,
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
 )
-from .measure import DEVICE, TURNS, Call, Cost, Result, largest_error, on_ranks
+
+from .candidates import CHECKOUTS, Candidate, calls, checkout, revisions
+from .measure import DEVICE, TURNS, Call, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
-REFERENCE_ROWS = 64
+REFERENCE_ROWS, TEMPERATURE = 64, 0.8
+ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "frozen head", "scoring")
+#: Memory and errors alone.
+ENTROPY = "entropy"
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,6 @@ class Setup:
         return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What the loss reads, and what is trained."""
-
-    name: str
-    used_rows: float = 1.0
-    trains_hidden: bool = True
-    trains_weight: bool = True
-    entropy: bool = False
-
-
 SETUPS = (
     Setup(1024, 1024, 32768),
     Setup(512, 512, 151936),
@@ -77,13 +68,180 @@ GROWING = (
     Setup(1024, 256, 131072),
 )
 QUICK = (Setup(256, 64, 8192),)
-ALL_ROWS = Mode("all rows")
-HALF = Mode("half of the rows", used_rows=0.5)
-FROZEN = Mode("frozen head", trains_weight=False)
-SCORING = Mode("scoring", trains_hidden=False, trains_weight=False)
-ENTROPY = Mode("entropy", entropy=True)
-MODES = (ALL_ROWS, HALF, FROZEN, SCORING)
+
+
+@dataclass
+class Inputs:
+    """What a step is given; targets and advantages [t] are those of all rows or of some.
+
+    Attributes:
+        hidden: hidden states [T, h].
+        weight: [V, h].
+        entropy: whether the step is that of the entropies, not of the log-probabilities.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    advantages: Tensor
+    rows: Tensor | None = None
+    entropy: bool = False
+
+    @property
+    def used(self) -> Tensor:
+        """The hidden states of the rows that have targets."""
+        return self.hidden if self.rows is None else self.hidden[self.rows]
+
+
+def inputs_of(setup: Setup, mode: str) -> Inputs:
+    options: dict[str, Any] = {"generator": torch.Generator(DEVICE).manual_seed(0), "device": DEVICE}
+    hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
+    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
+    n, rows = setup.rows, None
+    if mode == HALF:
+        # Responses stand between prompts: pieces, not one range.
+        rows = torch.arange(n, device=DEVICE).view(-1, 16)[::2].flatten()
+        n = len(rows)
+    return Inputs(
+        hidden.requires_grad_(mode != SCORING),
+        weight.requires_grad_(mode not in (SCORING, FROZEN)),
+        torch.randint(setup.vocabulary, (n,), **options),
+        torch.randn(n, **options),
+        rows,
+        mode == ENTROPY,
+    )
+
+
+#: Log-probs and, where asked for and where there is one, the entropies.
+Values = tuple[Tensor, ...]
+Head = Callable[[Inputs], Values]
+
+
+def naive(x: Inputs) -> Values:
+    """``log_softmax`` of float32 logits, as frameworks without such functions write it."""
+    logits = linear(x.hidden, x.weight).float()
+    return _formula(logits if x.rows is None else logits[x.rows], x)
+
+
+def _formula(logits: Tensor, x: Inputs) -> Values:
+    log_p = (logits / TEMPERATURE).log_softmax(-1)
+    log_probs = log_p.gather(1, x.targets[:, None]).squeeze(1)
+    return (log_probs, -(log_p.exp() * log_p).sum(-1)) if x.entropy else (log_probs,)
+
+
+def made(x: Inputs) -> Values:
+    """Logits in float32, as Megatron's ``Float16Module`` returns them."""
+    return _ours(linear(x.hidden, x.weight).float(), x)
+
+
+def deferred(x: Inputs, tile_bytes: int | None = None) -> Values:
+    return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x)
+
+
+def half_kept(x: Inputs) -> Values:
+    keep_bytes = len(x.targets) * len(x.weight) * x.hidden.element_size() // 2
+    return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
+
+
+def _ours(logits: Tensor, x: Inputs) -> Values:
+    options: dict[str, Any] = {"rows": x.rows, "temperature": TEMPERATURE}
+    if x.entropy:
+        return vocab_parallel_log_probs_and_entropy(logits, x.targets, entropy_grad=True, **options)
+    return (vocab_parallel_log_probs(logits, x.targets, **options),)
+
+
+def nemo_rl(module: Any, x: Inputs) -> Values:
+    """With what its training step does next: divide what the model returned by the temperature."""
+    step = Path(module.__file__).parents[1] / "models" / "megatron" / "train.py"
+    log_probs = module.ChunkedDistributedHiddenStatesToLogprobs.apply(
+        *(x.hidden[:, None], x.targets[None], x.weight, 0, len(x.weight)),
+        *(256, dist.group.WORLD, False),
+    )
+    scale = _definition(step, "apply_temperature_scaling")
+    return (scale(log_probs, SimpleNamespace(temperature=TEMPERATURE))[0],)
+
+
+def skyrl(module: Any, x: Inputs, chunk_size: int) -> Values:
+    # It takes tokens, of which each is the target of the row before, and leaves out the last row.
+    rows = torch.cat([x.hidden, x.hidden[:1]])[None]
+    tokens = torch.cat([x.targets[:1], x.targets])[None]
+    options = {"chunk_size": chunk_size, "temperature": TEMPERATURE}
+    group = dist.group.WORLD
+    log_probs = module.from_parallel_hidden_to_logprobs(
+        rows, x.weight, tokens, 0, len(x.weight), group, **options
+    )
+    if not x.entropy:
+        return (log_probs[0],)
+    entropies = module._fused_vocab_parallel_entropy_from_hidden(x.hidden[None], x.weight, group, **options)
+    return log_probs[0], entropies[0]
+
+
+def trl(module: Any, x: Inputs) -> Values:
+    names = ("entropy",) if x.entropy else ()
+    outputs = module.ChunkedLogProbFunction.apply(
+        x.hidden, x.weight, None, x.targets, TEMPERATURE, 32768, None, 1.0, names
+    )
+    return outputs[: 1 + x.entropy]
+
+
+def _trl_function() -> Any:
+    variable = CHECKOUTS["trl before 1.13"]
+    if variable not in os.environ:
+        raise ModuleNotFoundError(f"{variable} not set")
+    return _definition(Path(os.environ[variable], "trl", "trainer", "utils.py"), "_ChunkedLogProbFunction")
+
+
+def trl_before(function: Any, x: Inputs) -> Values:
+    """Always computes the entropy."""
+    return function.apply(x.hidden, x.weight, x.targets, TEMPERATURE, 8192)[: 1 + x.entropy]
+
+
+def liger(module: Any, x: Inputs) -> Values:
+    """A loss that weighs all tokens alike, without a temperature: it computes gradients in forward."""
+    function = module.LigerFusedLinearCrossEntropyFunction
+    loss = function.apply(x.used, x.weight, x.targets, None, None, -100, 0.0, 0.0, "sum")[0]
+    return (-loss.expand(len(x.targets)),)
+
+
+def verl(module: Any, x: Inputs) -> Values:
+    return module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None)[:1]
+
+
+@functools.cache
+def _definition(file: Path, name: str) -> Any:
+    """Return one function or class of a file, without importing what the rest of the file needs."""
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(tree, file, "exec"), scope)
+    return scope[name]
+
+
+NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"
+HALF_KEPT = "deferred, half of the tiles kept"
+NEMO_RL = "NeMo-RL, chunks of 256"
+OURS = (
+    Candidate(NAIVE, naive),
+    Candidate(BASE, made),
+    Candidate(DEFERRED, deferred),
+    Candidate(HALF_KEPT, half_kept),
+)
 WAYS = [candidate.name for candidate in OURS]
+SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")
+OTHERS = (
+    Candidate(NEMO_RL, nemo_rl, checkout("nemo-rl", "nemo_rl.distributed.model_utils")),
+    Candidate("SkyRL, chunks of 1024", partial(skyrl, chunk_size=1024), SKYRL),
+    Candidate("SkyRL, chunks of 128", partial(skyrl, chunk_size=128), SKYRL),
+    Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_logprob")),
+    Candidate("TRL before 1.13", trl_before, _trl_function),
+)
+ON_GPUS = (
+    *OURS,
+    Candidate("deferred, tiles of 128 MiB", partial(deferred, tile_bytes=128 << 20)),
+    Candidate("deferred, tiles of 2048 MiB", partial(deferred, tile_bytes=2048 << 20)),
+    Candidate("Liger", liger, partial(import_module, "liger_kernel.ops.fused_linear_cross_entropy")),
+    Candidate("verl's kernel", verl, partial(import_module, "verl.utils.kernel.linear_cross_entropy")),
+)
 # Half of the tiles can be kept for a backward pass only, and NeMo-RL's head has no entropy.
 CANDIDATES = {
     ALL_ROWS: OURS + OTHERS,
@@ -92,24 +250,6 @@ CANDIDATES = {
     SCORING: [candidate for candidate in OURS if candidate.name != HALF_KEPT],
     ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (HALF_KEPT, NEMO_RL)],
 }
-
-
-def inputs_of(setup: Setup, mode: Mode) -> Inputs:
-    options: dict[str, Any] = {"generator": torch.Generator(DEVICE).manual_seed(0), "device": DEVICE}
-    hidden = torch.randn(setup.rows, setup.hidden, **options).to(setup.dtype)
-    weight = (3 * torch.randn(setup.vocabulary, setup.hidden, **options) / setup.hidden**0.5).to(setup.dtype)
-    n, rows = int(setup.rows * mode.used_rows), None
-    if mode.used_rows < 1:
-        # Responses stand between prompts: pieces, not one range.
-        rows = torch.arange(setup.rows, device=DEVICE).view(-1, 16)[::2].flatten()[:n]
-    return Inputs(
-        hidden.requires_grad_(mode.trains_hidden),
-        weight.requires_grad_(mode.trains_weight),
-        torch.randint(setup.vocabulary, (n,), **options),
-        torch.randn(n, **options),
-        rows,
-        mode.entropy,
-    )
 
 
 def step(x: Inputs, head: Head) -> list[Tensor]:
@@ -148,23 +288,23 @@ def measure(quick: bool) -> Results:
     )
 
 
-def _measure(candidates: Mapping[Mode, Sequence[Candidate]], setup: Setup, turns: int) -> Result:
+def _measure(candidates: Mapping[str, Sequence[Candidate]], setup: Setup, turns: int) -> Result:
     """Measure the candidates of each mode; without turns, memory alone."""
-    result = Result(setup)
+    result = Result(setup, BASE)
     for mode, of_mode in candidates.items():
         call_of = partial(_call, setup, mode, inputs_of(setup, mode), turns > 0)
         steps = calls(of_mode, call_of, result.left_out)
-        result.measure(mode.name, steps, 0 if mode.entropy else turns, clock=time.process_time)
+        result.measure(mode, steps, 0 if mode == ENTROPY else turns, clock=time.process_time)
     return result
 
 
-def _call(setup: Setup, mode: Mode, x: Inputs, with_details: bool, head: Head) -> Call:
+def _call(setup: Setup, mode: str, x: Inputs, with_details: bool, head: Head) -> Call:
     """Return the call of a step, with its errors; if the head is frozen, with whether that saves nothing."""
     details = {ALL_ROWS: _errors, ENTROPY: _errors, FROZEN: _computes_frozen}.get(mode)
     return call(x, head, partial(details, setup, mode, head) if details and with_details else tuple)
 
 
-def _errors(setup: Setup, mode: Mode, head: Head) -> tuple[float, float]:
+def _errors(setup: Setup, mode: str, head: Head) -> tuple[float, float]:
     """Return the largest errors of values and of gradients."""
     x, expected = _expected(setup, mode)
     values, *gradients = map(largest_error, step(x, head), expected)
@@ -172,24 +312,22 @@ def _errors(setup: Setup, mode: Mode, head: Head) -> tuple[float, float]:
 
 
 @functools.cache
-def _expected(setup: Setup, mode: Mode) -> tuple[Inputs, list[Tensor]]:
+def _expected(setup: Setup, mode: str) -> tuple[Inputs, list[Tensor]]:
     """Return inputs of a few rows, and the results of a step in float64."""
     x = inputs_of(replace(setup, rows=REFERENCE_ROWS), mode)
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (x.hidden, x.weight))
 
-    def exact(of: Inputs) -> tuple[Tensor, ...]:
+    def exact(of: Inputs) -> Values:
         # In 16 bits the model's logits are what they are rounded to; gradients flow as if they were not.
         logits = linear(of.hidden, of.weight)
         if setup.dtype != torch.float32:
             logits = logits + (linear(x.hidden, x.weight).double() - logits).detach()
-        log_p = (logits / TEMPERATURE).log_softmax(-1)
-        log_probs = log_p.gather(1, of.targets[:, None]).squeeze(1)
-        return log_probs, -(log_p.exp() * log_p).sum(-1)
+        return _formula(logits, of)
 
     return x, step(replace(x, hidden=hidden, weight=weight, advantages=x.advantages.double()), exact)
 
 
-def _computes_frozen(setup: Setup, mode: Mode, head: Head) -> tuple[float]:
+def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float]:
     """Return 1 if backward makes a gradient of the weight that nobody asked for."""
     x = inputs_of(replace(setup, rows=8), mode)
     made: list[Tensor] = []
@@ -197,7 +335,7 @@ def _computes_frozen(setup: Setup, mode: Mode, head: Head) -> tuple[float]:
     def hook(gradients: Sequence[Tensor | None], _: Any) -> None:
         made.extend(g for g in gradients if g is not None and g.shape == x.weight.shape)
 
-    [log_probs, *_] = head(x)
+    log_probs = head(x)[0]
     nodes = [log_probs.grad_fn]
     for node in nodes:
         if node is not None:
@@ -210,47 +348,45 @@ def _computes_frozen(setup: Setup, mode: Mode, head: Head) -> tuple[float]:
 def parts(results: Results) -> dict[str, str]:
     setups, everything = results.setups, results.large + results.setups
     missing = {name: why for result in everything for name, why in result.left_out.items()}
-    others = revisions(["nemo-rl", "SkyRL", "AReaL", "TRL", "TRL before 1.13"])
-    modes = [(result, mode.name) for result in setups for mode in MODES]
+    others = ", ".join(revisions("nemo-rl", "SkyRL", "trl", "trl before 1.13"))
     return {
         "memory": table(
-            {"setup": str(result.setup), **{way: _memory(result, ALL_ROWS.name, way) for way in WAYS}}
+            {"setup": str(result.setup), **{way: _memory(result, ALL_ROWS, way) for way in WAYS}}
             for result in everything
         ),
         "time": table(
             {"setup": str(result.setup), "rows": mode, **{way: _time(result, mode, way) for way in WAYS}}
-            for result, mode in modes
+            for result in setups
+            for mode in MODES
         ),
         "errors": table(
-            {"setup": str(result.setup), **{way: _errors_of(result, ALL_ROWS.name, way) for way in WAYS}}
+            {"setup": str(result.setup), **{way: _both_errors(result, ALL_ROWS, way) for way in WAYS}}
             for result in setups
         ),
         "growth": table(_growth(results.growing)),
         "others": join(
             table(row for result in everything for row in _beside(result)),
-            f"Others: {', '.join(others)}." if others else "",
+            f"Others: {others}." if others else "",
             left_out(missing),
         ),
     }
 
 
 def _memory(result: Result, mode: str, way: str) -> str:
-    cost = result.cost(mode, way)
-    return number(cost.peak_bytes / result.setup.logits_bytes if cost else None, ".3f")
+    return number(result.memory(mode, way), ".3f")
 
 
 def _time(result: Result, mode: str, way: str) -> str:
-    cost, base = result.cost(mode, way), result.cost(mode, BASE)
-    return number(cost.milliseconds / base.milliseconds if cost and base else None, ".2f")
+    return number(result.duration(mode, way), ".2f")
 
 
-def _errors_of(result: Result, mode: str, way: str) -> str:
+def _both_errors(result: Result, mode: str, way: str) -> str:
     cost = result.cost(mode, way)
     return "{:.1e}, {:.1e}".format(*cost.details) if cost and cost.details else "–"
 
 
 def _growth(growing: Sequence[Result]) -> Iterator[dict[str, str]]:
-    costs = [result.costs[ALL_ROWS.name][DEFERRED] for result in growing]
+    costs = [result.costs[ALL_ROWS][DEFERRED] for result in growing]
     for result, cost in zip(growing, costs, strict=True):
         yield {
             "setup": str(result.setup),
@@ -261,31 +397,31 @@ def _growth(growing: Sequence[Result]) -> Iterator[dict[str, str]]:
 
 
 def _beside(result: Result) -> Iterator[dict[str, str]]:
-    for name, cost in result.costs[ALL_ROWS.name].items():
+    for name in result.costs[ALL_ROWS]:
         if name != HALF_KEPT:
             yield {
                 "setup": str(result.setup),
                 "head": name,
-                "memory": _memory(result, ALL_ROWS.name, name),
-                "time": _time(result, ALL_ROWS.name, name),
-                "time, frozen head": _time(result, FROZEN.name, name),
-                "log-probs, gradients: errors": _errors_of(result, ALL_ROWS.name, name),
-                "entropy, gradient: errors": _errors_of(result, ENTROPY.name, name),
-                "memory with the entropy's gradient": _memory(result, ENTROPY.name, name),
-                "leaves out": "; ".join(_leaves_out(result, name, cost)) or "–",
+                "memory": _memory(result, ALL_ROWS, name),
+                "time": _time(result, ALL_ROWS, name),
+                "time, frozen head": _time(result, FROZEN, name),
+                "log-probs, gradients: errors": _both_errors(result, ALL_ROWS, name),
+                "entropy, gradient: errors": _both_errors(result, ENTROPY, name),
+                "memory with the entropy's gradient": _memory(result, ENTROPY, name),
+                "leaves out": "; ".join(_leaves_out(result, name)) or "–",
             }
 
 
-def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
+def _leaves_out(result: Result, name: str) -> Iterator[str]:
     """Say what a head does not do, by what this run measured."""
-    if not cost.details:
+    cost, entropy, frozen = (result.cost(mode, name) for mode in (ALL_ROWS, ENTROPY, FROZEN))
+    if cost is None or not cost.details:
         return
     if name in (NAIVE, BASE):
         yield "materializes the logits"
         return
     if cost.details[0] > 1e-4:
         yield "the temperature" if cost.details[0] > 1e-2 else "exact values"
-    entropy, frozen = result.cost(ENTROPY.name, name), result.cost(FROZEN.name, name)
     if entropy is None:
         yield "the entropy"
     elif entropy.details[1] > 0.1:
@@ -298,25 +434,15 @@ def _leaves_out(result: Result, name: str, cost: Cost) -> Iterator[str]:
 
 def plot(results: Results, figure: Any) -> None:
     memory, duration = figure.subplots(2, 1)
-    setups, first = results.large + results.setups, results.setups[0]
-    peaks = {
-        way.replace("`", ""): {
-            str(result.setup): cost.peak_bytes / result.setup.logits_bytes
-            for result in setups
-            if (cost := result.cost(ALL_ROWS.name, way))
-        }
-        for way in WAYS
-    }
-    times = {
-        way: {
-            mode.name: cost.milliseconds / first.costs[mode.name][BASE].milliseconds
-            for mode in MODES
-            if (cost := first.cost(mode.name, way))
-        }
-        for way in WAYS
-    }
-    bars(memory, "peak beyond gradients, in float32 logits", peaks)
-    bars(duration, "time, logits materialized with lean-loss = 1", times)
+    of_setup = {str(result.setup): result for result in results.large + results.setups}
+    first = results.setups[0]
+
+    def peak(way: str, setup: str) -> float:
+        return of_setup[setup].memory(ALL_ROWS, way)
+
+    bars(memory, "peak beyond gradients, in float32 logits", WAYS, of_setup, peak)
+    label = "time, logits materialized with lean-loss = 1"
+    bars(duration, label, WAYS, MODES, lambda way, mode: first.duration(mode, way))
     duration.set_title(str(first.setup))
     figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left")
 

@@ -1,8 +1,7 @@
-"""A rank's logits: what losses and top-k are given, and the units of their costs."""
+"""A rank's logits, as losses and top-k are given them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .measure import DEVICE, Call, Cost, Result
+from .measure import COPY, DEVICE, Call
 
-COPY = "copy"
 REFERENCE_ROWS = 64
 
 
@@ -36,10 +34,8 @@ class Logits:
     """Logits of this rank, and of the whole vocabulary for a few rows."""
 
     def __init__(self, setup: LogitsSetup, group: dist.ProcessGroup) -> None:
-        self.options: dict[str, Any] = {
-            "generator": torch.Generator(DEVICE).manual_seed(0),
-            "device": DEVICE,
-        }
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        self.options: dict[str, Any] = {"generator": generator, "device": DEVICE}
         whole = 2 * torch.randn(setup.rows, setup.vocab, **self.options)
         width = setup.vocab // setup.tp_size
         self.group = group
@@ -52,16 +48,6 @@ class Logits:
         """Return logits as a model hands them over: no leaf, and a storage of their own."""
         return self.pristine * self.one
 
-    def copy(self) -> Call:
+    def copy(self) -> dict[str, Call]:
         target = torch.empty_like(self.pristine)
-        return Call(lambda _: target.copy_(self.pristine))
-
-
-def in_logits(result: Result, cost: Cost | None) -> float:
-    """Return the bytes at the peak in those of the logits; not a number without a cost."""
-    return cost.peak_bytes / result.setup.logits_bytes if cost else math.nan
-
-
-def in_copies(result: Result, mode: str, cost: Cost | None) -> float:
-    """Return the time in copies of the logits; not a number without a cost."""
-    return cost.milliseconds / result.costs[mode][COPY].milliseconds if cost else math.nan
+        return {COPY: Call(lambda _: target.copy_(self.pristine))}

@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
 from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 
-from .candidates import calls, revisions
-from .logits import COPY, REFERENCE_ROWS, Logits, LogitsSetup, in_copies, in_logits
-from .loss_candidates import (
-    CANDIDATES,
-    COMPILED,
-    COMPILED_IN_PLACE,
-    ENTROPY_GRAD,
-    MODES,
-    NAIVE,
-    OURS,
-    PLAIN,
-    SLIME,
-    Given,
-    Loss,
-    with_mode,
-)
-from .measure import Call, Cost, Result, largest_error, on_ranks
-from .page import Benchmark, bars, join, left_out, met, number, table, versions
+from .candidates import Candidate, calls, revisions
+from .candidates import checkout as of_checkout
+from .logits import REFERENCE_ROWS, Logits, LogitsSetup
+from .measure import COPY, Call, Result, largest_error, on_ranks
+from .page import Benchmark, bars, join, left_out, met, number, table
 
+LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
+SHORT = dict(zip(("lp", "ent", "grad"), MODES, strict=True))
 # The larger vocabulary and two ranks in float32 alone, so that a run takes a few minutes.
 SETUPS = (
     LogitsSetup(1, 2048, 32768),
@@ -43,17 +35,134 @@ SETUPS = (
 READ, WRITE = "read", "read and write"
 FLOOR, FORWARD = "floor", "forward: "
 
+Group = dist.ProcessGroup
+#: Log-probs and, but for the first mode, entropies.
+Values = tuple[Tensor, ...]
+#: (logits [T, V / tp], targets [T] in the whole vocabulary, group, mode) -> values.
+Loss = Callable[[Tensor, Tensor, Group, str], Values]
+
+
+@dataclass(frozen=True)
+class LossCandidate(Candidate):
+    modes: tuple[str, ...] = MODES
+    destroys_logits: bool = False
+
+
+def ours(logits: Tensor, targets: Tensor, group: Group, mode: str, **options: Any) -> Values:
+    if mode == LOG_PROBS:
+        return (vocab_parallel_log_probs(logits, targets, tp_group=group, **options),)
+    options["entropy_grad"] = mode == ENTROPY_GRAD
+    return vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
+
+
+def naive(logits: Tensor, targets: Tensor, group: Group, mode: str) -> Values:
+    log_p = torch.log_softmax(logits.float(), -1)
+    log_probs = log_p.gather(1, targets[:, None]).squeeze(1)
+    return _with_entropy(log_probs, lambda: -(log_p.exp() * log_p).sum(-1), mode)
+
+
+def megatron_cross_entropy(logits: Tensor, targets: Tensor, group: Group, mode: str) -> Values:
+    from megatron.core import tensor_parallel
+
+    return (-tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets),)
+
+
+def megatron_fused_cross_entropy(logits: Tensor, targets: Tensor, group: Group, mode: str) -> Values:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return (-fused_vocab_parallel_cross_entropy(logits.float(), targets, group),)
+
+
+def slime(
+    module: Any, logits: Tensor, targets: Tensor, group: Group, mode: str, chunk_size: int = -1
+) -> Values:
+    log_probs, entropy = module.calculate_log_probs_and_entropy(
+        logits.float(),  # as its Megatron model returns them
+        targets,
+        group,
+        with_entropy=mode != LOG_PROBS,
+        with_entropy_grad=mode == ENTROPY_GRAD,
+        chunk_size=chunk_size,
+    )
+    return (log_probs.view(-1),) if mode == LOG_PROBS else (log_probs.view(-1), entropy)
+
+
+def verl(module: Any, logits: Tensor, targets: Tensor, group: Group, mode: str) -> Values:
+    """As its Megatron engine calls them: the entropy needs a copy, since the log-probs destroy the logits."""
+    logits = logits.float()
+    copy = logits if mode == LOG_PROBS else logits.clone()
+    with torch.set_grad_enabled(mode == ENTROPY_GRAD):
+        entropies = () if mode == LOG_PROBS else (module.vocab_parallel_entropy(logits),)
+    return module.vocab_parallel_log_probs_from_logits(copy, targets), *entropies
+
+
+def nemo_rl(module: Any, logits: Tensor, targets: Tensor, group: Group, mode: str, chunk_size: int) -> Values:
+    start, batch = group.rank() * logits.shape[1], logits[None]
+    place = (start, start + logits.shape[1])
+    log_probs = module.ChunkedDistributedLogprob.apply(batch, targets[None], *place, chunk_size, group, False)
+
+    def entropy() -> Tensor:
+        return -module.ChunkedDistributedEntropy.apply(batch, chunk_size, group, False)[0]
+
+    return _with_entropy(log_probs[0], entropy, mode)
+
+
+def liger(module: Any, logits: Tensor, targets: Tensor, group: Group, mode: str) -> Values:
+    return (-module.liger_cross_entropy(logits, targets, reduction="none"),)
+
+
+def _liger_module() -> Any:
+    if not torch.cuda.is_available():
+        raise RuntimeError("needs a GPU")
+    return importlib.import_module("liger_kernel.transformers.functional")
+
+
+def _with_entropy(log_probs: Tensor, entropy: Callable[[], Tensor], mode: str) -> Values:
+    if mode == LOG_PROBS:
+        return (log_probs,)
+    with torch.set_grad_enabled(mode == ENTROPY_GRAD):
+        return log_probs, entropy()
+
+
+SLIME_MODULE = of_checkout("slime", "slime.utils.ppo_utils")
+VERL_MODULE = of_checkout("verl", "verl.utils.megatron.tensor_parallel")
+NEMO_RL_MODULE = of_checkout("nemo-rl", "nemo_rl.distributed.model_utils")
+NAIVE, SLIME, PLAIN, COMPILED = "naive autograd", "slime", "ours, plain", "ours, compiled"
+COMPILED_IN_PLACE, PLAIN_IN_PLACE = f"{COMPILED}, in place", f"{PLAIN}, in place"
+ALONE: dict[str, Any] = {"modes": (LOG_PROBS,), "destroys_logits": True}
+CANDIDATES = (
+    LossCandidate(COMPILED, partial(ours, fused=True)),
+    LossCandidate(COMPILED_IN_PLACE, partial(ours, fused=True, inplace_backward=True)),
+    LossCandidate(PLAIN, partial(ours, fused=False)),
+    LossCandidate(PLAIN_IN_PLACE, partial(ours, fused=False, inplace_backward=True)),
+    LossCandidate(NAIVE, naive, splits_vocabulary=False),
+    LossCandidate(
+        "naive, checkpointed", partial(checkpoint, naive, use_reentrant=False), splits_vocabulary=False
+    ),
+    LossCandidate("Megatron cross entropy", megatron_cross_entropy, **ALONE),
+    LossCandidate("Megatron fused cross entropy", megatron_fused_cross_entropy, **ALONE),
+    LossCandidate(SLIME, slime, SLIME_MODULE),
+    LossCandidate("slime, chunks of 1024", partial(slime, chunk_size=1024), SLIME_MODULE),
+    LossCandidate("verl (Megatron)", verl, VERL_MODULE, destroys_logits=True),
+    LossCandidate("NeMo-RL, chunks of 128", partial(nemo_rl, chunk_size=128), NEMO_RL_MODULE),
+    LossCandidate("Liger", liger, _liger_module, splits_vocabulary=False, **ALONE),
+)
+
+
+def with_mode(mode: str) -> list[LossCandidate]:
+    return [candidate for candidate in CANDIDATES if mode in candidate.modes]
+
 
 class Inputs(Logits):
     """What a rank's losses are given."""
 
-    def __init__(self, setup: LogitsSetup, group: dist.ProcessGroup) -> None:
+    def __init__(self, setup: LogitsSetup, group: Group) -> None:
         super().__init__(setup, group)
         self.targets = torch.randint(setup.vocab, (setup.rows,), **self.options)
         self.weights = torch.randn(2, setup.rows, **self.options)
 
     def forward(self, mode: str, loss: Loss) -> Call:
-        return Call(lambda logits: loss(Given(logits, self.targets, self.group), mode), self.fresh)
+        return Call(lambda logits: loss(logits, self.targets, self.group, mode), self.fresh)
 
     def both(self, mode: str, loss: Loss) -> Call:
         """Return the call of forward and backward."""
@@ -67,14 +176,10 @@ class Inputs(Logits):
 
     def floor(self) -> dict[str, Call]:
         target = torch.empty_like(self.pristine)
-        return {
-            COPY: self.copy(),
-            READ: Call(lambda _: self.pristine.amax(1)),
-            WRITE: Call(lambda _: target.mul_(1.0)),
-        }
+        return {READ: Call(lambda _: self.pristine.amax(1)), WRITE: Call(lambda _: target.mul_(1.0))}
 
     def _gradient_and_values(self, loss: Loss, mode: str, logits: Tensor) -> tuple[Tensor, ...]:
-        values = loss(Given(logits, self.targets, self.group), mode)
+        values = loss(logits, self.targets, self.group, mode)
         trained = [value for value in values if value.requires_grad]
         weights = [weight.to(value.dtype) for weight, value in zip(self.weights, trained, strict=False)]
         return torch.autograd.grad(trained, logits, weights)[0], *values
@@ -104,18 +209,19 @@ def _measure(setup: LogitsSetup, turns: int) -> Result:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=setup.tp_size)
     inputs = Inputs(setup, parallel_state.get_tensor_model_parallel_group())
     result = Result(setup)
-    result.measure(FLOOR, inputs.floor(), turns)
+    result.measure(FLOOR, inputs.copy() | inputs.floor(), turns)
     for mode in MODES:
-        copy, missing = {COPY: inputs.copy()}, result.left_out
-        both = calls(with_mode(mode), partial(inputs.both, mode), missing, setup.tp_size)
-        forward = calls(with_mode(mode), partial(inputs.forward, mode), missing, setup.tp_size)
-        result.measure(mode, copy | both, turns)
-        result.measure(FORWARD + mode, copy | forward, turns)
+        for prefix, call in (("", inputs.both), (FORWARD, inputs.forward)):
+            compared = calls(with_mode(mode), partial(call, mode), result.left_out, setup.tp_size)
+            result.measure(prefix + mode, inputs.copy() | compared, turns)
     return result
 
 
 #: The most memory of ours, in that of the logits, where they compute the gradient in place and where not.
-MEMORY = {"extra memory in place, × logits": (True, 0.02), "extra memory, × logits": (False, 1.02)}
+MEMORY = {
+    "extra memory in place, × logits": ((COMPILED_IN_PLACE, PLAIN_IN_PLACE), 0.02),
+    "extra memory, × logits": ((COMPILED, PLAIN), 1.02),
+}
 #: By how much the first must be faster than the second, by mode.
 SPEEDS = {
     "compiled beside slime": (COMPILED, SLIME, (1.5, 1.8, 2.8)),
@@ -131,85 +237,72 @@ def claims(results: Sequence[Result]) -> Iterator[dict[str, str]]:
     def row(what: str, where: str, measured: str, claim: str, is_met: bool) -> dict[str, str]:
         return {"": what, "set-up": where, "found": measured, "claim": claim, "met": met(is_met)}
 
-    for result in results:
-        setup = result.setup
-        if setup.dtype != torch.float32 or setup.tp_size > 1:
-            continue
-        for what, (in_place, most) in MEMORY.items():
-            names = [candidate.name for candidate in OURS if candidate.name.endswith("in place") == in_place]
-            memory = max(in_logits(result, result.costs[mode][name]) for mode in MODES for name in names)
-            yield row(what, str(setup), f"{memory:.3f}", f"<= {most:g}", memory <= most)
-        for mode in MODES:
-            costs = result.costs[mode]
+    for result in _in_float32(results):
+        for what, (names, most) in MEMORY.items():
+            memory = max(result.memory(mode, name) for mode in MODES for name in names)
+            yield row(what, str(result.setup), f"{memory:.3f}", f"<= {most:g}", memory <= most)
+        for index, mode in enumerate(MODES):
+            where = f"{result.setup}, {mode}"
             for what, (name, other, limits) in SPEEDS.items():
-                if name in costs and other in costs:
-                    speed = costs[other].milliseconds / costs[name].milliseconds
-                    least = limits[MODES.index(mode)]
-                    yield row(what, f"{setup}, {mode}", f"{speed:.2f} ×", f">= {least:g} ×", speed >= least)
+                if result.cost(mode, other):
+                    speed, least = result.duration(mode, other) / result.duration(mode, name), limits[index]
+                    yield row(what, where, f"{speed:.2f} ×", f">= {least:g} ×", speed >= least)
+
+
+def _in_float32(results: Sequence[Result]) -> list[Result]:
+    """Return those of float32 logits on one rank."""
+    return [r for r in results if r.setup.dtype == torch.float32 and r.setup.tp_size == 1]
 
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
-    peers = [
-        *revisions(["slime", "verl", "nemo-rl"]),
-        *versions("slime", "verl", "nemo-rl", "trl", "liger-kernel"),
-    ]
+    peers = ", ".join(revisions("slime", "verl", "nemo-rl", "liger-kernel"))
     return {
-        "peers": f"Beside them: {', '.join(peers)}." if peers else "",
+        "peers": f"Beside them: {peers}." if peers else "",
         "claims": table(claims(results)),
         "losses": join(*(_section(result) for result in results)),
     }
 
 
 def _section(result: Result) -> str:
-    copy, read, write = (result.costs[FLOOR][name] for name in (COPY, READ, WRITE))
     return join(
         f"## {result.setup}",
-        f"One copy of a rank's logits takes {copy.milliseconds:.1f} ms. In copies: reading them (`amax`)\n"
-        f"{in_copies(result, FLOOR, read):.2f}, reading and writing them in place "
-        f"{in_copies(result, FLOOR, write):.2f}.",
+        f"One copy of a rank's logits takes {result.costs[FLOOR][COPY].milliseconds:.1f} ms. "
+        f"In copies: reading them (`amax`)\n{result.duration(FLOOR, READ):.2f}, "
+        f"reading and writing them in place {result.duration(FLOOR, WRITE):.2f}.",
         table(_rows(result)),
         left_out(result.left_out),
     )
 
 
 def _rows(result: Result) -> Iterator[dict[str, str]]:
+    def cells(title: str, value: Callable[[str, str], float], prefix: str = "") -> dict[str, str]:
+        return {
+            f"{title}: {short}": number(value(prefix + mode, name), ".2f") for short, mode in SHORT.items()
+        }
+
     for candidate in CANDIDATES:
-        memory, forward, both = {}, {}, {}
-        name, last = candidate.name, None
-        for short, mode in zip(("lp", "ent", "grad"), MODES, strict=True):
-            cost, of_forward = result.cost(mode, name), result.cost(FORWARD + mode, name)
-            last = cost or last
-            memory[f"memory: {short}"] = number(in_logits(result, cost), ".2f")
-            forward[f"forward: {short}"] = number(in_copies(result, FORWARD + mode, of_forward), ".2f")
-            both[f"forward + backward: {short}"] = number(in_copies(result, mode, cost), ".2f")
-        if last is not None:
-            gradient_error, log_prob_error, *entropy_errors = last.details
+        name = candidate.name
+        if costs := [cost for mode in MODES if (cost := result.cost(mode, name))]:
+            gradient_error, log_prob_error, *entropy_errors = costs[-1].details
             yield {
                 "loss": name + (" (!)" if candidate.destroys_logits else ""),
-                **memory,
-                **forward,
-                **both,
+                **cells("memory", result.memory),
+                **cells("forward", result.duration, FORWARD),
+                **cells("forward + backward", result.duration),
                 "log-prob error": f"{log_prob_error:.0e}",
-                "entropy error": number(entropy_errors[0] if entropy_errors else None, ".0e"),
+                "entropy error": f"{entropy_errors[0]:.0e}" if entropy_errors else "–",
                 "gradient error": f"{gradient_error:.0e}",
             }
 
 
 def plot(results: Sequence[Result], figure: Any) -> None:
     """Draw the last float32 set-up of one rank, which has the largest vocabulary."""
-    result = [r for r in results if r.setup.dtype == torch.float32 and r.setup.tp_size == 1][-1]
-
-    def by_mode(value: Callable[[str, Cost], float]) -> dict[str, dict[str, float]]:
-        return {
-            mode: {c.name: value(mode, cost) for c in CANDIDATES if (cost := result.cost(mode, c.name))}
-            for mode in MODES
-        }
-
+    result = _in_float32(results)[-1]
+    names = [candidate.name for candidate in CANDIDATES]
     memory, duration = figure.subplots(2, 1)
-    times = by_mode(lambda mode, cost: in_copies(result, mode, cost))
-    bars(memory, "extra memory, × logits", by_mode(lambda _, cost: in_logits(result, cost)))
-    bars(duration, "forward + backward, × one copy of the logits", times)
-    floor = sum(in_copies(result, FLOOR, result.costs[FLOOR][name]) for name in (READ, WRITE))
+    bars(memory, "extra memory, × logits", MODES, names, result.memory)
+    bars(duration, "forward + backward, × one copy of the logits", MODES, names, result.duration)
+    floor = result.duration(FLOOR, READ) + result.duration(FLOOR, WRITE)
     duration.axvline(floor, color="black", linestyle=":", label="one read, one read-and-write")
     figure.legend(*duration.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle(f"Log-probabilities and entropy\n{result.setup}")

@@ -1,8 +1,4 @@
-"""What calls cost that take turns: time, bytes at the peak, and on a GPU their kernels.
-
-On a GPU, CUDA events give the time and the CUDA allocator the peak. On the CPU they come from a clock and
-from torch's allocator.
-"""
+"""What calls cost that take turns: time, bytes at the peak, and on a GPU their kernels."""
 
 from __future__ import annotations
 
@@ -29,6 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
 TURNS, MIN_TURNS = 5, 3
 LONGEST = 3
+COPY = "copy"
 # Freed memory stays with the process: else a CPU run measures page faults.
 WARM_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 FEW_FAULTS = 1000  # pages of 4 KiB
@@ -71,20 +68,29 @@ class Result:
     """What the calls of one set-up cost.
 
     Attributes:
+        setup: has ``logits_bytes``, if memory is to be counted in them.
+        unit: the name of the call whose time is the unit of the others'.
         costs: by mode, which is what the calls do, and name, which is how they do it.
         left_out: name -> why it was not measured.
     """
 
     setup: Any = None
+    unit: str = COPY
     costs: dict[str, dict[str, Cost]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def cost(self, mode: str, name: str) -> Cost | None:
         return self.costs.get(mode, {}).get(name)
 
-    @property
-    def milliseconds(self) -> float:
-        return sum(cost.milliseconds for costs in self.costs.values() for cost in costs.values())
+    def memory(self, mode: str, name: str) -> float:
+        """Return the bytes at the peak in those of the logits; not a number without a cost."""
+        cost = self.cost(mode, name)
+        return cost.peak_bytes / self.setup.logits_bytes if cost else math.nan
+
+    def duration(self, mode: str, name: str) -> float:
+        """Return the time in that of the unit; not a number without a cost."""
+        cost, unit = self.cost(mode, name), self.cost(mode, self.unit)
+        return cost.milliseconds / unit.milliseconds if cost and unit else math.nan
 
     def measure(
         self,
@@ -110,7 +116,9 @@ class Result:
                 peaks[name] = _peak(call) - call.results_bytes
             except Exception as error:  # out of memory, or a kernel for another GPU
                 self.left_out[name] = why(error)
-            _collect()
+            gc.collect()
+            if ON_GPU:
+                torch.cuda.empty_cache()
         times: dict[str, list[float]] = {name: [] for name in peaks}
         with_faults: dict[str, list[float]] = {name: [] for name in peaks}
         end = time.perf_counter() + seconds
@@ -133,11 +141,15 @@ def on_ranks(
     Returns:
         For each set-up, the result of the slowest rank.
     """
+
+    def milliseconds(result: Result) -> float:
+        return sum(cost.milliseconds for costs in result.costs.values() for cost in costs.values())
+
     results = []
     for setup in setups:
         ranks = getattr(setup, "tp_size", 1)
         of_ranks = spawn_ranks(function, ranks, setup, turns, timeout=3600, env=WARM_HEAP)
-        results.append(max(of_ranks, key=lambda result: result.milliseconds))
+        results.append(max(of_ranks, key=milliseconds))
     return results
 
 
@@ -181,28 +193,17 @@ def kernels(call: Call) -> tuple[int, dict[str, float]]:
         result = call.run(prepared)
         _synchronize()
     del result
-    events = [
-        event
-        for event in profiled.events() or ()
-        # Regions that have a name lie over the kernels, and would count them twice.
-        if (
-            event.device_type == DeviceType.CUDA and not event.is_user_annotation
-            if ON_GPU
-            else not event.cpu_children
-        )
-    ]
     totals: dict[str, float] = {}
-    for event in events:
-        name = event.name[:70]
-        totals[name] = totals.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+    number = 0
+    for event in profiled.events() or ():
+        # Regions that have a name lie over the kernels, and would count them twice.
+        is_kernel = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        if is_kernel if ON_GPU else not event.cpu_children:
+            name = event.name[:70]
+            totals[name] = totals.get(name, 0.0) + event.time_range.elapsed_us() / 1e3
+            number += 1
     longest = sorted(totals, key=lambda name: -totals[name])[:LONGEST]
-    return len(events), {name: totals[name] for name in longest}
-
-
-def _collect() -> None:
-    gc.collect()
-    if ON_GPU:
-        torch.cuda.empty_cache()
+    return number, {name: totals[name] for name in longest}
 
 
 def _peak(call: Call) -> int:

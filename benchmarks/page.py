@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import datetime
+import io
+import math
 import os
 import platform
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Generic, TypeVar
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 
-R = TypeVar("R")
+#: Inches: a page on a phone is hardly wider, so nothing shrinks there.
+WIDTH = 5.4
+STYLE: dict[Any, Any] = {
+    "axes.facecolor": "none",
+    "axes.prop_cycle": "cycler('color', ['4c8fd0', 'e8833a', '3fa66b', 'd9534f', '9a7bc4', '8f7a6c'])",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "large",
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+}
+_THEMES = """
+   svg { color: #1c2733 } text { fill: currentColor }
+   @media (prefers-color-scheme: dark) { svg { color: #e3e9ef } }
+  </style>"""
 
 
 @dataclass(frozen=True)
-class Benchmark(Generic[R]):
+class Benchmark:
     """How something is measured, and what shows the result.
 
     Attributes:
@@ -30,36 +48,21 @@ class Benchmark(Generic[R]):
         is_met: whether the result is what is claimed.
     """
 
-    measure: Callable[[bool], R]
-    parts: Callable[[R], dict[str, str]]
-    plot: Callable[[R, Any], None] | None = None
+    measure: Callable[[bool], Any]
+    parts: Callable[[Any], dict[str, str]]
+    plot: Callable[[Any, Any], None] | None = None
     image: str = ""
     height: float = 6
-    is_met: Callable[[R], bool] = lambda result: True
+    is_met: Callable[[Any], bool] = lambda result: True
 
 
 def machine() -> str:
     """Return one line with device, versions and date."""
     cores = f"{os.cpu_count()} CPU cores"
     device = f"{torch.cuda.get_device_name()}, {cores}" if torch.cuda.is_available() else cores
+    packages = [f"{package} {version(package)}" for package in ("torch", "megatron-core")]
     python = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return ", ".join([device, *versions("torch", "megatron-core"), python, str(datetime.date.today())])
-
-
-def versions(*packages: str) -> Iterator[str]:
-    """Yield name and version of each package that is installed."""
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            yield f"{package} {version(package)}"
-
-
-def commit_of(folder: str) -> str:
-    """Return the commit of a checkout, or "(checkout)" for a folder that is none of its own."""
-    command = ["git", "-C", folder, "rev-parse", "--short=9", "--show-prefix", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    prefix, _, commit = result.stdout.partition("\n")
-    # If there is a prefix, the folder is a part of some other repository.
-    return "(checkout)" if result.returncode or prefix else commit.strip()
+    return ", ".join([device, *packages, python, str(datetime.date.today())])
 
 
 def fill(page: str, parts: Mapping[str, str]) -> str:
@@ -95,9 +98,9 @@ def met(is_met: bool) -> str:
     return "yes" if is_met else "**no**"
 
 
-def number(value: float | None, form: str) -> str:
-    """Return the formatted value; a dash for ``None`` and for what is not a number."""
-    return "–" if value is None or value != value else format(value, form)
+def number(value: float, form: str) -> str:
+    """Return the formatted value; a dash for what is not a number."""
+    return "–" if math.isnan(value) else format(value, form)
 
 
 def left_out(reasons: Mapping[str, str]) -> str:
@@ -105,15 +108,42 @@ def left_out(reasons: Mapping[str, str]) -> str:
     return f"Left out: {'; '.join(f'{name} ({why})' for name, why in reasons.items())}." if reasons else ""
 
 
-def bars(axes: Any, label: str, series: Mapping[str, Mapping[str, float]]) -> None:
-    """Draw horizontal bars, for each name one of each series that has it, the first name on top."""
-    names = list(dict.fromkeys(name for lengths in series.values() for name in lengths))
+def bars(
+    axes: Any,
+    label: str,
+    series: Sequence[str],
+    names: Iterable[str],
+    length: Callable[[str, str], float],
+) -> None:
+    """Draw horizontal bars, for each name one of each series, the first name on top.
+
+    Args:
+        length: takes the series and the name; there is no bar for what is not a number.
+    """
+    names = [name for name in names if not all(math.isnan(length(title, name)) for title in series)]
     height = 0.8 / len(series)
-    for place, (title, lengths) in enumerate(series.items()):
-        shift = (place + 0.5) * height - 0.4
-        places = [names.index(name) + shift for name in lengths]
-        axes.barh(places, lengths.values(), height, label=title)
+    for place, title in enumerate(series):
+        places = [index + (place + 0.5) * height - 0.4 for index in range(len(names))]
+        axes.barh(places, [length(title, name) for name in names], height, label=title.replace("`", ""))
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
+
+
+def new_figure(height: float) -> Any:
+    """Return a figure of the width of a page, in the style of the pages."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    return Figure(figsize=(WIDTH, height), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the figure as SVG; what is black in it has the color of the text of the reader's theme."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = re.sub(r"#000000|(?<=: )black(?=[;\"])", "currentColor", file.getvalue())
+    text = text.replace("</style>", _THEMES, 1)
+    path.write_text(re.sub(r" +$", "", text, flags=re.MULTILINE), encoding="utf-8")

@@ -3,9 +3,9 @@
     python -m benchmarks.run [NAME ...] [--quick]
 
 Functions of other frameworks stand beside ours where their packages are installed, or where SLIME_DIR,
-VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR, AREAL_DIR, TRL_DIR and TRL_BEFORE_DIR (an unpacked wheel of
-a release before 1.13) name checkouts; the page says what is left out, and why. Everything is measured on the
-CPU, and ``make gpu`` measures a GPU. The exit code is 1 if some result is not what is claimed.
+VERL_DIR, NEMO_RL_DIR, OPENCLAW_DIR, SKYRL_DIR, TRL_DIR and TRL_BEFORE_DIR (an unpacked wheel of a release
+before 1.13) name checkouts; the page says what is left out, and why. Everything is measured on the CPU, and
+``make gpu`` measures a GPU. The exit code is 1 if some result is not what is claimed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .page import Benchmark, fill, join, machine
-from .svg import new_figure, save
+from .page import Benchmark, fill, join, machine, new_figure, save
 
 DOCS = Path(__file__).parents[1] / "docs"
 NAMES = (
@@ -51,26 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(name: str, quick: bool) -> bool:
     """Run one benchmark; return whether the result is what is claimed, which a quick run cannot tell."""
-    benchmark: Benchmark[Any] = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
     result = benchmark.measure(quick)
     parts = {"machine": f"{machine()}.", **benchmark.parts(result)}
     print(join(*parts.values()))  # before anything else can go wrong
     file = DOCS / "benchmarks" / f"{name}.md"
-    page, figure = fill(file.read_text(), parts), _figure(benchmark, result)
+    page, figure = fill(file.read_text(), parts), new_figure(benchmark.height)
+    if benchmark.plot is not None:
+        benchmark.plot(result, figure)
     if quick:
         return True
     file.write_text(page)
-    if figure is not None:
+    if benchmark.plot is not None:
         save(figure, DOCS / "images" / benchmark.image)
     return benchmark.is_met(result)
-
-
-def _figure(benchmark: Benchmark[Any], result: Any) -> Any:
-    if benchmark.plot is None:
-        return None
-    figure = new_figure(benchmark.height)
-    benchmark.plot(result, figure)
-    return figure
 
 
 if __name__ == "__main__":

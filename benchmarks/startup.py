@@ -1,8 +1,7 @@
 """What the startup file adds to the start of a Python process, with the variable unset and set.
 
 Two fresh environments differ in the package only (the wheel of this tree, no dependencies). Each pair starts
-one interpreter in either; the result is the median of the differences, with the interval that holds 95% of
-such medians.
+one interpreter in either.
 """
 
 from __future__ import annotations
@@ -22,17 +21,18 @@ from .measure import added
 from .page import Benchmark, table
 
 ROOT = Path(__file__).parents[1]
-PAIRS, LIMIT_MS = 300, 1.0
+PAIRS, LIMIT_MS, DRAWS = 300, 1.0, 1000
 VARIABLE = "MEGATRON_RL_PATCHES"
 
 
 @dataclass(frozen=True)
 class Result:
+    """Medians, and the interval that holds 95% of such medians of the differences."""
+
     case: str
     bare_ms: float
     added_ms: float
-    low_ms: float
-    high_ms: float
+    interval_ms: tuple[float, float]
 
 
 def measure(quick: bool) -> list[Result]:
@@ -61,15 +61,17 @@ def environments(folder: Path) -> tuple[Path, Path]:
 
 
 def compare(case: str, bare: Path, with_package: Path, variables: dict[str, str], pairs: int) -> Result:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE)}
-    environment |= variables
+    others = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE)}
+    environment = others | variables
     for python in (bare, with_package):  # write and read the byte code once
         start_ms(python, environment)
     bare_ms, differences = added(
         lambda: start_ms(bare, environment), lambda: start_ms(with_package, environment), pairs
     )
-    interval = interval_of_median(differences)
-    return Result(case, statistics.median(bare_ms), statistics.median(differences), *interval)
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(differences, k=pairs)) for _ in range(DRAWS))
+    interval = medians[DRAWS // 40], medians[-DRAWS // 40]
+    return Result(case, statistics.median(bare_ms), statistics.median(differences), interval)
 
 
 def start_ms(python: Path, environment: dict[str, str]) -> float:
@@ -78,20 +80,13 @@ def start_ms(python: Path, environment: dict[str, str]) -> float:
     return (time.perf_counter() - begin) * 1000
 
 
-def interval_of_median(values: Sequence[float], draws: int = 1000) -> tuple[float, float]:
-    """Bootstrapped 95% interval."""
-    source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(draws))
-    return medians[draws // 40], medians[-draws // 40]
-
-
 def parts(results: Sequence[Result]) -> dict[str, str]:
     rows = [
         {
             "": result.case,
             "start without (ms)": f"{result.bare_ms:.2f}",
             "added (ms)": f"{result.added_ms:+.3f}",
-            "95% interval of the median": f"{result.low_ms:+.3f} to {result.high_ms:+.3f}",
+            "95% interval of the median": "{:+.3f} to {:+.3f}".format(*result.interval_ms),
         }
         for result in results
     ]

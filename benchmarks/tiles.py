@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .head import ALL_ROWS, QUICK, SCORING, SETUPS, Setup, call, inputs_of
-from .head_candidates import deferred
-from .measure import Cost, Result, on_ranks
+from .head import ALL_ROWS, QUICK, SCORING, SETUPS, Setup, call, deferred, inputs_of
+from .measure import Result, on_ranks
 from .page import Benchmark, table
 
-DEFAULT_MIB = 64
-SIZES_MIB = (2, 8, 32, DEFAULT_MIB, 128, 512)
+SIZES = {f"{mib} MiB": mib << 20 for mib in (2, 8, 32, 64, 128, 512)}
+DEFAULT = "64 MiB"
 
 
 def measure(quick: bool) -> list[Result]:
@@ -22,30 +21,28 @@ def measure(quick: bool) -> list[Result]:
 
 
 def _measure(setup: Setup, turns: int) -> Result:
-    result = Result(setup)
+    result = Result(setup, DEFAULT)
     for mode in (ALL_ROWS, SCORING):
         x = inputs_of(setup, mode)
-        calls = {f"{mib} MiB": call(x, partial(deferred, tile_bytes=mib << 20)) for mib in SIZES_MIB}
-        result.measure(mode.name, calls, turns, clock=time.process_time)
+        calls = {size: call(x, partial(deferred, tile_bytes=nbytes)) for size, nbytes in SIZES.items()}
+        result.measure(mode, calls, turns, clock=time.process_time)
     return result
 
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
     return {
-        "time": _table(results, lambda cost, default: f"{cost.milliseconds / default.milliseconds:.2f}"),
-        "memory": _table(results, lambda cost, _: f"{cost.peak_bytes / 2**20:.0f}"),
+        "time": _table(results, lambda result, mode, size: f"{result.duration(mode, size):.2f}"),
+        "memory": _table(
+            results, lambda result, mode, size: f"{result.costs[mode][size].peak_bytes / 2**20:.0f}"
+        ),
     }
 
 
-def _table(results: Sequence[Result], value: Callable[[Cost, Cost], str]) -> str:
+def _table(results: Sequence[Result], cell: Callable[[Result, str, str], str]) -> str:
     return table(
-        {
-            "setup": str(result.setup),
-            "rows": mode,
-            **{size: value(cost, costs[f"{DEFAULT_MIB} MiB"]) for size, cost in costs.items()},
-        }
+        {"setup": str(result.setup), "rows": mode, **{size: cell(result, mode, size) for size in SIZES}}
         for result in results
-        for mode, costs in result.costs.items()
+        for mode in result.costs
     )
 
 

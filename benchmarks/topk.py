@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,8 @@ from tests.real.sent_bytes import sent_bytes
 from tests.unit.losses.logits.dense_topk import dense_log_probs_at
 
 from .candidates import Candidate, calls, checkout
-from .logits import COPY, REFERENCE_ROWS, Logits, LogitsSetup, in_copies, in_logits
-from .measure import DEVICE, Call, Cost, Result, largest_error, on_ranks
+from .logits import REFERENCE_ROWS, Logits, LogitsSetup
+from .measure import COPY, DEVICE, Call, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
 Group = dist.ProcessGroup
@@ -43,10 +43,9 @@ def naive(logits: Tensor, ids: Tensor, group: Group) -> Values:
 
 
 def nemo_rl(module: Any, logits: Tensor, ids: Tensor, group: Group, chunk_size: int) -> Values:
-    start = group.rank() * logits.shape[1]
-    place = start, start + logits.shape[1]
+    start, width = group.rank() * logits.shape[1], logits.shape[1]
     gather = module.ChunkedDistributedGatherLogprob.apply
-    return (gather(logits[None], ids[None], *place, chunk_size, group)[0],)
+    return (gather(logits[None], ids[None], start, start + width, chunk_size, group)[0],)
 
 
 def openclaw(module: Any, logits: Tensor, ids: Tensor, group: Group) -> Values:
@@ -64,9 +63,9 @@ def select_ours(logits: Tensor, k: int, group: Group) -> Tensor:
 
 
 def select_nemo_rl(module: Any, logits: Tensor, k: int, group: Group) -> Tensor:
-    start = group.rank() * logits.shape[1]
-    place = {"vocab_start_index": start, "vocab_end_index": start + logits.shape[1]}
-    return module.distributed_vocab_topk(logits[None], k, group, **place, chunk_size=128)[1][0]
+    start, width = group.rank() * logits.shape[1], logits.shape[1]
+    options = {"vocab_start_index": start, "vocab_end_index": start + width, "chunk_size": 128}
+    return module.distributed_vocab_topk(logits[None], k, group, **options)[1][0]
 
 
 def select_by_gathering(logits: Tensor, k: int, group: Group) -> Tensor:
@@ -179,7 +178,7 @@ def measure(quick: bool) -> list[Result]:
 def _measure(setup: Setup, turns: int) -> Result:
     warnings.simplefilter("ignore")  # of frameworks and of megatron-core, about what is not installed
     inputs = Inputs(setup, dist.new_group(list(range(setup.tp_size))))
-    copy, result = {COPY: inputs.copy()}, Result(setup)
+    copy, result = inputs.copy(), Result(setup)
     at_ids = calls(AT_IDS, inputs.at_ids, result.left_out, setup.tp_size)
     result.measure(AT_GIVEN_IDS, copy | at_ids, turns)
     selections = calls(SELECTIONS, inputs.selection, result.left_out, setup.tp_size)
@@ -192,48 +191,37 @@ def parts(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _section(result: Result) -> str:
-    errors = ["gradient error", *(f"tail {tail:g}" for tail in TAILS)]
-    at_ids = [
-        {AT_GIVEN_IDS: name, **_numbers(result, AT_GIVEN_IDS, cost)}
-        | {error: number(value, ".0e") for error, value in zip(errors, cost.details[2:], strict=True)}
-        for name, cost in _without_copy(result, AT_GIVEN_IDS).items()
-    ]
-    selections = [
-        {SELECTION: name, **_numbers(result, SELECTION, cost)}
-        for name, cost in _without_copy(result, SELECTION).items()
-    ]
     return join(
         f"## {result.setup}",
         f"One copy of a rank's logits takes {result.costs[AT_GIVEN_IDS][COPY].milliseconds:.1f} ms.",
-        table(at_ids),
-        table(selections),
+        table(_rows(result, AT_GIVEN_IDS)),
+        table(_rows(result, SELECTION)),
         left_out(result.left_out),
     )
 
 
-def _without_copy(result: Result, mode: str) -> dict[str, Cost]:
-    return {name: cost for name, cost in result.costs[mode].items() if name != COPY}
-
-
-def _numbers(result: Result, mode: str, cost: Cost) -> dict[str, str]:
-    numbers = {
-        "memory": f"{in_logits(result, cost):.3f}",
-        "time": f"{in_copies(result, mode, cost):.1f}",
-    }
-    if result.setup.tp_size > 1:
-        nbytes, collectives, *_ = cost.details
-        numbers["sent"] = f"{nbytes / result.setup.rows:,.0f}"
-        numbers["collectives"] = f"{collectives:.0f}"
-    return numbers
+def _rows(result: Result, mode: str) -> Iterator[dict[str, str]]:
+    for name, cost in result.costs[mode].items():
+        if name == COPY:
+            continue
+        nbytes, collectives, *errors = cost.details
+        row = {
+            mode: name,
+            "memory": f"{result.memory(mode, name):.3f}",
+            "time": f"{result.duration(mode, name):.1f}",
+        }
+        if result.setup.tp_size > 1:
+            row |= {"sent": f"{nbytes / result.setup.rows:,.0f}", "collectives": f"{collectives:.0f}"}
+        titles = ["gradient error", *(f"tail {tail:g}" for tail in TAILS)]
+        yield row | {title: number(error, ".0e") for title, error in zip(titles, errors, strict=False)}
 
 
 def plot(results: Sequence[Result], figure: Any) -> None:
     result = results[0]
+    names = [candidate.name for candidate in AT_IDS]
     memory, duration = figure.subplots(2, 1)
-    costs = _without_copy(result, AT_GIVEN_IDS)
-    times = {name: in_copies(result, AT_GIVEN_IDS, cost) for name, cost in costs.items()}
-    bars(memory, "extra memory, × logits", {"": {n: in_logits(result, cost) for n, cost in costs.items()}})
-    bars(duration, "forward + backward, × one copy of the logits", {"": times})
+    bars(memory, "extra memory, × logits", [AT_GIVEN_IDS], names, result.memory)
+    bars(duration, "forward + backward, × one copy of the logits", [AT_GIVEN_IDS], names, result.duration)
     for axes in (memory, duration):
         axes.bar_label(axes.containers[0], fmt="%.3g", padding=3)
         axes.set(xscale="log")

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.svg import new_figure, save
+from benchmarks.page import new_figure, save
 from megatron_rl_patches.demo.figures import DistillationFigures, LearningFigures
 from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import report

@@ -12,7 +12,12 @@ from torch import Tensor
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
 from megatron_rl_patches.frameworks.distillation_loss import opd_loss
-from megatron_rl_patches.losses import vocab_parallel_topk
+from megatron_rl_patches.losses import (
+    TopKDistribution,
+    deferred_logits,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
 
 VOCABULARY, K, TEMPERATURE = 13, 4, 0.7
 TOTALS, RESPONSES = [6, 4, 9], [3, 1, 7]
@@ -90,6 +95,45 @@ def test_value_and_gradient_are_the_dense_ones(divergence: str) -> None:
     assert set(metrics) == {"loss", "opd_student_tail", "opd_teacher_tail"}
     assert all(value.shape == () and not value.requires_grad for value in metrics.values())
     assert torch.equal(metrics["loss"], loss.detach())
+
+
+@pytest.mark.parametrize("divergence", [{}, {"opd_divergence": "jensen_shannon"}], ids=str)
+def test_options_that_a_framework_lacks_have_their_defaults(divergence: dict[str, Any]) -> None:
+    microbatch = batch()
+    reduce = sum_of_sample_mean(microbatch["loss_masks"])
+    loss, _ = opd_loss(SimpleNamespace(**divergence), microbatch, logits_leaf(), reduce)
+    defaults = {
+        "rollout_temperature": 1.0,
+        "entropy_coef": 0.0,
+        "opd_divergence": "reverse_kl",
+        "opd_beta": 0.5,
+    }
+    assert torch.equal(loss, loss_of(logits_leaf(), microbatch, **{**defaults, **divergence})[0])
+
+
+def test_the_weights_are_those_of_several_teachers() -> None:
+    generator = torch.Generator().manual_seed(3)
+    samples = vocab_parallel_topk(responses_of(logits_leaf()).detach(), K)
+    logits = [torch.randn(sum(RESPONSES), VOCABULARY, generator=generator).double() for _ in range(2)]
+    at_ids = [vocab_parallel_log_probs_at(one, samples.indices, with_tail=True) for one in logits]
+    first, second = (TopKDistribution(samples.indices, *one).split(RESPONSES) for one in at_ids)
+
+    def loss(*teachers: Any) -> Tensor:
+        microbatch = batch(opd_teachers=list(zip(*teachers, strict=True)))
+        return loss_of(logits_leaf(), microbatch, opd_teacher_weights=(3.0, 1.0))[0]
+
+    torch.testing.assert_close(loss(first, second), 0.75 * loss(first) + 0.25 * loss(second))
+
+
+def test_deferred_logits_are_not_materialized() -> None:
+    leaf, microbatch = logits_leaf(), batch()
+    logits = deferred_logits(leaf, torch.eye(VOCABULARY, dtype=torch.float64), tile_bytes=512)
+    loss, _ = loss_of(logits, microbatch)
+    expected, _ = loss_of(leaf, microbatch)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    gradients = [torch.autograd.grad(one, leaf)[0] for one in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    assert logits.is_deferred
 
 
 def test_padded_batches() -> None:

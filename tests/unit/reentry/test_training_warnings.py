@@ -1,0 +1,101 @@
+"""Which settings are reported after a call of ``train()``; on real megatron-core, see ``tests/real``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.reentry import training_warnings
+from megatron_rl_patches.reentry.training_warnings import note_tokens, reported, watched
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported() -> Iterator[None]:
+    training_warnings.forget()
+    yield
+    training_warnings.forget()
+
+
+def chunk(**config: Any) -> Any:
+    return SimpleNamespace(config=SimpleNamespace(**config))
+
+
+def train(model: Any, counts: list[int], optimizer: Any = None) -> None:
+    with watched(model, optimizer):
+        for count in counts:
+            note_tokens((None, torch.tensor(count)))
+
+
+def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = [*(chunk(attention_dropout=rate) for rate in (0.0, 0.2, None)), chunk()]
+    with caplog.at_level(logging.WARNING, "megatron_rl_patches"):
+        for _ in range(2):
+            train(model, [])
+    [message] = reported()
+    assert message.startswith("attention_dropout=0.2: ") and "--attention-dropout 0 " in message
+    assert [record.getMessage() for record in caplog.records] == [f"megatron_rl_patches: {message}"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "config", "is_reported"),
+    [
+        ([2, 6, 4], {}, True),
+        ([4, 4], {}, False),
+        ([6], {}, False),
+        ([0, 6, 0, 6], {}, False),  # stages without a loss count nothing
+        ([2, 6], {"calculate_per_token_loss": True}, False),
+        ([4] * 64 + [6], {}, False),  # judged by the first 64
+        ([4] * 63 + [6], {}, True),
+    ],
+)
+def test_microbatches_of_different_lengths(
+    counts: list[int], config: dict[str, Any], is_reported: bool
+) -> None:
+    train(chunk(**config), counts)
+    messages = reported()
+    assert len(messages) == is_reported
+    if counts == [2, 6, 4]:
+        assert "had 2 to 6 tokens" in messages[0] and "counts 3 times as much" in messages[0]
+
+
+def test_neither_scoring_nor_calls_outside_count() -> None:
+    note_tokens((None, torch.tensor(1)))
+    with watched(chunk()):
+        note_tokens((None, torch.tensor(2)))
+        with torch.no_grad():
+            note_tokens((None, torch.tensor(3)))
+        note_tokens("megatron of another release")  # an error in a check stops no training
+    assert not reported()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_stale"),
+    [
+        ({}, True),
+        ({"param_gather_dispatched": True}, False),
+        ({"param_gather_dispatched": True, "param_gather_handle": object()}, True),
+        ({"ddp_config": SimpleNamespace(overlap_param_gather=False)}, False),
+        ({"intra_distributed_optimizer_instance_size": 1}, False),
+    ],
+)
+@pytest.mark.parametrize("hooked", [True, False])
+def test_parameters_that_train_left_ungathered(changes: dict[str, Any], is_stale: bool, hooked: bool) -> None:
+    group = {
+        "intra_distributed_optimizer_instance_size": 2,
+        "ddp_config": SimpleNamespace(overlap_param_gather=True),
+        "param_gather_handle": None,
+        "param_gather_dispatched": False,
+    }
+    model = chunk()
+    model.remove_forward_pre_hook_handles = {"weight": object()} if hooked else {}
+    model.bucket_groups = [SimpleNamespace(**{**group, **changes})]
+    train(model, [1])  # without an optimizer no step was taken
+    train(model, [], optimizer=object())  # nor without a microbatch
+    assert not reported()
+    train(model, [1], optimizer=object())
+    assert any("overlap_param_gather=True" in message for message in reported()) is (is_stale and hooked)
