@@ -29,6 +29,7 @@ NAMES = (
     "tiles",
     "topk",
     "distillation",
+    "objectives",
     "students",  # takes about half an hour on two cores
 )
 

@@ -40,7 +40,7 @@ _IDS, _LOG_PROBS, _TAIL = "teacher_topk_indices", "teacher_topk_log_probs", "tea
 # The smallest tail that float32 can tell from 0, if it is one minus the sum of the stored probabilities.
 _SMALLEST_TAIL = 1e-7
 # Stored probabilities may be rounded to 16 bits, and so add up to a little more than one.
-_LARGEST_SUM = 1.05
+LARGEST_SUM = 1.05
 
 
 def opd_loss(
@@ -162,11 +162,23 @@ def _stored_topk(
         )
     indices = _local(batch, _IDS, lengths, device).long()
     log_probs = _local(batch, _LOG_PROBS, lengths, device).float()
+    return with_tail(
+        indices, log_probs, _local(batch, _TAIL, lengths, device).float() if batch.get(_TAIL) else None
+    )
+
+
+def with_tail(
+    indices: Tensor, log_probs: Tensor, tail: Tensor | None = None
+) -> tuple[TopKDistribution, Tensor]:
+    """Return distributions from stored log-probabilities ``[n, k]``, and a mask ``[n]`` of rows that are one.
+
+    Args:
+        tail: log-probability of all other ids, ``[n]``. Without it, it is what the k leave to one, at least
+            1e-7; with k = 1 a certain id 0 then is no distribution.
+    """
     log_sum = log_probs.logsumexp(1)
-    is_known = log_sum.exp() <= _LARGEST_SUM
-    if batch.get(_TAIL):
-        tail = _local(batch, _TAIL, lengths, device).float()
-    else:
+    is_known = log_sum.exp() <= LARGEST_SUM
+    if tail is None:
         tail = log1mexp(log_sum.clamp(max=-_SMALLEST_TAIL))
         if indices.shape[1] == 1:
             is_known &= (indices[:, 0] != 0) | (log_sum != 0)

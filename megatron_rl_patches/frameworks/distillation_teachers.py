@@ -90,7 +90,7 @@ class TeacherScorer:
             InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher
                 or an unknown one; on every rank, before any forward.
         """
-        _raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
+        raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
         names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
         self._put_actor_in()
         try:
@@ -199,7 +199,7 @@ class TeacherScorer:
                 stack.enter_context(deferring(chunk))
             hidden = forward(self._hidden).get("distributions", [])
         # Only the last pipeline stage can tell, and the others must not wait for it.
-        _raise_everywhere(self._problem)
+        raise_everywhere(self._problem)
         if not hidden:
             return []
         # The model's own output layer is overwritten when the next weights are swapped in.
@@ -230,7 +230,7 @@ def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) 
     return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
 
 
-def _raise_everywhere(problem: str | None) -> None:
+def raise_everywhere(problem: str | None) -> None:
     """Raise :class:`InvalidInputError` on all ranks if one has a problem, so that none waits for another."""
     problems: list[str | None] = [problem]
     if dist.is_initialized():

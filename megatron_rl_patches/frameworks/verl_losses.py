@@ -32,7 +32,7 @@ def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
     log_probs_n, entropy = log_probs.log_probs_and_entropy(
         call["logits"],
         call["labels"],
-        _tensor_parallel_group(),
+        tensor_parallel_group(),
         with_entropy=request is not None,
         inplace_backward=True,
     )
@@ -44,12 +44,12 @@ def vocab_parallel_log_probs_from_logits(call: Call) -> Tensor:
 def vocab_parallel_entropy(call: Call) -> Tensor:
     """Return entropies in the dtype of the logits."""
     logits = call["vocab_parallel_logits"]
-    return log_probs.entropy(logits, _tensor_parallel_group()).to(logits.dtype)
+    return log_probs.entropy(logits, tensor_parallel_group()).to(logits.dtype)
 
 
 def vocab_parallel_entropy_with_chunking(call: Call) -> Tensor:
     """Return entropies in float32 for logits of any dtype, as verl does for its chunks."""
-    return log_probs.entropy(call["vocab_parallel_logits"], _tensor_parallel_group())
+    return log_probs.entropy(call["vocab_parallel_logits"], tensor_parallel_group())
 
 
 def lm_head_logits_processor(call: Call) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _also_for_padding(temperature: Tensor) -> Tensor:
     return torch.where(is_token, temperature, lowest) if lowest == highest else temperature
 
 
-def _tensor_parallel_group() -> torch.distributed.ProcessGroup | None:
+def tensor_parallel_group() -> torch.distributed.ProcessGroup | None:
     from megatron.core import parallel_state
 
     return parallel_state.get_tensor_model_parallel_group()

@@ -14,17 +14,30 @@ slime, vime and miles have these functions, the first two under their own names.
 only, as it is meant to change what is trained. What is around the functions is in
 :mod:`..frameworks.distillation_arguments` and :mod:`..frameworks.distillation_teachers`.
 
+In verl (:mod:`..frameworks.verl_distillation`):
+
+=======================================  =====================================================================
+function                                 what is around it
+=======================================  =====================================================================
+``get_distillation_loss_settings``       further names are in verl's registry
+``get_distillation_loss_fn``             the same, and losses are not clamped at zero
+``compute_forward_kl_topk`` (Megatron)   the top-k has a tail; the objective is the one that is named
+``TrainingWorker.train_mini_batch``      what the teachers said is checked
+=======================================  =====================================================================
+
 No patch is needed where rollouts bring a teacher's top-k along (OpenClaw-RL): there the loss can be named as
 a custom one.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
@@ -72,7 +85,7 @@ class OpdOptions:
 patch = Patch(
     name="distillation",
     summary="--loss-type opd_loss: on-policy distillation from one or several teachers, top-k or exact",
-    upstream=("THUDM/slime#2033",),
+    upstream=("THUDM/slime#2033", "verl-project/verl#7855", "verl-project/verl#7856"),
     options=OpdOptions,
     explicit=True,
 )
@@ -115,3 +128,47 @@ for _framework in WITH_MEGATRON_UTILS:
         parameters=("data_iterator", "keys"),
         requires_names=("get_next",),
     )
+
+
+# --- verl: its registry in every process that has a configuration, the rest on Megatron workers
+
+
+def _counts_the_tail(target: TargetSource) -> str | None:
+    nodes = ast.walk(target.module) if target.module else ()
+    names = [node.id for node in nodes if isinstance(node, ast.Name)]
+    return "verl counts the tail itself" if any("tail" in name for name in names) else None
+
+
+for _function, _adapter in (
+    ("get_distillation_loss_settings", "settings_of"),
+    ("get_distillation_loss_fn", "loss_of"),
+):
+    patch.wrap(
+        "verl.trainer.distillation.losses",
+        _function,
+        f".frameworks.verl_distillation:{_adapter}",
+        parameters=("loss_name",),
+        optional_module=True,
+    )
+patch.wrap(
+    "verl.trainer.distillation.megatron.losses",
+    "compute_forward_kl_topk",
+    ".frameworks.verl_distillation:token_losses",
+    parameters=("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format"),
+    requires_names=("preprocess_thd_engine", "preprocess_bshd_engine", "_VocabParallelKLDivergence"),
+    skip_if=_counts_the_tail,
+    optional_module=True,
+)
+patch.wrap(
+    "verl.workers.engine_workers",
+    "TrainingWorker.train_mini_batch",
+    ".frameworks.verl_distillation:train",
+    parameters=("data",),
+    requires_names=("train_batch",),
+    skip_if=lambda target: (
+        None
+        if target.mentions("distillation_ppo_loss", in_module=True)
+        else "its workers have no distillation"
+    ),
+    optional_module=True,
+)

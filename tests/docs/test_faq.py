@@ -15,6 +15,7 @@ SYMPTOMS = (
     "A hang in backward",
     "The learning rate is another",
     "No line in the log",
+    "distillation/loss_min",
 )
 # Headings whose message is made from a value or in a compiled library, and where it was observed.
 OBSERVED_IN = {
@@ -23,6 +24,7 @@ OBSERVED_IN = {
     "one of the variables needed for gradient computation has been modified by an inplace operation": ""
     "torch; tests/frameworks/test_real_lean_loss.py",
     "device-side assert triggered": "CUDA; tests/gpu",
+    "Unsupported loss mode: megatron_rl_patches.…": "get_distillation_loss_settings of verl, with our names",
     "argument --loss-type: invalid choice: 'opd_loss'": "argparse, with the choices of slime",
 }
 

@@ -1,4 +1,4 @@
-"""The CPU tests that slime and miles have of what they compute with Megatron: the patches change no outcome.
+"""The CPU tests that frameworks have of what they compute with Megatron: the patches change no outcome.
 
 Some of them ask for the very bits of slime's own order of operations. Those pass with a tolerance of float32
 rounding, which is put under ``torch.testing.assert_close`` from outside (``own_tests/sitecustomize.py``).
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.frameworks.checkouts import Checkouts
+from tests.frameworks.packages import Packages
+from tests.frameworks.test_real_verl import TENSORDICT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -24,10 +26,12 @@ HERE = Path(__file__).parent / "own_tests"
 
 
 class Suite(NamedTuple):
-    """Paths of a framework's own tests, and the options of pytest that they need here."""
+    """Paths of a framework's own tests, and the options of pytest and the packages that they need here."""
 
     paths: tuple[str, ...]
     options: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    stubs: str = ""
 
 
 _SLIME = (
@@ -57,6 +61,14 @@ SUITES = {
     # Its conftest needs packages that are not here, the snapshots are downloaded, and one file compiles.
     "miles": Suite(
         (_MILES,), ("--noconftest", "-k", "not snapshot", f"--ignore={_MILES}/test_ppo_ratio_numerics.py")
+    ),
+    "verl": Suite(
+        (
+            "tests/workers/test_distillation_topk_symmetry_on_cpu.py",
+            "tests/workers/test_megatron_distillation_only_on_cpu.py",
+        ),
+        packages=TENSORDICT,
+        stubs="accelerate cloudpickle datasets pandas peft",
     ),
 }
 #: Functions that compare with a relative tolerance of 0 and an absolute one of 1e-8, at values around 1.
@@ -89,19 +101,21 @@ def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: 
 
 @pytest.mark.runs("its own tests", ranks=1)
 @pytest.mark.parametrize("framework", SUITES)
-def test_its_own_tests(checkouts: Checkouts, tmp_path: Path, framework: str) -> None:
-    paths, suite = checkouts(framework), SUITES[framework]
+def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path, framework: str) -> None:
+    suite = SUITES[framework]
+    paths = checkouts(framework) + [str(packages.unpacked(release)) for release in suite.packages]
     tests = [path for path in suite.paths if (Path(paths[0]) / path).exists()]
     if not tests:
         pytest.skip("this release has none of these tests")
-    plain = _run(paths, [*suite.options, *tests], tmp_path)
+    plain = _run(paths, [*suite.options, *tests], tmp_path, OWN_TESTS_STUBS=suite.stubs)
     assert not plain["applied"]
-    patched = _run(paths, [*suite.options, *tests], tmp_path, MEGATRON_RL_PATCHES=PATCHES)
+    with_patches = {"MEGATRON_RL_PATCHES": PATCHES, "OWN_TESTS_STUBS": suite.stubs}
+    patched = _run(paths, [*suite.options, *tests], tmp_path, **with_patches)
     assert patched["applied"]
     differ = {test for test in plain["outcomes"] if patched["outcomes"].get(test) != plain["outcomes"][test]}
     assert {test.partition("::")[2].partition("[")[0] for test in differ} <= set(EXACT)
     assert "passed" in plain["outcomes"].values()
     if differ:
         exact = [*suite.options, *sorted(differ)]
-        relaxed = _run(paths, exact, tmp_path, MEGATRON_RL_PATCHES=PATCHES, OWN_TESTS_ATOL=ROUNDING)
+        relaxed = _run(paths, exact, tmp_path, **with_patches, OWN_TESTS_ATOL=ROUNDING)
         assert relaxed["outcomes"] == {test: plain["outcomes"][test] for test in differ}

@@ -1,7 +1,8 @@
 """First on the path of a framework's own tests, and of the ranks that these spawn.
 
-Packages that are not installed are stubs. ``OWN_TESTS_ATOL`` is the least absolute tolerance of
-``torch.testing.assert_close``: the framework asks for the very bits of its own order of operations.
+Packages that are not installed are stubs, and so are those that ``OWN_TESTS_STUBS`` names.
+``OWN_TESTS_ATOL`` is the least absolute tolerance of ``torch.testing.assert_close``: the framework asks for
+the very bits of its own order of operations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def _install_stubs() -> None:
     import_stubs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(import_stubs)
     # torch asks whether triton is there, and then for all that is in it.
-    import_stubs.install(name for name in import_stubs.PACKAGES if name != "triton")
+    names = (*import_stubs.PACKAGES, *os.environ.get("OWN_TESTS_STUBS", "").split())
+    import_stubs.install(name for name in names if name != "triton")
 
 
 def _relax(atol: float) -> None:

@@ -1,0 +1,311 @@
+"""Distillation in verl's Megatron workers: a top-k with its tail, and further objectives.
+
+verl names a loss by ``distillation.distillation_loss.loss_mode``. Its own ``forward_kl_topk`` counts the tail
+here. Further names, all of which begin with :data:`OURS`, go into verl's registry; they are those of
+:data:`MODES`.
+
+A teacher is a server, which gives the log-probabilities of *its* k most probable ids. What else an objective
+needs is computed on the workers before they train, and takes the place of these log-probabilities in the
+batch, so that verl cuts it into microbatches and context-parallel parts as it does them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..common.scopes import Scope, replaced
+from ..engine.call import Call
+from ..errors import InvalidInputError, first
+from ..inference.scoring.schedule import vocabulary_of
+from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
+from ..losses.logits.distributions import NO_ENTRY
+from ..losses.logits.divergences import RULED_OUT, DivergenceName, divergence_named
+from ..losses.objectives.topk_divergences import of_buckets
+from .distillation_loss import LARGEST_SUM, with_tail
+from .distillation_teachers import raise_everywhere
+from .verl_losses import tensor_parallel_group
+
+_log = logging.getLogger(__name__)
+#: verl's own name, and what the others begin with.
+FORWARD_KL, OURS = "forward_kl_topk", "megatron_rl_patches."
+# The columns of a batch that verl cuts into microbatches and context-parallel parts.
+_LOG_PROBS, _IDS = "teacher_logprobs", "teacher_ids"
+# An output of the logits processor: the loss of verl itself, without gradient.
+_TRUNCATED = "truncated_losses"
+
+
+class Mode(NamedTuple):
+    """What a ``loss_mode`` computes."""
+
+    divergence: DivergenceName
+    beta: float = 0.5
+
+    @property
+    def needs_old(self) -> bool:
+        return divergence_named(self.divergence).needs_old
+
+
+#: ``loss_mode`` -> what it computes.
+MODES = {
+    FORWARD_KL: Mode("forward_kl"),
+    f"{OURS}reverse_kl_topk": Mode("reverse_kl"),
+    f"{OURS}jsd_topk": Mode("jensen_shannon"),
+    f"{OURS}skewed_kl_topk": Mode("skewed_forward_kl", 0.1),
+    f"{OURS}importance_weighted_reverse_kl_topk": Mode("importance_weighted_reverse_kl"),
+}
+
+
+# --- names and losses in verl's registry
+
+
+def settings_of(call: Call) -> Any:
+    """Return verl's settings of a loss; our names are in its registry from now on."""
+    _register(_namespace(call))
+    return call()
+
+
+def loss_of(call: Call) -> Any:
+    """Return the function from what the model has put out to the losses of tokens."""
+    _register(_namespace(call))
+    own = call()
+    return partial(_losses, own, FORWARD_KL) if call["loss_name"] == FORWARD_KL else own
+
+
+def _namespace(call: Call) -> dict[str, Any]:
+    namespace: dict[str, Any] = inspect.unwrap(call.function).__globals__
+    return namespace
+
+
+def _register(verl: dict[str, Any]) -> None:
+    registry = verl["DISTILLATION_LOSS_REGISTRY"]
+    for name in MODES.keys() - registry.keys():
+        settings = verl["DistillationLossSettings"](names=[name], use_topk=True)
+        verl["register_distillation_loss"](settings)(partial(_losses, registry[FORWARD_KL], name))
+
+
+def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the losses ``[b, response]``, and the metrics of verl's ``own`` function.
+
+    That function also replaces negative losses by zero, which drops their gradient.
+    """
+    output, data = arguments["model_output"], arguments["data"]
+    if _TRUNCATED not in output and name != FORWARD_KL:
+        raise InvalidInputError(
+            f"loss_mode={name} is for Megatron workers, and the patch `distillation` has to be selected in "
+            "their environment, too: MEGATRON_RL_PATCHES=all,distillation; or choose another loss_mode"
+        )
+    losses, metrics = own(**arguments)
+    if _TRUNCATED in output:
+        losses, truncated = _of_responses(data, output["distillation_losses"], output[_TRUNCATED])
+        if name == FORWARD_KL:
+            _log_once(*(values[_mask(data)].detach() for values in (losses, truncated)))
+    return losses, metrics
+
+
+def _of_responses(data: Any, *values: Tensor) -> list[Tensor]:
+    """Return values ``[tokens, ...]`` of whole sequences as ``[b, response, ...]``."""
+    padded = importlib.import_module("verl.workers.utils.padding").no_padding_2_padding
+    return [padded(one, data) for one in values]
+
+
+def _mask(data: Any) -> Tensor:
+    mask: Tensor = data["response_mask"]
+    return mask.bool().to_padded_tensor(False) if mask.is_nested else mask.bool()
+
+
+def _log_once(losses: Tensor, truncated: Tensor) -> None:
+    from megatron.core import parallel_state
+
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    if _logged or any(ranks) or not losses.numel():
+        return
+    _logged.append(True)
+    _log.warning(
+        "megatron_rl_patches: %s with its tail is %.4g nats per token. Without, as verl has it, it would be "
+        "%.4g, and negative at %.0f%% of the tokens, which verl would leave out",
+        FORWARD_KL,
+        losses.mean(),
+        truncated.mean(),
+        100 * (truncated < 0).float().mean(),
+    )
+
+
+_logged: list[bool] = []
+
+
+# --- the loss of each row of the logits
+
+
+# Whether the policy loss reads the logits, too.
+_shares_logits: Scope[bool] = Scope("verl_policy_loss")
+
+
+def token_losses(call: Call) -> dict[str, Tensor]:
+    """Return what verl's ``compute_forward_kl_topk`` does, for the objective that ``loss_mode`` names.
+
+    The log-probabilities of the policy loss may overwrite the logits, and so this function takes a copy, as
+    verl keeps one of the probabilities. Deferred logits need none.
+    """
+    config, logits = call["config"].distillation_loss, call["student_logits"]
+    mode = MODES.get(config.loss_mode)
+    if mode is None:
+        return call()
+    copies = _shares_logits.get() is not False and not isinstance(logits, DeferredLogits)
+    rows = (logits.clone() if copies else logits).flatten(0, 1)
+    columns, ids = (
+        _cut(call[name], call["data_format"], logits)
+        for name in ("teacher_topk_log_probs", "teacher_topk_ids")
+    )
+    how = {"tp_group": tensor_parallel_group(), "inplace_backward": copies}
+    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, how)
+    return {name: values.view(logits.shape[:2]) for name, values in outputs.items()}
+
+
+def _cut(nested: Tensor, data_format: str, logits: Tensor) -> Tensor:
+    """Return the values ``[n, ...]`` of this rank's rows of the logits; zeros where these are padding.
+
+    verl may pad the logits of ``bshd`` to the longest sequence of the mini-batch, and not what teachers said.
+    """
+    util = importlib.import_module("verl.models.mcore.util")
+    rows: Tensor = getattr(util, f"preprocess_{data_format}_engine")(nested, pre_process=True)[0]
+    return pad(rows, (0, 0, 0, max(0, logits.shape[1] - rows.shape[1]))).flatten(0, 1)
+
+
+def _topk(
+    rows: Tensor, columns: Tensor, ids: Tensor, mode: Mode, floor: float | None, how: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Compare at ``ids`` ``[n, k]`` and in the tail.
+
+    Args:
+        columns: of the teacher ``[n, k]``; then, where the objective needs it, ``[n, k + 1]`` of the policy
+            that sampled, its tail last.
+        floor: the ``log_prob_min_clamp`` of verl.
+    """
+    k = ids.shape[1]
+    at_ids, of_old, old_tail = columns[:, :k].float(), columns[:, k : 2 * k], columns[:, 2 * k :]
+    teacher, is_known = with_tail(ids, at_ids)
+    ids = ids.masked_fill(~is_known[:, None], NO_ENTRY)
+    lowest = RULED_OUT if floor is None else floor
+
+    def distribution(log_probs: Tensor, tail: Tensor) -> TopKDistribution:
+        log_probs, tail = log_probs.where(is_known[:, None], 0.0), tail.where(is_known, 0.0)
+        return TopKDistribution(ids, log_probs.clamp(min=lowest), tail.clamp(min=lowest))
+
+    teacher = distribution(teacher.log_probs, teacher.tail_log_prob)
+    old = distribution(of_old, old_tail[:, 0]) if mode.needs_old else None
+    log_probs, tail = vocab_parallel_log_probs_at(rows, ids, with_tail=True, **how)
+    log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
+    losses = of_buckets(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
+    q, p = teacher.log_probs.exp(), log_probs.detach().exp()
+    of_ids = q * (teacher.log_probs - log_probs.detach())
+    most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=how["tp_group"]).indices
+    overlap = (ids[:, :, None] == most_probable[:, None]).any(2)
+    outputs = {
+        "distillation_losses": losses,
+        "student_mass": p.sum(1),
+        "teacher_mass": q.sum(1),
+        "overlap_count": overlap.sum(1),
+        "overlap_token_advantage": -(of_ids * overlap).sum(1) / overlap.sum(1).clamp(min=1),
+        _TRUNCATED: of_ids.sum(1),
+    }
+    return {name: values.where(is_known, torch.zeros_like(values)) for name, values in outputs.items()}
+
+
+# --- before an update
+
+
+def train(call: Call) -> Any:
+    """Check what the teachers said, and compute what else the objective needs; then train.
+
+    Raises:
+        InvalidInputError: no loss can be computed of the data of some rank; on every rank, before anything is
+            forwarded.
+    """
+    worker, data = call.instance, call["data"]
+    mode = _mode_of(worker)
+    if mode is None:
+        return call()
+    raise_everywhere(_problem(data, vocabulary_of(worker.engine.module)))
+    tu = importlib.import_module("verl.utils.tensordict_utils")
+    if mode.needs_old and (old := _at_ids(worker, data, tu)) is not None:
+        data, offsets = data.clone(recurse=False), data["input_ids"].offsets()
+        both = torch.cat([data[_LOG_PROBS].values(), old], 1)
+        data[_LOG_PROBS] = torch.nested.nested_tensor_from_jagged(both, offsets=offsets)
+    has_policy_loss = not tu.get_non_tensor_data(data, "distillation_only", False)
+    with _shares_logits.enter(has_policy_loss):
+        return call(data=data)
+
+
+def _mode_of(worker: Any) -> Mode | None:
+    """Return what the loss of a training worker computes; ``None`` for losses that are left to verl."""
+    config = getattr(worker.loss_fn, "keywords", {}).get("distillation_config")
+    if config is None or not config.enabled or worker.engine_config.strategy != "megatron":
+        return None
+    return MODES.get(config.distillation_loss.loss_mode)
+
+
+def _problem(data: Any, vocabulary: int | None) -> str | None:
+    """Say why no loss can be computed of what the teachers said of this rank's samples."""
+    if not {_LOG_PROBS, _IDS} <= set(data.keys()):
+        return f"the batch has no {_LOG_PROBS} and {_IDS}: verl's trainer adds them with distillation.enabled"
+    log_probs, ids = (values[_mask(data)] for values in _of_responses(data, data[_LOG_PROBS], data[_IDS]))
+    k, most = ids.shape[-1], vocabulary or torch.iinfo(ids.dtype).max
+    if k > most:
+        return f"topk is {k}, but the student's vocabulary has {most} ids: choose a smaller topk"
+    if wrong := ids[(ids < 0) | (ids >= most)].tolist():
+        return (
+            f"a teacher names the ids {first(wrong)}, expected 0 to {most - 1}: its vocabulary must be the "
+            "student's"
+        )
+    sums = log_probs.float().exp().sum(-1)
+    if wrong := sums[~(sums <= LARGEST_SUM)].tolist():
+        return (
+            f"the probabilities of a teacher's {k} ids add up to {first(wrong)}, expected at most 1: look "
+            "for NaN or missing log-probabilities in what its server returns"
+        )
+    return None
+
+
+def _at_ids(worker: Any, data: Any, tu: Any) -> Tensor | None:
+    """Return the policy's log-probabilities at the teachers' ids and in the tail, ``[tokens, k + 1]``.
+
+    It is a forward pass of verl's own engine over the data of the update, whose first weights are those that
+    sampled. The result is on the host; ``None`` before the last pipeline stage.
+    """
+    engine, config, data = worker.engine, worker.engine_config, data.clone(recurse=False)
+    tu.assign_non_tensor(
+        data,
+        use_dynamic_bsz=config.use_dynamic_bsz,
+        max_token_len_per_gpu=config.infer_max_token_len_per_gpu,
+        micro_batch_size_per_gpu=config.infer_micro_batch_size_per_gpu,
+        calculate_entropy=False,
+        distillation_use_topk=True,
+        distillation_only=True,
+    )
+
+    def compare(student_logits: Tensor, data: Any, data_format: str) -> dict[str, Tensor]:
+        ids, rows = _cut(data[_IDS], data_format, student_logits).long(), student_logits.flatten(0, 1)
+        group = tensor_parallel_group()
+        values, tail = vocab_parallel_log_probs_at(rows, ids, with_tail=True, tp_group=group)
+        return {"old": torch.cat([values, tail[:, None]], 1).view(*student_logits.shape[:2], -1)}
+
+    own = engine._lm_head_logits_processor
+
+    def process(logits: Tensor, **arguments: Any) -> Any:
+        return own(logits, **{**arguments, "logits_processor_func": compare})
+
+    with engine.eval_mode(), replaced(engine, _lm_head_logits_processor=process):
+        old = engine.infer_batch(data).get("model_output", {}).get("old")
+    return None if old is None else old.values().to("cpu")

@@ -1,0 +1,275 @@
+"""``distillation`` in verl's own engine and worker: the package of the registry, and ``VERL_DIR``."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl_patches import Settings, applied
+from megatron_rl_patches.errors import InvalidInputError
+from tests.frameworks import import_stubs
+from tests.frameworks.test_real_lean_loss import EAGER
+from tests.frameworks.test_real_reentry import prepare
+from tests.frameworks.test_real_verl import verl, with_tensordict  # noqa: F401
+from tests.ranks import on_ranks
+from tests.unit.losses.logits.sizes import Sizes
+
+pytestmark = pytest.mark.slow
+
+SERVERS = ["fastapi", "uvicorn"]
+VOCABULARY, K = 64, 4
+
+
+def import_verl(paths: list[str]) -> None:
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(paths)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft", *SERVERS])
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return (teacher.exp() * (teacher - student)).sum(1)
+
+
+def middle(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+
+
+#: Objectives of log-probabilities ``[n, k + 1]`` or ``[n, V]``.
+FORMULAS = {
+    "forward_kl": forward_kl,
+    "reverse_kl": lambda p, q: forward_kl(q, p),
+    "jsd": lambda p, q: 0.5 * forward_kl(middle(p, q, 0.5), q) + 0.5 * forward_kl(middle(p, q, 0.5), p),
+    "skewed_kl": lambda p, q: forward_kl(middle(p, q, 0.1), q),
+    # While the student is the policy that sampled. Its value is that of the reverse KL, the gradient too.
+    "importance_weighted_reverse_kl": lambda p, q: (p.exp() * (p.detach() - q)).sum(1),
+}
+
+
+def truncated(student: Tensor, teacher: Tensor) -> Tensor:
+    log_q, ids = teacher.topk(K, 1)
+    return forward_kl(student.gather(1, ids), log_q)
+
+
+def with_tail(formula: Any) -> Any:
+    from tests.frameworks.verl_distillation_jobs import buckets
+
+    def compare(student: Tensor, teacher: Tensor) -> Tensor:
+        ids = teacher.topk(K, 1).indices
+        return formula(buckets(student, ids), buckets(teacher, ids))
+
+    return compare
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_without_the_patch_it_is_truncated_and_clamped(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+    """Its gradient at TP 2 is that of its formula, which leaves out tokens: verl#7856."""
+    import_verl(with_tensordict)
+    from tests.frameworks.loss_jobs import distance
+    from tests.frameworks.verl_distillation_jobs import DistillationJob, reference, teacher_table
+
+    job = DistillationJob(teacher_table(VOCABULARY), "forward_kl_topk", K, tp=ranks, vocab_size=VOCABULARY)
+    run = job.of_logits()
+    losses, _ = reference(run, truncated)
+    clamped, gradient = reference(run, lambda p, q: truncated(p, q).clamp(min=0.0))
+    is_negative = losses < 0
+    assert 0.2 < is_negative.double().mean() < 0.8
+    assert run["least"] == 0.0
+    assert run["loss"] == pytest.approx(clamped.mean().item(), rel=1e-5)
+    assert distance(run["gradient"], gradient) < 1e-5
+    assert not run["gradient"][run["rows"]][is_negative].any()
+    full, _ = reference(run, forward_kl)
+    assert abs(run["loss"] - full.mean()) > 0.3 * full.mean()
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+    import_verl(with_tensordict)
+    from tests.frameworks.loss_jobs import distance
+    from tests.frameworks.verl_distillation_jobs import DistillationJob, reference, teacher_table
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megatron_rl_patches").addHandler(handler)
+    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": VOCABULARY}
+    for packed in (True, False):
+        for policy in (False, True):
+            job = DistillationJob(
+                teacher_table(VOCABULARY), "forward_kl_topk", K, packed=packed, policy=policy, **sizes
+            )
+            unpatched = job.of_logits()
+            for patches in (["distillation"], ["distillation", "lean-loss"]):
+                with applied(*patches):
+                    run = job.of_logits()
+                    of_deferred = job.of_logits(is_deferred=True) if "lean-loss" in patches else run
+                losses, gradient = reference(run, with_tail(forward_kl))
+                assert (losses > 0).all()
+                if not policy:
+                    assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+                    assert distance(run["gradient"], gradient) < 1e-5
+                assert distance(of_deferred["gradient"], run["gradient"]) < 1e-5
+                assert not of_deferred["made"]
+            if policy:  # what the policy loss adds to the gradient is the same with the patch
+                _, clamped = reference(run, lambda p, q: truncated(p, q).clamp(min=0.0))
+                assert distance(run["gradient"] - gradient, unpatched["gradient"] - clamped) < 1e-4
+    if torch.distributed.get_rank():
+        return
+    [line] = [line for line in lines if "forward_kl_topk" in line]
+    numbers = f"{losses.mean():.4g}", f"{reference(run, truncated)[0].mean():.4g}"
+    assert all(number in line for number in numbers), (line, numbers)
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_further_objectives(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+    import_verl(with_tensordict)
+    from tests.frameworks.loss_jobs import distance
+    from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, reference, teacher_table
+
+    for name in ("reverse_kl", "jsd", "skewed_kl"):
+        with applied("distillation"):
+            job = DistillationJob(
+                teacher_table(VOCABULARY), f"{OURS}{name}_topk", K, tp=ranks, vocab_size=VOCABULARY
+            )
+            run = job.of_logits()
+        losses, gradient = reference(run, with_tail(FORMULAS[name]))
+        assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert distance(run["gradient"], gradient) < 1e-5
+    with pytest.raises(ValueError, match="has to be selected"):
+        job.of_logits()
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_importance_weights_are_those_of_the_policy_that_sampled(
+    with_tensordict: list[str],  # noqa: F811
+    ranks: int,
+) -> None:
+    """The first step is that of the reverse KL; the second has another value, by the KL of the step."""
+    import_verl(with_tensordict)
+    from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, teacher_table
+
+    metrics = {}
+    with applied("distillation"):
+        for name in ("reverse_kl", "importance_weighted_reverse_kl"):
+            job = DistillationJob(
+                teacher_table(VOCABULARY), f"{OURS}{name}_topk", K, tp=ranks, vocab_size=VOCABULARY
+            )
+            metrics[name] = job.update(epochs=2)
+    reverse, weighted = metrics.values()
+    if reverse:  # on the rank that has them
+        assert weighted["grad_norm"][0] == pytest.approx(reverse["grad_norm"][0], rel=1e-4)
+        assert weighted["loss"][0] == pytest.approx(reverse["loss"][0], rel=1e-5)
+        assert weighted["loss"][1] < reverse["loss"][1] * (1 - 1e-5)
+
+
+def peaked_table(vocabulary: int) -> Tensor:
+    """A teacher with 70% on two ids, and the rest on all others alike."""
+    ids = torch.arange(vocabulary)
+    q = torch.full((vocabulary, vocabulary), 0.3 / (vocabulary - 2), dtype=torch.float64)
+    q[ids, (5 * ids + 3) % vocabulary], q[ids, (ids + 7) % vocabulary] = 0.5, 0.2
+    return q.log()
+
+
+def score(log_probs: Tensor) -> float:
+    """The probability of right answers, which are all but the likeliest."""
+    return 1.0 - log_probs.exp().amax(1).mean().item()
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
+    """Without the tail it takes the teacher for surer than it is."""
+    import_verl(with_tensordict)
+    from tests.frameworks.verl_distillation_jobs import DistillationJob
+    from tests.real import tiny_gpt
+
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 16, 64
+    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 16, "seq_length": 64}
+    reached = {}
+    contexts: dict[str, Any] = {"truncated": nullcontext(), "with tail": applied("distillation")}
+    for name, context in contexts.items():
+        with context:
+            job = DistillationJob(peaked_table(16), "forward_kl_topk", 2, **sizes)
+            job.train_to_the_end(80)
+        student, teacher = job.distributions()
+        reached[name] = score(student) / score(teacher)
+    assert 0.95 <= reached["with tail"] <= 1.05, reached
+    assert reached["truncated"] < 0.85, reached
+
+
+@pytest.mark.runs("top-k distillation")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
+def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None:  # noqa: F811
+    """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
+    import_verl(with_tensordict)
+    from tests.frameworks.verl_distillation_jobs import DistillationJob, teacher_table
+    from tests.real import tiny_gpt
+
+    # With these sizes the logits have more than twice the elements of any other tensor.
+    tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256
+    small = {"num_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 2048, "seq_length": 256, "config": small}
+    runs, table = [], teacher_table(2048)
+    if not packed:  # verl pads the logits of its shorter sample, and not what its teacher said
+        with pytest.raises(AssertionError):
+            DistillationJob(table, "forward_kl_topk", K, packed=packed, **sizes).update()
+    for patches in (("distillation",), ("distillation", "lean-loss", "lean-head")):
+        with applied("reentrant-train", *patches, settings=Settings(lean_head_tile_bytes=2**17)):
+            job = DistillationJob(table, "forward_kl_topk", K, packed=packed, **sizes)
+            data = [job.batch(), job.batch()]
+            with Sizes() as sizes_seen:
+                runs.append([job.update(batch) for batch in data])
+        logits = 256 * 2048 // ranks
+        is_lean = "lean-head" in patches
+        assert sizes_seen.largest < logits / 2 if is_lean else sizes_seen.largest >= logits
+    for plain, lean in zip(*runs, strict=True):
+        assert plain.keys() == lean.keys()
+        for name, value in plain.items():
+            assert lean[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.runs("top-k distillation", ranks=2)
+@pytest.mark.parametrize("problem", ["NaN", "vocabulary", "k", "nothing"])
+@on_ranks(2, timeout=300, env=EAGER)
+def test_bad_input_is_refused_on_all_ranks(with_tensordict: list[str], problem: str) -> None:  # noqa: F811
+    """One of two data-parallel ranks has it; no rank forwards anything."""
+    import_verl(with_tensordict)
+    from tests.frameworks.verl_distillation_jobs import DistillationJob, teacher_table
+
+    messages = {"NaN": "add up to nan", "vocabulary": "names the ids 64", "k": "topk is 65"}
+    k = 65 if problem == "k" else K
+    job = DistillationJob(teacher_table(80), "forward_kl_topk", k, vocab_size=64)
+    data = job.batch()
+    ids, row = data["teacher_ids"].values(), int(data["input_ids"].offsets()[1]) - 3
+    ids.clamp_(max=63)
+    if torch.distributed.get_rank():
+        if problem == "NaN":
+            data["teacher_logprobs"].values()[row, 1] = torch.nan
+        elif problem == "vocabulary":
+            ids[row, 1] = 64
+        elif problem == "nothing":
+            del data["teacher_ids"]
+    with (
+        applied("distillation"),
+        mock.patch.object(job.engine, "train_batch") as train_batch,
+        pytest.raises(InvalidInputError, match=messages.get(problem, "has no teacher_logprobs")),
+    ):
+        job.update(data)
+    assert not train_batch.called
