@@ -22,7 +22,7 @@ from megatron_rl_patches.testing import Microbatch
 
 VOCABULARY = 32
 #: Prompt and response of each sample: their numbers of tokens differ in every split.
-LENGTHS = ((2, 9), (1, 7), (5, 1), (1, 4), (1, 2), (2, 1))
+LENGTHS = ((2, 9), (1, 7), (5, 1), (1, 4), (2, 2), (3, 1))
 
 
 def global_batch(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[dict[str, torch.Tensor]]:
