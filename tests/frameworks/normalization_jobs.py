@@ -171,3 +171,19 @@ def _verl_batch(microbatches: list[Microbatch]) -> Any:
             "use_dynamic_bsz": False,
         },
     )
+
+
+def reference_loss(
+    framework: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor
+) -> Any:
+    """PPO's loss of this package, in which it is known what a token weighs."""
+    from megatron_rl_patches.losses import PolicyOptions
+    from tests.real.normalization_losses import of_package
+
+    return of_package(PolicyOptions(**options), microbatch, logits)
+
+
+def plain_loss(framework: str, options: dict[str, Any], *arguments: Any) -> Any:
+    """A function of :mod:`tests.real.normalization_losses`."""
+    losses = importlib.import_module("tests.real.normalization_losses")
+    return getattr(losses, options["name"])(*arguments)

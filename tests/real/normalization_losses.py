@@ -1,4 +1,7 @@
-"""Losses for ``check_normalization``: ranks import them by their names."""
+"""Losses for ``check_normalization``: ranks import them by their names.
+
+They import Megatron when they are called, as that of a framework may have to be found first.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 
 from megatron_rl_patches.losses import (
     PolicyBatch,
@@ -44,6 +45,8 @@ def global_batch(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[dict[str,
 
 
 def layout_of(microbatch: Microbatch) -> SequenceLayout:
+    from megatron.core import parallel_state
+
     return SequenceLayout.build(
         [len(sample["tokens"]) for sample in microbatch.samples],
         [len(sample["loss_mask"]) for sample in microbatch.samples],
@@ -54,7 +57,9 @@ def layout_of(microbatch: Microbatch) -> SequenceLayout:
 
 def of_package(options: PolicyOptions, microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """The loss of this package, as its documentation says for either value of calculate_per_token_loss."""
-    names = ("advantages", "loss_mask", "old_log_probs")
+    from megatron.core import parallel_state
+
+    names = [name for name in ("advantages", "loss_mask", "old_log_probs") if name in microbatch.batch[0]]
     columns = [[sample[name] for sample in microbatch.samples] for name in names]
     normalizer = None
     if not microbatch.calculate_per_token_loss:
@@ -130,6 +135,8 @@ def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:
 
 def train_step(model: list[Any], microbatches: list[Microbatch]) -> None:
     """Right: a training loop of its own, with the labels shifted."""
+    from megatron.core.distributed import finalize_model_grads
+
     tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatches[0].batch)
     for microbatch in microbatches:
         for sample in microbatch.samples:
