@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from .mock_modules import MockDDPConfig as MockDDPConfig
     from .mock_modules import MockFloat16Module as MockFloat16Module
     from .mock_modules import MockModule as MockModule
+    from .normalization import SPLITS as SPLITS
+    from .normalization import Microbatch as Microbatch
+    from .normalization import NormalizationReport as NormalizationReport
+    from .normalization import Split as Split
+    from .normalization import SplitResult as SplitResult
+    from .normalization import check_normalization as check_normalization
     from .tiny_models import TinyModel as TinyModel
     from .tiny_models import tiny_model as tiny_model
 
@@ -31,6 +37,14 @@ __getattr__, __dir__, _lazy = lazy_names(
             "MockDDPConfig",
             "MockFloat16Module",
             "MockModule",
+        ],
+        ".normalization": [
+            "SPLITS",
+            "Microbatch",
+            "NormalizationReport",
+            "Split",
+            "SplitResult",
+            "check_normalization",
         ],
         ".tiny_models": ["TinyModel", "tiny_model"],
     },

@@ -84,6 +84,8 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.reentry import TrainGuard, preserved_hooks, reentrant_train
 from megatron_rl_patches.testing import (
+    SPLITS,
+    Microbatch,
     MockBucketGroup,
     MockConfig,
     MockDDP,
@@ -91,8 +93,12 @@ from megatron_rl_patches.testing import (
     MockFloat16Module,
     MockModule,
     MockOptimizer,
+    NormalizationReport,
     RanksFailed,
+    Split,
+    SplitResult,
     TinyModel,
+    check_normalization,
     cpu_backend,
     spawn_ranks,
     tiny_model,
@@ -290,6 +296,10 @@ def recomputed(logits: Tensor) -> Tensor:
     return loss_of(logits, scale=2.0) + other_loss_of(logits)
 
 
+def a_loss(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return logits.sum() / microbatch.num_microbatches / len(microbatch.samples), {}
+
+
 def on_a_rank(number: int, scale: float = 1.0) -> float:
     with cpu_backend():
         return number * scale
@@ -309,6 +319,10 @@ def unit_tests() -> None:
     except RanksFailed as failed:
         ranks: tuple[int, ...] = failed.ranks
         raise SystemExit(ranks) from failed
+    splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, token_budget=100)}
+    report: NormalizationReport = check_normalization(a_loss, [], splits, calculate_per_token_loss=True)
+    results_of_splits: tuple[SplitResult, ...] = report.rows
+    print(report.same, report.mend, results_of_splits[0].factor)
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
     ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])

@@ -1,0 +1,473 @@
+"""Check that a loss weighs tokens and samples the same, however Megatron cuts the global batch.
+
+The real schedule, ``DistributedDataParallel`` and ``finalize_model_grads`` run on a tiny GPT, on gloo ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInputError, first
+from .cpu_backend import cpu_backend
+from .ranks import RanksFailed, spawn_ranks
+
+Sample = Mapping[str, Any]
+#: Gradients that differ by less than this are the same: float32 leaves a tenth of it.
+_TOLERANCE = 1e-4
+#: What can make up for weights that differ. Each factor is ``(name of the setting, exponent, advice)``.
+_CORRECTIONS = (
+    [("microbatches", 1, "multiply the loss by the number of microbatches")],
+    [("dp", 1, "multiply the loss by the data-parallel size")],
+    [
+        ("cp", 1, "multiply the loss by the context-parallel size"),
+        ("cp", -1, "divide the loss by the context-parallel size"),
+    ],
+    [
+        ("tokens", 1, "divide by the step's mean tokens per microbatch, not by its own"),
+        ("samples", 1, "divide by the step's mean samples per microbatch, not by its own"),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a global batch is cut into microbatches.
+
+    Attributes:
+        dp, cp: data-parallel and context-parallel size; the split runs on ``dp * cp`` ranks.
+        microbatches: number of microbatches per replica, all with the same number of samples.
+        token_budget: cut by a dynamic batch size instead: a microbatch has as many samples as fit into so
+            many tokens, or into as many as the ``"longest"`` sample has. Replicas have about the same number
+            of tokens, and the same number of microbatches.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    microbatches: int = 1
+    token_budget: int | Literal["longest"] | None = None
+
+    def cut(self, batch: Sequence[Sample]) -> list[list[list[Sample]]]:
+        """Return the samples of each microbatch of each replica.
+
+        Raises:
+            InvalidInputError: the batch cannot be cut like this.
+        """
+        if self.token_budget is None:
+            size, rest = divmod(len(batch), self.dp * self.microbatches)
+            if rest or not size:
+                raise InvalidInputError(
+                    f"the batch has {len(batch)} samples, and {self} needs a multiple of "
+                    f"{self.dp * self.microbatches}; pass another number of samples or a token_budget"
+                )
+            pieces = [list(batch[i : i + size]) for i in range(0, len(batch), size)]
+            return [pieces[i : i + self.microbatches] for i in range(0, len(pieces), self.microbatches)]
+        lengths = [len(sample["tokens"]) for sample in batch]
+        budget = max(lengths) if self.token_budget == "longest" else self.token_budget
+        replicas: list[list[list[Sample]]] = [[] for _ in range(self.dp)]
+        end = 0
+        for sample, length in zip(batch, lengths, strict=True):
+            replica = replicas[int(self.dp * (end + length / 2) / sum(lengths))]
+            end += length
+            if not replica or sum(len(other["tokens"]) for other in replica[-1]) + length > budget:
+                replica.append([])
+            replica[-1].append(sample)
+        most = max(map(len, replicas))
+        for replica in replicas:
+            while len(replica) < most:  # the largest microbatch is halved
+                largest = max(replica, key=len, default=[])
+                if len(largest) < 2:
+                    raise InvalidInputError(f"the batch has too few samples for {self}; pass more")
+                place, half = replica.index(largest), len(largest) // 2
+                replica[place : place + 1] = [largest[:half], largest[half:]]
+        return replicas
+
+
+#: The splits that :func:`check_normalization` compares by default.
+SPLITS: Mapping[str, Split] = {
+    "2 microbatches": Split(microbatches=2),
+    "token budget": Split(token_budget="longest"),
+    "DP 2": Split(dp=2),
+    "DP 2, token budget": Split(dp=2, token_budget="longest"),
+    "CP 2": Split(cp=2),
+    "CP 2, token budget": Split(cp=2, token_budget="longest"),
+}
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What a loss function sees of a step, besides the logits.
+
+    Attributes:
+        samples: the whole samples of this microbatch, the same on all context-parallel ranks.
+        batch: all samples of the step, for numbers that belong to the global batch.
+        num_microbatches: number of microbatches of this replica in this step.
+        split: sizes of the parallel groups.
+        calculate_per_token_loss: as in the model's config. Both values may be tried.
+    """
+
+    samples: Sequence[Sample]
+    batch: Sequence[Sample]
+    num_microbatches: int
+    split: Split
+    calculate_per_token_loss: bool
+
+
+class SplitResult(NamedTuple):
+    """What :func:`check_normalization` says about one split.
+
+    Attributes:
+        split: its name.
+        same: the gradient is that of the undivided batch.
+        factor: number by which the gradient of the undivided batch comes closest to this one.
+        residual: norm of what is left then, relative to this gradient; about zero for a uniform factor.
+        per: ``"sample"`` or ``"token"`` if the gradient is a sum over them with other weights, or ``""``.
+        weights: weight of each sample or unmasked token of the batch, relative to the undivided batch.
+    """
+
+    split: str
+    same: bool
+    factor: float
+    residual: float
+    per: str = ""
+    weights: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if self.same:
+            text = "yes"
+        elif self.residual < _TOLERANCE:
+            text = f"no: {self.factor:.4g} times as large"
+        elif self.weights:
+            weights = [f"{weight:.3g}" for weight in self.weights]
+            many = f"{min(self.weights):.3g} to {max(self.weights):.3g}"
+            text = f"no: {self.per}s weigh {many if len(weights) > 6 else ', '.join(weights)}"
+        else:
+            text = "no: other weights alone do not explain it"
+        return f"{self.split:<20}{self.factor:<8.4g}{self.residual:<9.1e}{text}"
+
+
+@dataclass(frozen=True)
+class NormalizationReport:
+    """The result of :func:`check_normalization`; ``str()`` of it is a table.
+
+    Attributes:
+        rows: one per split.
+        mend: what makes all splits the same, computed from the measured weights or, for
+            ``calculate_per_token_loss``, tried; empty if nothing needs to be mended or nothing helped.
+    """
+
+    rows: tuple[SplitResult, ...]
+    mend: str
+
+    @property
+    def same(self) -> bool:
+        """Whether the gradient is the same for every split."""
+        return all(row.same for row in self.rows)
+
+    def __str__(self) -> str:
+        mend = "none is needed" if self.same else self.mend or "none of those that were tried"
+        heading = f"{'split':<20}{'factor':<8}{'residual':<9}same as undivided"
+        return "\n".join([heading, *map(str, self.rows), f"Mended by: {mend}"])
+
+
+def check_normalization(
+    loss_func_or_train_step: Callable[..., Any],
+    batch: Sequence[Sample],
+    splits: Mapping[str, Split] = SPLITS,
+    *,
+    calculate_per_token_loss: bool = False,
+    is_train_step: bool = False,
+    vocab_size: int = 32,
+    timeout: float = 300.0,
+) -> NormalizationReport:
+    """Say whether the gradient of a global batch is the same, however the batch is cut.
+
+    Each split runs on ranks of its own, on the CPU, with the same weights, and its gradient after
+    ``finalize_model_grads`` is compared with that of the undivided batch: one microbatch on one rank. Call it
+    in a unit test, outside of ranks::
+
+        def loss_func(microbatch, logits):
+            log_probs = ...
+            return loss, num_tokens, {"loss": loss.detach()}
+
+        report = check_normalization(loss_func, batch, calculate_per_token_loss=True)
+        assert report.same, report
+
+    Weights of samples, and of tokens where these do not explain the difference, are inferred from the
+    gradients of batches in which all others are masked.
+
+    Args:
+        loss_func_or_train_step: a loss function ``(microbatch, logits) -> (loss, metrics)`` or
+            ``(loss, num_tokens, metrics)``, of which Megatron's schedule gets ``partial(loss_func,
+            microbatch)``. Logits are ``[1, rows, vocab_size]`` in float32, the packed samples of a
+            :class:`Microbatch` as Megatron's ``thd`` has them: under context parallelism each sample is
+            padded to a multiple of ``2 * cp``, and a rank has a piece from either end; padding is at no other
+            place. It is a module-level function or a ``partial`` of one, as ranks import it by its name, and
+            finds its process groups in ``parallel_state``.
+            With ``is_train_step`` it is ``(model, microbatches) -> None``: it gets the chunks in
+            ``DistributedDataParallel`` and the :class:`Microbatch` es of this replica, and runs forward,
+            backward and ``finalize_model_grads`` itself.
+        batch: samples, each with the int64 ``tokens`` ``[total_length]``, the ``loss_mask``
+            ``[response_length]`` of the response that ends it, and whatever else the loss function reads.
+        splits: names and splits to compare. A split of four ranks is ``Split(dp=2, cp=2)``.
+        calculate_per_token_loss: as in the model's config, and in :class:`Microbatch`.
+        is_train_step: the function is a train step.
+        vocab_size: vocabulary size of the tiny model.
+        timeout: seconds for the ranks of one size; they start up to six times.
+
+    Raises:
+        InvalidInputError: batch, splits or function are not of these forms, before a rank starts; or the
+            undivided batch has no gradient.
+        RanksFailed: the function raised, or the ranks hang.
+    """
+    _check(loss_func_or_train_step, batch, splits, vocab_size)
+    multiple = 2 * max(split.cp for split in splits.values())
+    length = math.ceil(max(len(sample["tokens"]) for sample in batch) / multiple) * multiple
+    run = partial(_run, loss_func_or_train_step, is_train_step, (vocab_size, length), timeout)
+    rows = _rows(run, batch, splits, calculate_per_token_loss)
+    if all(row.same for row in rows):
+        return NormalizationReport(rows, "")
+    other = not calculate_per_token_loss
+    setting = f"calculate_per_token_loss={other}"
+    try:
+        rows_of_other = _rows(run, batch, splits, other)
+    except (RanksFailed, InvalidInputError):  # the function refuses this setting
+        return NormalizationReport(rows, _correction(rows, batch, splits))
+    if all(row.same for row in rows_of_other):
+        return NormalizationReport(rows, setting)
+    mend = _correction(rows, batch, splits)
+    if not mend and (correction := _correction(rows_of_other, batch, splits)):
+        mend = f"{setting}; {correction}"
+    return NormalizationReport(rows, mend)
+
+
+def _check(function: Any, batch: Sequence[Sample], splits: Mapping[str, Split], vocab_size: int) -> None:
+    if not batch or not splits:
+        raise InvalidInputError("batch and splits must not be empty")
+    for number, sample in enumerate(batch):
+        tokens, mask = sample.get("tokens"), sample.get("loss_mask")
+        if tokens is None or mask is None or tokens.dim() != 1 or not 0 < len(mask) < len(tokens):
+            raise InvalidInputError(
+                f"sample {number} of the batch needs tokens [total_length] and loss_mask [response_length], "
+                "with at least one token of a prompt and one of a response"
+            )
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise InvalidInputError(f"sample {number} has tokens beyond vocab_size={vocab_size}")
+    if len({int((sample["loss_mask"] != 0).sum()) for sample in batch}) == 1:
+        raise InvalidInputError(
+            "all samples of the batch have the same number of unmasked tokens, which hides wrong weights; "
+            "pass responses of different lengths"
+        )
+    for name, split in splits.items():
+        if min(split.dp, split.cp, split.microbatches) < 1:
+            raise InvalidInputError(f"split {name!r}: sizes must be positive, and they are {split}")
+        split.cut(batch)
+        if missing := {*range(split.cp)} - _cp_ranks_of(batch, split.cp):
+            raise InvalidInputError(
+                f"split {name!r}: no unmasked token is on context-parallel rank {first(missing)}; pass "
+                "longer responses"
+            )
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise InvalidInputError(
+            f"ranks cannot import {function!r}; pass a module-level function or a partial of one"
+        ) from error
+
+
+def _cp_ranks_of(batch: Sequence[Sample], cp: int) -> set[int]:
+    """Return the context-parallel ranks whose logits predict an unmasked token."""
+    ranks: set[int] = set()
+    for sample in batch:
+        length, mask = len(sample["tokens"]), sample["loss_mask"]
+        piece = (mask.nonzero().flatten() + length - len(mask) - 1) // math.ceil(length / (2 * cp))
+        ranks.update(torch.minimum(piece, 2 * cp - 1 - piece).tolist())
+    return ranks
+
+
+def _rows(
+    run: Callable[..., list[Tensor]], batch: Sequence[Sample], splits: Mapping[str, Split], per_token: bool
+) -> tuple[SplitResult, ...]:
+    """Compare each split with the undivided batch; infer weights where the gradients differ by no factor."""
+    whole, *gradients = run([(split, batch) for split in [Split(), *splits.values()]], per_token)
+    if not 0 < whole.norm() < math.inf:
+        raise InvalidInputError(
+            f"the gradient of the undivided batch has the norm {whole.norm():g}; pass a batch with a loss"
+        )
+    rows = []
+    for name, gradient in zip(splits, gradients, strict=True):
+        factor = (gradient @ whole / whole.square().sum()).item()
+        residual = ((gradient - factor * whole).norm() / gradient.norm().clamp(min=1e-30)).item()
+        rows.append(SplitResult(name, max(residual, abs(factor - 1)) < _TOLERANCE, factor, residual))
+    token, sample = _unmasked(batch)
+    of_samples = [token[sample == i] for i in _distinct(sample)]
+    for per, parts in (("sample", of_samples), ("token", [*token[:, None]])):
+        if not any(_is_unexplained(row) for row in rows):
+            break
+        columns = run([(Split(), _with_only(batch, part)) for part in parts], per_token)
+        basis = torch.stack(columns, dim=1)
+        reference = _weights(basis, whole)
+        for i, gradient in enumerate(gradients):
+            weights = _weights(basis, gradient)
+            if _is_unexplained(rows[i]) and weights is not None and reference is not None:
+                rows[i] = rows[i]._replace(per=per, weights=tuple((weights / reference).tolist()))
+    return tuple(rows)
+
+
+def _is_unexplained(row: SplitResult) -> bool:
+    return row.residual >= _TOLERANCE and not row.weights
+
+
+def _unmasked(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+    """Return the places of unmasked tokens among those of all responses, and the sample of each."""
+    masks = [sample["loss_mask"] for sample in batch]
+    numbers = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(mask) for mask in masks]))
+    places = torch.cat(masks).nonzero().flatten()
+    return places, numbers[places]
+
+
+def _distinct(numbers: Tensor) -> list[int]:
+    return sorted(set(numbers.tolist()))
+
+
+def _with_only(batch: Sequence[Sample], places: Tensor) -> list[Sample]:
+    """Return the batch with all tokens masked but these."""
+    masks = [sample["loss_mask"] for sample in batch]
+    kept = torch.zeros_like(torch.cat(masks))
+    kept[places] = torch.cat(masks)[places]
+    pieces = torch.split(kept, [len(mask) for mask in masks])
+    return [{**sample, "loss_mask": piece} for sample, piece in zip(batch, pieces, strict=True)]
+
+
+def _weights(basis: Tensor, gradient: Tensor) -> Tensor | None:
+    """Return the weights of the columns that make up the gradient, or ``None`` if none do."""
+    scale = basis.norm(dim=0).clamp(min=1e-30)
+    weights = torch.linalg.lstsq(basis / scale, gradient[:, None]).solution[:, 0] / scale
+    return weights if (basis @ weights - gradient).norm() < 10 * _TOLERANCE * gradient.norm() else None
+
+
+def _correction(rows: Sequence[SplitResult], batch: Sequence[Sample], splits: Mapping[str, Split]) -> str:
+    """Return the fewest corrections that give every token its weight in all splits, or an empty string."""
+    choices = itertools.product(*([None, *group] for group in _CORRECTIONS))
+    for factors in sorted([[f for f in chosen if f] for chosen in choices], key=len):
+        if all(_is_corrected(row, batch, splits[row.split], factors) for row in rows):
+            return "; ".join(advice for _, _, advice in factors)
+    return ""
+
+
+def _is_corrected(row: SplitResult, batch: Sequence[Sample], split: Split, factors: list[Any]) -> bool:
+    pieces = [piece for replica in split.cut(batch) for piece in replica]
+    corrections = {}
+    for piece in pieces:
+        values = {
+            "microbatches": len(pieces) / split.dp,
+            "dp": split.dp,
+            "cp": split.cp,
+            "tokens": len(_unmasked(piece)[0]) * len(pieces) / len(_unmasked(batch)[0]),
+            "samples": len(piece) * len(pieces) / len(batch),
+        }
+        correction = math.prod(values[name] ** exponent for name, exponent, _ in factors)
+        corrections.update(dict.fromkeys(map(id, piece), correction))
+    sample = _unmasked(batch)[1]
+    numbers = sample.tolist() if row.per == "token" else _distinct(sample)
+    weights = row.weights or [row.factor] * len(numbers)
+    products = [w * corrections[id(batch[i])] for w, i in zip(weights, numbers, strict=True)]
+    return not _is_unexplained(row) and all(abs(product - 1) < 1e-2 for product in products)
+
+
+def _run(
+    function: Callable[..., Any],
+    is_train_step: bool,
+    sizes: tuple[int, int],
+    timeout: float,
+    jobs: Sequence[tuple[Split, Sequence[Sample]]],
+    per_token: bool,
+) -> list[Tensor]:
+    """Return the gradient of each job, float64 ``[parameters]``; jobs on as many ranks share these."""
+    gradients: dict[int, Tensor] = {}
+    for ranks in sorted({split.dp * split.cp for split, _ in jobs}):
+        chosen = {i: job for i, job in enumerate(jobs) if job[0].dp * job[0].cp == ranks}
+        arguments = function, is_train_step, sizes, list(chosen.values()), per_token
+        gradients.update(
+            zip(chosen, spawn_ranks(_on_rank, ranks, *arguments, timeout=timeout)[0], strict=True)
+        )
+    return [gradients[i] for i in range(len(jobs))]
+
+
+def _on_rank(
+    function: Callable[..., Any],
+    is_train_step: bool,
+    sizes: tuple[int, int],
+    jobs: list[tuple[Split, Sequence[Sample]]],
+    per_token: bool,
+) -> list[Tensor]:
+    with cpu_backend():
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.utils import get_model_config
+
+        from .tiny_models import TinyModel
+
+        tiny = TinyModel(
+            vocab_size=sizes[0],
+            seq_length=sizes[1],
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+            use_distributed_optimizer=False,  # leaves whole gradients on every rank
+            config={"calculate_per_token_loss": per_token},
+        )
+        train_step = function if is_train_step else partial(_train_step, function)
+        built, gradients = None, []
+        for split, batch in jobs:
+            if built != (split.dp, split.cp):
+                model, _ = replace(tiny, cp=split.cp).build()
+                get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
+                built = split.dp, split.cp
+            mine = split.cut(batch)[parallel_state.get_data_parallel_rank()]
+            model[0].zero_grad_buffer()
+            train_step(model, [Microbatch(s, batch, len(mine), split, per_token) for s in mine])
+            main_grads = [parameter.main_grad for parameter in model[0].parameters()]
+            gradients.append(torch.cat([gradient.double().flatten() for gradient in main_grads]))
+        return gradients
+
+
+def _train_step(loss_func: Callable[..., Any], model: list[Any], microbatches: list[Microbatch]) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data_iterator: Any, chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        microbatch = next(data_iterator)
+        return _packed_logits(chunk, microbatch), partial(loss_func, microbatch)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches),
+        model=model,
+        num_microbatches=len(microbatches),
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+
+
+def _packed_logits(chunk: torch.nn.Module, microbatch: Microbatch) -> Tensor:
+    """Return logits of packed samples; each runs alone, as packed attention needs TransformerEngine."""
+    from .tiny_models import TinyModel
+
+    cp = microbatch.split.cp
+    multiple = 2 * cp if cp > 1 else 1
+    logits = []
+    for sample in microbatch.samples:
+        length = math.ceil(len(sample["tokens"]) / multiple) * multiple
+        tokens_s = torch.nn.functional.pad(sample["tokens"], (0, length - len(sample["tokens"])))
+        positions_s = TinyModel(cp=cp, seq_length=length).positions()
+        mask_ss = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        logits.append(chunk(tokens_s[None, positions_s], positions_s[None], mask_ss))
+    return torch.cat(logits, dim=1)
