@@ -14,8 +14,8 @@ NeMo-RL        ``train`` and ``_finish_train_step_body`` of workers     the sche
 =============  =======================================================  ================================
 
 A site is left alone where the code does so itself. The distributed and the layer-wise optimizer inherit
-``step``. vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens
-is in :mod:`..reentry.finite_step` and :mod:`..frameworks.skipped_steps`.
+``step``. vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What
+happens is in :mod:`..reentry.finite_step` and :mod:`..frameworks.skipped_steps`.
 
 Not patched: Megatron-LM and Megatron-Bridge, whose loops count a skipped iteration and let the schedule
 wait; AReaL, which reports success as a metric; verl before its engine, which raises.
