@@ -19,7 +19,7 @@ from typing import Any
 from ..common.chunks import Model, as_chunks
 from ..common.ranks import is_rank_0
 from ..common.scopes import replaced
-from ..errors import MegatronRLPatchesError, one_line
+from ..errors import NonFiniteGradients, one_line
 
 _log = logging.getLogger("megatron_rl_patches")
 #: After so many skipped steps in a row training ends.
@@ -28,10 +28,6 @@ LIMIT = 10
 _NAMED = 5
 #: Attribute of an optimizer that has its :class:`History`.
 _HISTORY = "_finite_step_history"
-
-
-class NonFiniteGradients(MegatronRLPatchesError, ArithmeticError):
-    """Steps in a row had gradient norms that were not finite; raised on every rank alike."""
 
 
 @dataclass

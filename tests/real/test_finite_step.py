@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches import Settings, applied, status
+from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
@@ -165,7 +166,7 @@ def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> Non
         gradients(model, bad=True)
         try:
             optimizer.step()
-        except finite_step.NonFiniteGradients as error:
+        except NonFiniteGradients as error:
             raised = str(error)
     assert "2 steps in a row" in raised
     assert all(map(torch.equal, before, state_of(model, optimizer)))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import PatchError, Settings
+from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import MockDDP, MockOptimizer
 
@@ -55,7 +56,7 @@ def test_the_limit_counts_skips_in_a_row(optimizer: Optimizer) -> None:
     optimizer.norms = (nan, 1.0, nan, nan, nan)
     for _ in range(3):
         finite_step.step(optimizer, limit=2)
-    with pytest.raises(finite_step.NonFiniteGradients, match="2 steps in a row"):
+    with pytest.raises(NonFiniteGradients, match="2 steps in a row"):
         finite_step.step(optimizer, limit=2)
     assert not finite_step.step(optimizer, limit=0)[0]
 
