@@ -34,6 +34,10 @@ class InvalidInputError(MegatronRLPatchesError, ValueError):
     """
 
 
+class NonFiniteGradients(MegatronRLPatchesError, ArithmeticError):
+    """Steps in a row were skipped, as their gradient norms were not finite; raised on every rank alike."""
+
+
 def first(items: Collection[object], count: int = 10) -> str:
     """Join the first items with commas, and say how many more there are: ``a, b and 7 more``."""
     shown = [str(item) for item, _ in zip(items, range(count), strict=False)]

@@ -33,6 +33,7 @@ class SiteStatus:
 
     ``docs/how-it-works.md`` lists the states in a running process. Judged from source alone it is ``fits``
     (the patch has work to do, and can), ``absent`` (the framework is not there), ``not needed`` or a fault.
+    ``detail`` says what an applied site has done in this process, such as steps that were skipped.
     """
 
     patch: str
@@ -41,17 +42,19 @@ class SiteStatus:
     state: State
     reason: str
     fingerprint: str = ""
+    detail: str = ""
 
     @property
     def is_fault(self) -> bool:
         return self.state in get_args(Fault)
 
     def __str__(self) -> str:
-        return f"{self.patch}: {self.target}: {self.state}: {self.reason}"
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{self.patch}: {self.target}: {self.state}: {self.reason}{detail}"
 
 
 class Statuses(list[SiteStatus]):
-    """States of sites. Printed they are a table, patches by frameworks, and a line for each site at fault.
+    """States of sites. Printed they are a table, patches by frameworks, and lines for faults and details.
 
     Frameworks that are not there have no column; the list has their sites all the same.
     """
@@ -66,7 +69,7 @@ class Statuses(list[SiteStatus]):
         lines = [plain_table(rows)] if present else []
         if idle := [patch for patch in grouped(self) if patch not in by_patch]:
             lines.append(f"no framework for these is here: {', '.join(idle)}")
-        lines += [str(status) for status in present if status.is_fault or status.state == "lost"]
+        lines += [str(s) for s in present if s.is_fault or s.state == "lost" or s.detail]
         return "\n".join(lines) or "no patch is selected"
 
     __repr__ = __str__

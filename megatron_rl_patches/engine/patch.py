@@ -37,6 +37,7 @@ class Site:
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
+        detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
         patch: name of the patch; :class:`Patch` fills it in.
     """
 
@@ -48,6 +49,7 @@ class Site:
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
+    detail: Callable[[], str] | None = None
     patch: str = ""
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -92,6 +92,8 @@ class Record:
         site, status, environment = self.site, self.status, Environment()
         if self.wrapper is not None and not self.is_in_place:
             return status_of(site, "lost", self._reason_lost(), status.fingerprint)
+        if status.state == "applied" and site.detail is not None:
+            return replace(status, detail=site.detail())
         if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
             return status
         if environment.has_package(site.framework):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 from ..common.chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
 from ..common.scopes import restore, snapshot
 from ..errors import MegatronRLPatchesError
+from . import router_replay
 from .recovery import recover, synchronize_interrupted
 from .sync_functions import belongs_to, clear_installed
 
@@ -56,6 +57,7 @@ class TrainGuard:
         self._model = model = as_chunks(self.model)
         # This may raise, so it comes before the first change: nobody calls __exit__ then.
         synchronize_interrupted(model, self.optimizer)
+        router_replay.finish_clearing(model)
         self._gc_was_enabled = gc.isenabled()
         self._configs = distinct_configs(model, self.config)
         timers = (self.timers, *(getattr(config, "timers", None) for config in self._configs))
@@ -79,7 +81,11 @@ class TrainGuard:
         if error is None:
             self._warn_if_not_installed()
             return
-        for clean_up in (self._restore, lambda: recover(self._model, error)):
+        for clean_up in (
+            self._restore,
+            lambda: router_replay.clear(self._model),
+            lambda: recover(self._model, error),
+        ):
             try:
                 clean_up()
             except Exception as failure:

@@ -16,6 +16,8 @@ SYMPTOMS = (
     "The learning rate is another",
     "No line in the log",
     "distillation/loss_min",
+    "Weights are NaN",
+    "Gradients are wrong under routing replay",
 )
 # Headings whose message is made from a value or in a compiled library, and where it was observed.
 OBSERVED_IN = {
@@ -23,6 +25,7 @@ OBSERVED_IN = {
     "torch.OutOfMemoryError: CUDA out of memory": "torch, on a GPU; what is allocated is in docs/benchmarks",
     "one of the variables needed for gradient computation has been modified by an inplace operation": ""
     "torch; tests/frameworks/test_real_lean_loss.py",
+    "does not match instances": "megatron-core, set_replay_data; tests/real/test_router_replay.py",
     "device-side assert triggered": "CUDA; tests/gpu",
     "Unsupported loss mode: megatron_rl_patches.…": "get_distillation_loss_settings of verl, with our names",
     "argument --loss-type: invalid choice: 'opd_loss'": "argparse, with the choices of slime",

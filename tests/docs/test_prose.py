@@ -17,11 +17,13 @@ from tests.docs.pages import ROOT
 VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
+    "ChainedOptimizer",
     "DistributedDataParallel",
     "FileSystemWriter",
     "ModelConfig",
     "ProcessPoolExecutor",
     "SimpleNamespace",
+    "TransformerBlock",
     "TransformerConfig",
 }
 

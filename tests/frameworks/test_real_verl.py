@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import math
 from contextlib import nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -191,3 +193,43 @@ def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> N
             runs[name] = [torch.tensor(job.train() + job.train()), *job.scores()]
     for name in ("unpatched", "lean-loss"):
         torch.testing.assert_close(runs["lean-head"], runs[name], rtol=5e-5, atol=1e-5)
+
+
+@on_ranks(1, timeout=300, env=EAGER)
+def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(with_tensordict: list[str]) -> None:
+    """A NaN in one microbatch of the second rollout of three equals that rollout left out."""
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(with_tensordict)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    from tests.frameworks.verl_jobs import SAMPLES, EngineJob
+
+    def rollouts(bad: bool) -> tuple[list[torch.Tensor], int, list[float]]:
+        job, norms, scheduler = EngineJob(bf16=True), [], SimpleNamespace(steps=0)
+        scheduler.step = lambda increment: vars(scheduler).update(steps=scheduler.steps + increment)
+        job.engine.lr_scheduler = scheduler
+        [chunk] = job.engine.module
+        chunk.ddp_config.check_for_nan_in_grad = False
+        for number in range(3):
+            if number == 1 and not bad:
+                for _ in range(SAMPLES):
+                    next(job.batches)
+                continue
+            outputs = itertools.count()
+            handle = chunk.module.register_forward_hook(
+                lambda module, arguments, output, n=number, o=outputs: (
+                    output * math.nan if n == 1 and next(o) == 1 else output
+                )
+            )
+            norms.append(job.train()[-1])
+            handle.remove()
+            job.engine.lr_scheduler_step()
+        return [parameter.detach().clone() for parameter in chunk.parameters()], scheduler.steps, norms
+
+    with applied("reentrant-train"):
+        assert any(parameter.isnan().any() for parameter in rollouts(bad=True)[0])
+        with applied("finite-step"):
+            skipped, steps, norms = rollouts(bad=True)
+            expected, expected_steps, _ = rollouts(bad=False)
+    assert all(map(torch.equal, skipped, expected))
+    assert steps == expected_steps == 2
+    assert [math.isnan(norm) for norm in norms] == [False, True, False]

@@ -18,7 +18,7 @@ HELPERS = {"common", "errors"}
 ARROWS: dict[str, set[str]] = {
     **{part: set() for part in ("common", "errors")},
     "reentry": HELPERS,
-    "inference": {*HELPERS, "losses"},
+    "inference": {*HELPERS, "losses", "reentry"},
     "losses": HELPERS,
     "frameworks": {*HELPERS, "engine", "inference", "losses", "reentry"},
     # MockDDP behaves as the patched class does while the patch is applied.

@@ -115,6 +115,7 @@ class TestCheck:
         (status,) = invoke_json("check", framework(tmp_path / "one"))
         assert status.pop("fingerprint")
         assert status == {
+            "detail": "",
             "source": "one",
             "patch": "test-patch",
             "framework": "mrp_framework",

@@ -114,8 +114,8 @@ def test_problems_of(
 @pytest.mark.parametrize(
     ("value", "selected"),
     [
-        ("1", ["inference-only", "reentrant-train", "scheduler-resume"]),
-        ("all,-inference-only", ["reentrant-train", "scheduler-resume"]),
+        ("1", ["finite-step", "inference-only", "reentrant-train", "router-replay", "scheduler-resume"]),
+        ("all,-inference-only", ["finite-step", "reentrant-train", "router-replay", "scheduler-resume"]),
         ("lean-loss,reentrant-train", ["reentrant-train"]),
         ("lean-loss", []),
     ],

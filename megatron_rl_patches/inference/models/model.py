@@ -20,6 +20,7 @@ from torch.nn import Module, Parameter
 from ...common.chunks import as_chunks
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
+from ...reentry import router_replay
 from .isolation import preserved_rng, replaced_in_this_thread
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
@@ -168,7 +169,9 @@ def freeze(model: Sequence[Module], role: str, setting: str) -> None:
     """Put the chunks in eval mode, freeze them, and have methods of training raise ``InferenceOnlyError``.
 
     Errors name the ``role`` of the model, and the ``setting`` or function because of which it only scores.
+    Its routers are taken off the list of routers of the process, which the policy's code reads.
     """
+    router_replay.leave_out(model)
     for chunk in model:
         chunk.eval()
         chunk.requires_grad_(False)

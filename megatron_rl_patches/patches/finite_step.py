@@ -1,0 +1,147 @@
+"""A step whose gradient norm is not finite does not reach the weights, and does not end the job.
+
+=============  =======================================================  ================================
+framework      function                                                 what is around it
+=============  =======================================================  ================================
+megatron-core  ``step`` of ``MixedPrecisionOptimizer``,                 skips the step
+               ``FP32Optimizer``, ``ChainedOptimizer``
+megatron-core  ``get_megatron_optimizer``                               notes the names of parameters
+slime, miles   ``train_one_step``                                       a skip passes for success, and
+                                                                        the schedule waits
+verl           ``MegatronEngine.optimizer_step``                        a skip passes for success
+verl           ``MegatronEngine.lr_scheduler_step``                     the schedule waits
+NeMo-RL        ``train`` and ``_finish_train_step_body`` of workers     the schedule waits
+=============  =======================================================  ================================
+
+A site is left alone where the code does so itself. The distributed and the layer-wise optimizer inherit
+``step``. vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What
+happens is in :mod:`..reentry.finite_step` and :mod:`..frameworks.skipped_steps`.
+
+Not patched: Megatron-LM and Megatron-Bridge, whose loops count a skipped iteration and let the schedule
+wait; AReaL, which reports success as a metric; verl before its engine, which raises.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
+from ..errors import PatchError
+from ..frameworks import WITH_MEGATRON_UTILS
+
+_OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+_NORMS = ("grad_norm", "total_norm", "norm")
+_VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
+_NEMO_RL = "nemo_rl.models.policy.workers.megatron_policy_worker"
+_NEMO_RL_VALUES = "nemo_rl.models.value.workers.megatron_value_worker"
+
+
+@dataclass(frozen=True)
+class FiniteStepOptions:
+    """Options of the patch.
+
+    Attributes:
+        finite_step_limit: training ends with ``NonFiniteGradients`` after so many skipped steps in a row; 0:
+            never.
+
+    Raises:
+        PatchError: it is negative.
+    """
+
+    finite_step_limit: int = 10
+
+    def __post_init__(self) -> None:
+        if self.finite_step_limit < 0:
+            raise PatchError(f"finite_step_limit is {self.finite_step_limit}; expected 0 (never) or more")
+
+
+# --- reasons why a site is left alone, judged from the target's code
+
+
+def _looks_at_the_norm(target: TargetSource) -> str | None:
+    calls = [*target.calls("isfinite"), *target.calls("isnan")]
+    looks = any(ast.unparse(call.node.args[0]) in _NORMS for call in calls if call.node.args)
+    return "upstream itself skips a step whose gradient norm is not finite" if looks else None
+
+
+def _does_not_assert_success(target: TargetSource) -> str | None:
+    return None if target.asserts("update_successful") else "it does not assert that a step succeeds"
+
+
+def _does_not_raise(target: TargetSource) -> str | None:
+    return None if target.mentions("NotImplementedError") else "it does not raise where a step fails"
+
+
+def _skips_are_counted() -> str:
+    from ..reentry import finite_step
+
+    return finite_step.summary()
+
+
+def _does_not_advance(target: TargetSource) -> str | None:
+    advances = any("scheduler" in call.function for call in target.calls("step"))
+    return None if advances else "it does not advance the schedule"
+
+
+# --- sites
+
+patch = Patch(
+    name="finite-step",
+    summary="a step with a gradient norm that is not finite is skipped, reported, and not the end of the job",
+    upstream=("radixark/miles#2198", "THUDM/slime#1762", "NVIDIA/Megatron-LM#3460"),
+    options=FiniteStepOptions,
+)
+
+for _name in _OPTIMIZERS:
+    patch.wrap(
+        "megatron.core.optimizer.optimizer",
+        f"{_name}.step",
+        ".frameworks.skipped_steps:step",
+        requires_names=("step_with_ready_grads",),
+        skip_if=_looks_at_the_norm,
+        detail=_skips_are_counted if _name == "ChainedOptimizer" else None,
+    )
+patch.wrap(
+    "megatron.core.optimizer",
+    "get_megatron_optimizer",
+    ".frameworks.skipped_steps:get_megatron_optimizer",
+    parameters=("model_chunks",),
+)
+patch.wrap(
+    [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS],
+    "train_one_step",
+    ".frameworks.skipped_steps:train_one_step",
+    parameters=("optimizer", "opt_param_scheduler"),
+    skip_if=_does_not_assert_success,
+)
+patch.wrap(
+    _VERL_ENGINE,
+    "MegatronEngine.optimizer_step",
+    ".frameworks.skipped_steps:verl_optimizer_step",
+    requires_names=("optimizer",),
+    skip_if=_does_not_raise,
+    optional_module=True,
+)
+patch.wrap(
+    _VERL_ENGINE,
+    "MegatronEngine.lr_scheduler_step",
+    ".frameworks.skipped_steps:verl_lr_scheduler_step",
+    requires_names=("lr_scheduler",),
+    optional_module=True,
+)
+for _module, _method in (
+    (_NEMO_RL, "MegatronPolicyWorkerImpl.train"),
+    (_NEMO_RL, "MegatronPolicyWorkerImpl._finish_train_step_body"),
+    (_NEMO_RL_VALUES, "MegatronValueWorkerImpl.train"),
+):
+    patch.wrap(
+        _module,
+        _method,
+        ".frameworks.skipped_steps:nemo_rl_train",
+        requires_names=("scheduler", "optimizer"),
+        skip_if=_does_not_advance,
+        introduced_with=_method.rpartition(".")[2],
+        optional_module=_module == _NEMO_RL_VALUES,
+    )

@@ -1,0 +1,88 @@
+"""Routes that are replayed belong to one model and to one step.
+
+=============  =============================================  ==============================================
+framework      function                                       what is around it
+=============  =============================================  ==============================================
+megatron-core  ``forward`` of ``TransformerBlock`` and        a pass without gradients leaves nothing for
+               ``MultiTokenPredictionBlock``                  backward
+megatron-core  ``forward_backward_...``                       a step leaves nothing for the next one
+megatron-core  ``TransformerBlock.__init__``                  refuses a fused router with replay
+megatron-core  ``TopKRouter.__init__``                        a router that is deleted is taken off the list
+slime, miles   ``MegatronTrainRayActor.train_actor``          routes of a rollout that broke off are cleared
+verl           ``MegatronEngine...forward_backward_batch``    the same
+=============  =============================================  ==============================================
+
+vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is
+in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. In releases of megatron-core without
+replay no model has such routers, and the functions do nothing.
+
+That a model that only scores is left out of the list is part of :func:`..inference.models.model.freeze`, and
+that a ``train()`` that raised leaves nothing, of ``TrainGuard``.
+"""
+
+from __future__ import annotations
+
+from ..engine.patch import Patch
+from ..engine.target_source import TargetSource
+from ..frameworks import WITH_MEGATRON_UTILS
+
+_SCHEDULES = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
+
+
+def _clears_routes(target: TargetSource) -> str | None:
+    """Return why the site is left alone; ``None`` if it clears its routes, but not where it raises."""
+    names = ("clear_all", "clear_global_indices")
+    if not any(map(target.mentions, names)):
+        return "it replays no routes"
+    return "it clears its routes when it raises" if any(map(target.cleans_up, names)) else None
+
+
+patch = Patch(
+    name="router-replay",
+    summary="replayed MoE routes belong to one model and one step, and a fused router does not ignore them",
+    upstream=("NVIDIA/Megatron-LM#4168", "NVIDIA/Megatron-LM#2693", "verl-project/verl#7106"),
+)
+
+patch.wrap(
+    "megatron.core.transformer.transformer_block",
+    "TransformerBlock.__init__",
+    ".frameworks.routing_replay:initialize_block",
+    parameters=("config",),
+)
+patch.wrap(
+    "megatron.core.transformer.transformer_block",
+    "TransformerBlock.forward",
+    ".frameworks.routing_replay:forward",
+)
+patch.wrap(
+    "megatron.core.transformer.multi_token_prediction",
+    "MultiTokenPredictionBlock.forward",
+    ".frameworks.routing_replay:forward",
+    optional_module=True,
+)
+patch.wrap(
+    "megatron.core.transformer.moe.router",
+    "TopKRouter.__init__",
+    ".frameworks.routing_replay:initialize_router",
+    skip_if=lambda code: None if code.mentions("router_replay") else "it replays no routes",
+)
+for _schedule in _SCHEDULES:
+    patch.wrap(
+        "megatron.core.pipeline_parallel.schedules",
+        f"forward_backward_{_schedule}",
+        ".frameworks.routing_replay:forward_backward",
+        parameters=("model",),
+    )
+patch.wrap(
+    [f"{framework}.backends.megatron_utils.actor" for framework in WITH_MEGATRON_UTILS],
+    "MegatronTrainRayActor.train_actor",
+    ".frameworks.routing_replay:train_actor",
+    skip_if=_clears_routes,
+)
+patch.wrap(
+    "verl.workers.engine.megatron.transformer_impl",
+    "MegatronEngine.forward_backward_batch",
+    ".frameworks.routing_replay:verl_forward_backward_batch",
+    skip_if=_clears_routes,
+    optional_module=True,
+)

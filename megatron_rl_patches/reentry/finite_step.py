@@ -1,0 +1,193 @@
+"""A step of the optimizer whose gradient norm is not finite is skipped, and reported.
+
+megatron-core looks at gradients before they are reduced (``check_for_nan_in_grad``), and under a loss scale.
+If neither is on, it writes a NaN into every weight and returns success. Here the norm decides that ``step()``
+reduces anyway, for clipping and metrics, so no collective is added and all ranks decide alike. An optimizer
+that is not chained and does not clip computes no norm, and its steps are not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ..common.chunks import Model, as_chunks
+from ..common.ranks import is_rank_0
+from ..common.scopes import replaced
+from ..errors import NonFiniteGradients, one_line
+
+_log = logging.getLogger("megatron_rl_patches")
+#: After so many skipped steps in a row training ends.
+LIMIT = 10
+#: So many parameters with bad gradients are named on each rank.
+_NAMED = 5
+#: Attribute of an optimizer that has its :class:`History`.
+_HISTORY = "_finite_step_history"
+
+
+@dataclass
+class History:
+    """The steps of one optimizer.
+
+    Attributes:
+        taken, skipped: numbers of steps.
+        in_row: how many of the last steps were skipped because of their norm.
+        scheduled: numbers of taken and of skipped steps when the schedule was last asked to advance.
+        chunks: the model, whose parameters are named in messages.
+    """
+
+    taken: int = 0
+    skipped: int = 0
+    in_row: int = 0
+    scheduled: tuple[int, int] = (0, 0)
+    chunks: Model = field(default=(), repr=False)
+
+
+#: All steps of this process.
+_total = History()
+
+
+def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int = LIMIT) -> Any:
+    """Step a Megatron optimizer, unless the norm of its gradients is not finite.
+
+    A skipped step changes no weight, no main parameter and no moment, starts no gather of parameters, and
+    returns ``(False, norm, num_zeros)``; gradients stay for the caller's ``zero_grad``. Rank 0 logs one line,
+    and each rank one with the first parameters whose gradients are not finite there.
+
+    Args:
+        optimizer: with ``step_with_ready_grads``, and ``get_grad_norm`` or ``clip_grad_norm``, which its
+            ``step`` calls.
+        original: the optimizer's ``step``; by default that of its class.
+        limit: after so many skips in a row it raises; 0: never.
+
+    Raises:
+        NonFiniteGradients: the limit is reached. The step has been skipped.
+    """
+    history = history_of(optimizer)
+    norms: list[Any] = []
+    bad_norm: Any = None
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            norm = function(*args, **kwargs)
+            norms.append(norm)
+            return norm
+
+        return call
+
+    step_with_ready_grads = optimizer.step_with_ready_grads
+
+    def step_if_finite() -> Any:
+        nonlocal bad_norm
+        # From 0.19 on some parameters, such as those of MTP, have a norm of their own.
+        norms.extend(getattr(optimizer, "grad_norms_by_group", {}).values())
+        bad_norm = next((norm for norm in norms if norm is not None and not math.isfinite(norm)), None)
+        return step_with_ready_grads() if bad_norm is None else False
+
+    with replaced(
+        optimizer,
+        get_grad_norm=noted(optimizer.get_grad_norm),
+        clip_grad_norm=noted(optimizer.clip_grad_norm),
+        step_with_ready_grads=step_if_finite,
+    ):
+        result = (original or optimizer.step)()
+    for each in (history, _total):
+        each.taken += bool(result[0])
+        each.skipped += not result[0]
+    if bad_norm is not None:
+        history.in_row += 1
+        _report(optimizer, history, bad_norm)
+        if 0 < limit <= history.in_row:
+            raise NonFiniteGradients(
+                f"{history.in_row} steps in a row were skipped, as their gradient norms were not finite, the "
+                f"last {bad_norm}. The weights are those before the first of them. The log of each rank "
+                "names parameters whose gradients are not finite there. finite_step_limit sets how many "
+                "skips in a row are allowed (0: any number)"
+            )
+    elif result[0]:
+        history.in_row = 0
+    return result
+
+
+def history_of(optimizer: Any) -> History:
+    """Return what is known of the optimizer's steps."""
+    history: History = vars(optimizer).setdefault(_HISTORY, History())
+    return history
+
+
+def name_parameters_of(optimizer: Any, model: Any) -> None:
+    """Let messages about the optimizer's steps name the parameters of these chunks."""
+    history_of(optimizer).chunks = as_chunks(model)
+
+
+def summary() -> str:
+    """Return how many steps of this process were skipped; empty if none was."""
+    total = _total.taken + _total.skipped
+    return f"{_total.skipped} of {total} steps skipped" if _total.skipped else ""
+
+
+@contextmanager
+def skips_as_successes(optimizer: Any) -> Iterator[None]:
+    """Let ``optimizer.step`` return success for a step that was skipped, for callers that assert it.
+
+    Of a step that the loss scale skips there is no norm: its norm is NaN then.
+    """
+    take = optimizer.step
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        updated, norm, num_zeros = take(*args, **kwargs)
+        return True, math.nan if norm is None and not updated else norm, num_zeros
+
+    with replaced(optimizer, step=call):
+        yield
+
+
+@contextmanager
+def schedule_waits(scheduler: Any, optimizer: Any) -> Iterator[None]:
+    """Let ``scheduler.step`` do nothing if all steps of the optimizer since its last call were skipped."""
+    history, advance = history_of(optimizer), scheduler.step
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        (taken, skipped), history.scheduled = history.scheduled, (history.taken, history.skipped)
+        if history.taken == taken and history.skipped > skipped:
+            return None
+        return advance(*args, **kwargs)
+
+    with replaced(scheduler, step=call):
+        yield
+
+
+def _report(optimizer: Any, history: History, norm: Any) -> None:
+    if is_rank_0():
+        _log.warning(
+            "megatron_rl_patches: step %d skipped: the norm of its gradients is %s; weights, optimizer state "
+            "and schedule are as before it (%d skipped in a row)",
+            history.taken + history.skipped,
+            norm,
+            history.in_row,
+        )
+    try:
+        chunks = history.chunks or getattr(optimizer, "model_chunks", ())
+        names = ", ".join(islice(_names_of_bad_gradients(chunks), _NAMED))
+    except Exception as error:  # other ranks go on, so this one has to
+        names = f"unknown, as looking for them raised {one_line(error)}"
+    if names:
+        _log.warning("megatron_rl_patches: parameters with gradients that are not finite here: %s", names)
+
+
+def _names_of_bad_gradients(chunks: Model) -> Iterator[str]:
+    for number, chunk in enumerate(chunks):
+        prefix = f"chunk {number}: " if len(chunks) > 1 else ""
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            gradient = parameter.grad if gradient is None else gradient
+            gradient = getattr(gradient, "_local_tensor", gradient)  # of a DTensor, without a collective
+            if gradient is not None and not gradient.isfinite().all():
+                while name.startswith("module."):
+                    name = name.removeprefix("module.")
+                yield prefix + name

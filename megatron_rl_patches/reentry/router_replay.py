@@ -1,0 +1,120 @@
+"""megatron-core's router replay, kept to one model and to one step.
+
+``RouterReplay`` lists the routers of a whole process, and queues the experts of each forward pass for a
+recomputation in backward, whether one follows or not. These functions work on the routers of a model. A model
+without them costs one look at its config.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ..common.chunks import as_chunks, distinct_configs
+from ..errors import InvalidInputError
+
+#: Attribute of a router's replay: the experts that a forward pass with gradients has used last.
+_USED_WITH_GRADIENTS = "_used_with_gradients"
+#: Chunks whose routers are being cleared. A second Ctrl-C may interrupt that.
+_unfinished: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def routers(model: Any) -> list[Any]:
+    """Return the ``RouterReplay`` of each router of the model, in the order of its layers.
+
+    Args:
+        model: list of model chunks, or one chunk.
+    """
+    chunks = as_chunks(model)
+    if not any(getattr(config, "moe_enable_routing_replay", False) for config in distinct_configs(chunks)):
+        return []
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module.router_replay for module in modules if getattr(module, "router_replay", None) is not None]
+
+
+def leave_out(model: Any) -> None:
+    """Take the model's routers off the list of the process: that of a policy goes on without a teacher's."""
+    for replay in routers(model):
+        _remove(replay)
+
+
+def remove_with(router: Any) -> None:
+    """Take the router's replay off the list of the process when the router is deleted."""
+    replay = getattr(router, "router_replay", None)
+    if replay is not None:
+        weakref.finalize(router, _remove, replay).atexit = False
+
+
+def clear(model: Any) -> None:
+    """Forget actions, targets, queues and records of the model's routers."""
+    if not (replays := routers(model)):
+        return
+    chunks = as_chunks(model)
+    _unfinished.update(chunks)
+    for replay in replays:
+        replay.clear_indices()
+        replay.clear_router_replay_action()
+    _unfinished.difference_update(chunks)
+
+
+def finish_clearing(model: Any) -> None:
+    """Clear the chunks whose clearing was interrupted; others may have routes for the next step by now."""
+    for chunk in as_chunks(model):
+        if chunk in _unfinished:
+            clear(chunk)
+
+
+def end_forward(block: Any) -> None:
+    """Take what a forward pass without gradients has queued off the queues of backward.
+
+    Args:
+        block: a module that has just run, and contains every recomputed part that it has. In such a part
+            gradients are off, too, so a router cannot tell.
+    """
+    if not getattr(block.config, "moe_enable_routing_replay", False):
+        return
+    import torch
+
+    for replay in routers(block):
+        target = replay.target_topk_idx
+        if torch.is_grad_enabled():
+            setattr(replay, _USED_WITH_GRADIENTS, target)
+            continue
+        queued = replay.replay_backward_list
+        was_used = getattr(replay, _USED_WITH_GRADIENTS, None) is target
+        if target is not None and not was_used and queued and queued[-1] is target:
+            for queue in _queues(replay):
+                queue.pop()
+
+
+def end_step(model: Any) -> None:
+    """Empty the queues of backward: after the last backward pass of a step nothing will be recomputed."""
+    for replay in routers(model):
+        setattr(replay, _USED_WITH_GRADIENTS, None)
+        for queue in _queues(replay):
+            queue.clear()
+
+
+def check_not_fused(config: Any) -> None:
+    """Refuse a fused router, which returns before the replay, without a word.
+
+    Raises:
+        InvalidInputError: the config asks for both.
+    """
+    if getattr(config, "moe_router_fusion", False) and getattr(config, "moe_enable_routing_replay", False):
+        raise InvalidInputError(
+            "moe_router_fusion=True with moe_enable_routing_replay=True: the fused router chooses experts "
+            "itself and never looks at those that are replayed. Set moe_router_fusion=False "
+            "(leave out --moe-router-fusion)"
+        )
+
+
+def _remove(replay: Any) -> None:
+    # In place, since the list is an attribute of the class that others may hold.
+    listed = type(replay).global_router_replay_instances
+    listed[:] = [other for other in listed if other is not replay]
+
+
+def _queues(replay: Any) -> list[list[Any]]:
+    """Return the queue of experts, and those of the same length that a subclass has beside it."""
+    return [value for name, value in vars(replay).items() if name.startswith("replay_backward_")]

@@ -1,0 +1,135 @@
+"""Routes of slime's real ``train_actor`` and ``train()``: three rollouts, of which the second breaks off.
+
+``SLIME_DIR`` and ``MEGATRON_LM_DIR`` name checkouts, see ``docs/frameworks.md``. Megatron of slime's image
+has a function of slime around the choice of experts; here it is put there through core's own replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_rl_patches import applied
+from tests.frameworks import import_stubs
+from tests.ranks import on_ranks
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.parametrize("framework", ["slime"])]
+
+
+class BrokenStep(Exception):
+    """What ends the second rollout."""
+
+
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def imported(name: str) -> Any:
+    """Import a module, with mocks for the packages that it needs and that are not here."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            assert missing.name is not None and not name.startswith(missing.name)
+            sys.modules[missing.name] = mock.MagicMock()
+
+
+def make_job() -> tuple[Any, list[Any]]:
+    """Return a job of slime, and a list of what its routers record and read."""
+    from tests.frameworks.real_jobs import JOBS
+
+    job = JOBS["slime"](
+        kind="moe", config={"moe_enable_routing_replay": True, **RECOMPUTE}, overlap_param_gather=False
+    )
+    replay = imported("slime.utils.routing_replay")
+    replay.RoutingReplay.all_routing_replays.clear()
+    seen: list[Any] = []
+    for module in job.model[0].modules():
+        if getattr(module, "router_replay", None) is not None:
+            replay.register_routing_replay(module)
+
+            def choose(scores: Any, topk: int, groups: Any, group_topk: Any, default: Any) -> Any:
+                result = replay.get_routing_replay_compute_topk(default)(scores, topk)
+                seen.append((os.environ["ROUTING_REPLAY_STAGE"], result[1].tolist()))
+                return result
+
+            module.router_replay.get_replay_topk = choose
+    return job, seen
+
+
+def actor_of(job: Any) -> Any:
+    """Return slime's actor around the job, without what is neither routes nor training."""
+    module = imported("slime.backends.megatron_utils.actor")
+    actor = object.__new__(module.MegatronTrainRayActor)
+    vars(job.args).update(
+        use_routing_replay=True,
+        use_rollout_routing_replay=False,
+        compute_advantages_and_returns=True,
+        keep_old_actor=False,
+        use_rollout_logprobs=False,
+        get_mismatch_metrics=True,
+        use_critic=False,
+        save_debug_train_data=None,
+        ref_update_interval=None,
+    )
+    actor.args, actor.model, actor.optimizer = job.args, job.model, job.optimizer
+    actor.opt_param_scheduler, actor.prof = job.scheduler, mock.Mock()
+    actor.weight_updater = mock.Mock()
+    actor.weights_backuper = SimpleNamespace(backup_tags=(), backup=lambda tag: None)
+    actor._switch_model, actor._active_model_tag = lambda tag: None, "actor"
+    actor.rollout_data_postprocess = None
+    actor.compute_log_prob = lambda *unused, **options: job.log_probs() and {}
+    for name in ("compute_advantages_and_returns", "train_metric_utils", "train_data_utils"):
+        setattr(module, name, mock.Mock())
+    module.get_data_iterator = lambda rollout: None
+    module.train = lambda *unused: job.train(1)
+    module.timer = module.inverse_timer = lambda name: contextlib.nullcontext()
+    return actor
+
+
+def break_off(*unused: Any) -> None:
+    """End the step after the first forward pass of training."""
+    if os.environ["ROUTING_REPLAY_STAGE"] == "replay_forward":
+        raise BrokenStep
+
+
+def three_rollouts() -> list[bool]:
+    """Return for the first and the third rollout whether the routes that were read are those recorded."""
+    os.environ.update(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="fallthrough")
+    job, seen = make_job()
+    actor = actor_of(job)
+    outcomes = []
+    for number in range(3):
+        seen.clear()
+        rollout = {"num_microbatches": [2], "global_batch_sizes": [2]}
+        if number == 1:
+            handle = job.model[0].module.register_forward_hook(break_off)
+            with pytest.raises(BrokenStep):
+                actor.train_actor(number, rollout)
+            handle.remove()
+            job.steps += 1  # the third rollout has other data
+            continue
+        actor.train_actor(number, rollout)
+        recorded = [routes for stage, routes in seen if stage == "record"]
+        forward = [routes for stage, routes in seen if stage == "replay_forward"]
+        backward = [routes for stage, routes in seen if stage == "replay_backward"]
+        assert len(recorded) == len(forward) == len(backward) > 0
+        outcomes.append(recorded == forward and sorted(map(str, recorded)) == sorted(map(str, backward)))
+    return outcomes
+
+
+@on_ranks(1, timeout=400)
+def test_routes_read_are_routes_recorded(framework: str, paths: list[str]) -> None:
+    sys.path[:0] = paths
+    import_stubs.install()
+    with mock.patch("torch.Tensor.is_pinned", lambda tensor: True), applied("reentrant-train"):
+        imported("slime.backends.megatron_utils.actor")
+        assert three_rollouts() == [True, False]  # the third reads what the second has recorded
+        with applied("router-replay"):
+            assert three_rollouts() == [True, True]

@@ -1,0 +1,205 @@
+"""``finite-step`` on real optimizers: a NaN in one microbatch of one rank equals that step left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl_patches import Settings, applied, status
+from megatron_rl_patches.errors import NonFiniteGradients
+from megatron_rl_patches.reentry import finite_step
+from megatron_rl_patches.testing import TinyModel
+from tests.ranks import everywhere, on_ranks
+from tests.real import tiny_gpt
+
+STEPS, BAD_STEP, MICROBATCHES = 4, 2, 2
+PLAIN: dict[str, Any] = {"use_distributed_optimizer": False, "overlap_param_gather": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP 2, bf16": {"bf16": True},
+    "DP 2, bf16, not distributed": {"bf16": True, **PLAIN},
+    "DP 2, fp32, not distributed": PLAIN,
+    "TP 2": {"tp": 2, "bf16": True},
+    "PP 2": {"pp": 2, "bf16": True},
+    "EP 2": {"kind": "moe", "ep": 2},
+}
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather")
+
+
+def state_of(model: Sequence[Any], optimizer: Any) -> list[Any]:
+    """Return copies of the weights, main parameters, moments and step counts of this rank."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [part.optimizer for part in parts if part.optimizer is not None]
+    groups = [group for each in inner for group in each.param_groups]
+    moments = [value for each in inner for state in each.state.values() for value in state.values()]
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    main = [parameter for group in groups for parameter in group["params"]]
+    tensors = [torch.as_tensor(value).detach().clone() for value in [*parameters, *main, *moments]]
+    return [*tensors, *(torch.tensor(float(group.get("step", 0))) for group in groups)]
+
+
+@contextmanager
+def a_bad_microbatch(rank: int) -> Iterator[None]:
+    """Make the loss of one microbatch of the bad step NaN, on one rank that has a loss."""
+    loss_of, calls = tiny_gpt._loss, 0
+
+    def loss(losses_bs: torch.Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        value, report = loss_of(losses_bs)
+        is_bad = calls == BAD_STEP * MICROBATCHES + 2 and dist.get_rank() == rank
+        return (value * float("nan") if is_bad else value), report
+
+    with mock.patch.object(tiny_gpt, "_loss", loss):
+        yield
+
+
+def left_out(model: Any, optimizer: Any, iterators: Any, num_microbatches: int) -> float:
+    for _ in range(num_microbatches):
+        [next(iterator) for iterator in iterators]
+    return 0.0
+
+
+def run(options: TinyModel, bad_rank: int | None, leave_out: bool = False) -> list[Any]:
+    model, optimizer = options.build()
+    for chunk in model:
+        chunk.ddp_config.check_for_nan_in_grad = False
+    train_step, number = tiny_gpt.train_step, 0
+
+    def step(*args: Any) -> float:
+        nonlocal number
+        number += 1
+        return (left_out if leave_out and number == BAD_STEP + 1 else train_step)(*args)
+
+    with (
+        mock.patch.object(tiny_gpt, "train_step", step),
+        a_bad_microbatch(-1 if bad_rank is None else bad_rank),
+        finite_step.skips_as_successes(optimizer),
+    ):
+        iterators = tiny_gpt.data_iterators(options)
+        tiny_gpt.train(model, optimizer, iterators, [MICROBATCHES] * STEPS, options)
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "DP 2, bf16",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in list(LAYOUTS)[1:]),
+    ],
+)
+@on_ranks(2, timeout=240)
+def test_a_bad_step_equals_that_step_left_out(layout: str) -> None:
+    options = TinyModel(**LAYOUTS[layout])
+    unpatched = run(options, bad_rank=1)
+    assert any(everywhere(any(value.isnan().any() for value in unpatched)))
+    with applied("finite-step"):
+        skipped = run(options, bad_rank=1)
+        expected = run(options, None, leave_out=True)
+        [site] = [site for site in status() if site.target.endswith("ChainedOptimizer.step")]
+        assert site.detail == f"1 of {2 * STEPS - 1} steps skipped"
+        assert site.detail in str(status())
+    assert all(torch.equal(same, other) for same, other in zip(skipped, expected, strict=True))
+
+
+def gradients(model: Sequence[Any], bad: bool) -> None:
+    """Fill the gradient buffers, on the last rank with one NaN, and reduce them."""
+    for chunk in model:
+        chunk.ddp_config.check_for_nan_in_grad = False
+        chunk.zero_grad_buffer()
+        for parameter in chunk.parameters():
+            parameter.main_grad.fill_(0.01)
+    if bad and dist.get_rank() == dist.get_world_size() - 1:
+        next(model[-1].parameters()).main_grad.view(-1)[0] = float("nan")
+    for chunk in model:
+        chunk.start_grad_sync()
+        chunk.finish_grad_sync()
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[str]]:
+    called: list[str] = []
+
+    def counting(name: str, function: Any) -> Any:
+        return lambda *args, **kwargs: (called.append(name), function(*args, **kwargs))[1]
+
+    functions = {name: counting(name, getattr(dist, name)) for name in COLLECTIVES}
+    with mock.patch.multiple(dist, **functions):
+        yield called
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@on_ranks(2)
+def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> None:
+    lines: list[str] = []
+    handler = mock.Mock(level=logging.WARNING, handle=lambda record: lines.append(record.getMessage()))
+    logging.getLogger("megatron_rl_patches").addHandler(handler)
+    model, optimizer = TinyModel(bf16=bf16, **PLAIN).build()
+    gradients(model, bad=False)
+    optimizer.step()  # makes the moments
+    with counted_collectives() as unpatched:
+        gradients(model, bad=False)
+        optimizer.step()
+    with applied("finite-step"), counted_collectives() as patched:
+        gradients(model, bad=False)
+        assert optimizer.step()[0]
+    assert patched == unpatched
+    assert [line for line in lines if "skipped" in line] == []
+
+    before = state_of(model, optimizer)
+    with applied("finite-step", settings=Settings(finite_step_limit=2)), counted_collectives() as patched:
+        gradients(model, bad=True)
+        finite_step.name_parameters_of(optimizer, model)
+        succeeded, norm, _ = optimizer.step()
+        assert not succeeded and norm != norm
+        assert len(patched) <= len(unpatched)
+        first = [line for line in lines if "skipped:" in line]
+        assert len(first) == (dist.get_rank() == 0) and all("is nan" in line for line in first)
+        [named] = [line for line in lines if "not finite here" in line]
+        assert named.endswith("embedding.word_embeddings.weight")  # reduced on both ranks
+        gradients(model, bad=True)
+        try:
+            optimizer.step()
+        except NonFiniteGradients as error:
+            raised = str(error)
+    assert "2 steps in a row" in raised
+    assert all(map(torch.equal, before, state_of(model, optimizer)))
+
+
+@pytest.mark.parametrize("kind", ["single", "layer-wise"])
+@on_ranks(1)  # gloo cannot gather the unequal shares of layers
+def test_optimizers_that_are_not_chained_or_layer_wise(kind: str) -> None:
+    model, optimizer = TinyModel(bf16=True, **PLAIN).build()
+    if kind == "single":
+        [optimizer] = optimizer.chained_optimizers
+    else:
+        optimizer = layer_wise(model, optimizer)
+    gradients(model, bad=False)
+    assert optimizer.step()[0]
+    before = state_of(model, optimizer)
+    with applied("finite-step"):
+        gradients(model, bad=True)
+        assert not optimizer.step()[0]
+        assert all(map(torch.equal, before, state_of(model, optimizer)))
+        gradients(model, bad=False)
+        assert optimizer.step()[0]
+    gradients(model, bad=True)
+    assert optimizer.step()[0]
+    assert any(value.isnan().any() for value in state_of(model, optimizer))
+
+
+def layer_wise(model: Sequence[Any], optimizer: Any) -> Any:
+    try:
+        from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+        from megatron.core.process_groups_config import ProcessGroupCollection
+    except ImportError:
+        pytest.skip("this release has no layer-wise optimizer")
+    adam = torch.optim.Adam([parameter for chunk in model for parameter in chunk.parameters()], lr=5e-3)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer([adam], optimizer.config, groups)

@@ -1,0 +1,100 @@
+"""The core of ``finite-step`` on a mocked optimizer, and what callers see of a step that was skipped."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_rl_patches import PatchError, Settings
+from megatron_rl_patches.errors import NonFiniteGradients
+from megatron_rl_patches.reentry import finite_step
+from megatron_rl_patches.testing import MockDDP, MockOptimizer
+
+
+class Optimizer(MockOptimizer):
+    """Has the shape of Megatron's ``step``."""
+
+    norms: tuple[float, ...] = ()
+    grad_norms_by_group: dict[str, float]
+
+    def step(self) -> Any:
+        norm, *self.norms = self.norms
+        self.result = True, norm, None
+        self.get_grad_norm()
+        return self.step_with_ready_grads(), norm, None
+
+
+@pytest.fixture
+def optimizer() -> Optimizer:
+    made = Optimizer([MockDDP()])
+    made.grad_norms_by_group = {}
+    return made
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_norm_skips_the_step_and_others_do_not(optimizer: Optimizer, bad: float) -> None:
+    optimizer.norms = (1.0, bad, 2.0)
+    results = [finite_step.step(optimizer) for _ in range(3)]
+    assert [result[0] for result in results] == [True, False, True]
+    assert str(results[1][1]) == str(bad)
+    assert optimizer.calls == ["step_with_ready_grads"] * 2
+    history = finite_step.history_of(optimizer)
+    assert (history.taken, history.skipped, history.in_row) == (2, 1, 0)
+    assert "get_grad_norm" not in vars(optimizer)
+
+
+def test_the_norm_of_a_group_counts(optimizer: Optimizer) -> None:
+    optimizer.norms, optimizer.grad_norms_by_group = (1.0,), {"mtp": math.nan}
+    assert not finite_step.step(optimizer)[0]
+
+
+def test_the_limit_counts_skips_in_a_row(optimizer: Optimizer) -> None:
+    nan = math.nan
+    optimizer.norms = (nan, 1.0, nan, nan, nan)
+    for _ in range(3):
+        finite_step.step(optimizer, limit=2)
+    with pytest.raises(NonFiniteGradients, match="2 steps in a row"):
+        finite_step.step(optimizer, limit=2)
+    assert not finite_step.step(optimizer, limit=0)[0]
+
+
+def test_names_are_those_of_bad_gradients(optimizer: Optimizer, caplog: pytest.LogCaptureFixture) -> None:
+    [chunk] = optimizer.model_chunks
+    name, parameter = list(chunk.named_parameters())[1]
+    parameter.main_grad.fill_(math.nan)
+    optimizer.norms = (math.nan, math.nan)
+    finite_step.step(optimizer)
+    skipped, named = caplog.messages
+    assert "step 1 skipped: the norm of its gradients is nan" in skipped
+    assert named.endswith(f": {name.removeprefix('module.')}")
+    finite_step.name_parameters_of(optimizer, [object()])  # looking fails, and the step goes on
+    assert not finite_step.step(optimizer)[0]
+    assert "unknown, as looking for them raised AttributeError" in caplog.messages[-1]
+
+
+def test_for_callers_that_assert_success_the_schedule_waits(optimizer: Optimizer) -> None:
+    advanced: list[int] = []
+    scheduler = SimpleNamespace(step=lambda increment: advanced.append(increment))
+    step, nan = optimizer.step, math.nan
+    optimizer.norms = (1.0, nan, nan, 1.0, nan)
+    vars(optimizer)["step"] = lambda: finite_step.step(optimizer, step)
+    with finite_step.skips_as_successes(optimizer), finite_step.schedule_waits(scheduler, optimizer):
+        scheduler.step(0)  # nothing was skipped yet
+        results = []
+        for number in range(1, 4):
+            results.append(optimizer.step())
+            scheduler.step(number)
+        optimizer.step()
+        optimizer.step()  # one of two steps since was taken
+        scheduler.step(4)
+    assert [result[0] for result in results] == [True] * 3
+    assert [math.isnan(result[1]) for result in results] == [False, True, True]
+    assert advanced == [0, 1, 4]
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(PatchError, match="finite_step_limit is -1"):
+        Settings(finite_step_limit=-1)
