@@ -10,13 +10,14 @@ PARALLEL ?= --numprocesses=2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-frameworks \
+.PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-cuda-rehearsal \
+    test-frameworks
     models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
-	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks"
+	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | test-cuda-rehearsal"
 	@echo "make models | checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
@@ -73,6 +74,10 @@ test-newest: $(NEWEST)/.installed
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
 	    tests/unit tests/real
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2
+
+# What losses would ask of a GPU, on fake tensors of the oldest and of the newest torch; it needs a C compiler, and no GPU.
+test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
+	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/rehearsal || exit 1; done
 
 # Plugins that pytest loads wherever they are installed, as in environments of users.
 BESIDE_newest := anyio pytest-asyncio pytest-cov

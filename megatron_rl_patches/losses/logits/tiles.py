@@ -29,9 +29,7 @@ _ALIGNMENT = 256
 # Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
 # to float32 at a time.
 _CONVERTED_COLUMNS = 512
-# Where torch has such a product, so large a part of it is computed at a time.
 _HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
-_PRODUCT_BYTES = 128 * _MIB
 
 
 class MainGradient(Protocol):
@@ -309,9 +307,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
-        # The product is a tensor of its own. Of few rows of logits it would be as large as the weight.
-        for rows in ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
-            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
+        # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif may_round and a.dtype == torch.bfloat16:
         total += torch.mm(a, b)
     else:
