@@ -26,7 +26,15 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "1 / samples": {"normalization": "constant", "constant_length": 1},
     "1 / (samples × longest response)": {"normalization": "constant", "constant_length": 9},
 }
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+NORM = "seq-mean-token-sum-norm"
+VERL: dict[str, dict[str, Any]] = {
+    "`token-mean`": {"loss_agg_mode": "token-mean"},
+    "`seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean"},
+    "`seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum"},
+    f"`{NORM}`": {"loss_agg_mode": NORM},
+    f"`{NORM}`, nested tensors": {"loss_agg_mode": NORM, "nested": True},
+    "the same, `loss_scale_factor` set": {"loss_agg_mode": NORM, "nested": True, "loss_scale_factor": 9},
+}
 
 
 def row(loss: str, function: jobs.OfFramework, per_token: bool, is_train_step: bool = False) -> str:
@@ -105,10 +113,9 @@ def test_verl(checkouts: Checkouts, packages: Packages, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     paths = checkouts("verl") + [str(packages.unpacked(release)) for release in TENSORDICT]
     rows = []
-    for mode in MODES:
-        function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, {"loss_agg_mode": mode})
-        rows += [
-            row(f"verl, `{mode}`", function, per_token, is_train_step=True)
-            for per_token in ((False,) if mode == "seq-mean-token-mean" else (False, True))  # it refuses
-        ]
+    for loss, options in VERL.items():
+        function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, options)
+        is_refused = options["loss_agg_mode"] == "seq-mean-token-mean"
+        for per_token in (False,) if is_refused else (False, True):
+            rows.append(row(f"verl, {loss}", function, per_token, is_train_step=True))
     check_page(rows)
