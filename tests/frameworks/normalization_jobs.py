@@ -96,6 +96,8 @@ def verl_train_step(
 
     from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments
 
+    options = dict(options)
+    nested = options.pop("nested", False)
     module = importlib.import_module(VERL_ENGINE)
     config = importlib.import_module("verl.workers.config")
     engine = object.__new__(module.MegatronEngineWithLMHead)
@@ -114,16 +116,18 @@ def verl_train_step(
     ppo_loss = importlib.import_module("verl.workers.utils.losses").ppo_loss
     with (
         mock.patch.object(module, "get_device_id", lambda: "cpu"),
-        mock.patch.object(module, "prepare_micro_batches", partial(_cut_as_given, microbatches)),
+        mock.patch.object(module, "prepare_micro_batches", partial(_cut_as_given, microbatches, nested)),
         mock.patch.object(model[0].module, "forward", partial(_isolated, model[0].module.forward)),
     ):
-        engine.forward_backward_batch(_verl_batch(microbatches), partial(ppo_loss, actor))
+        engine.forward_backward_batch(_verl_batch(microbatches, nested=nested), partial(ppo_loss, actor))
 
 
-def _cut_as_given(microbatches: list[Microbatch], data: Any, **unused: Any) -> tuple[list[Any], None]:
+def _cut_as_given(
+    microbatches: list[Microbatch], nested: bool, data: Any, **unused: Any
+) -> tuple[list[Any], None]:
     """Return verl's batches of these microbatches, with the numbers that its engine has given the whole."""
     tu = importlib.import_module("verl.utils.tensordict_utils")
-    pieces = [_verl_batch([microbatch]) for microbatch in microbatches]
+    pieces = [_verl_batch([microbatch], nested=nested) for microbatch in microbatches]
     for piece in pieces:
         names = set(data.keys()) - set(piece.keys())
         tu.assign_non_tensor(piece, **{name: tu.get_non_tensor_data(data, name, None) for name in names})
@@ -145,32 +149,39 @@ def _isolated(forward: Any, input_ids: torch.Tensor, packed_seq_params: Any, **u
     return torch.cat(logits, dim=1)
 
 
-def _verl_batch(microbatches: list[Microbatch]) -> Any:
+def _verl_batch(microbatches: list[Microbatch], *, nested: bool) -> Any:
+    """Samples without padding; masks and log-probs padded to the longest response, as ray_trainer.py does.
+
+    ``nested``: these have no padding either.
+    """
     tu = importlib.import_module("verl.utils.tensordict_utils")
     samples = [sample for microbatch in microbatches for sample in microbatch.samples]
-    responses = [len(sample["loss_mask"]) for sample in samples]
-    tokens = [sample["tokens"] for sample in samples]
-    masks = [sample["loss_mask"] for sample in samples]
-    columns = {
-        "input_ids": tokens,
-        "prompts": [sample[:-n] for sample, n in zip(tokens, responses, strict=True)],
-        "responses": [sample[-n:] for sample, n in zip(tokens, responses, strict=True)],
-        "loss_mask": masks,
-        "response_mask": masks,
-        "old_log_probs": [sample["old_log_probs"] for sample in samples],
-        "advantages": [sample["advantages"] for sample in samples],
+    longest = max(len(sample["loss_mask"]) for sample in microbatches[0].batch)
+    tokens = [(sample["tokens"], len(sample["loss_mask"])) for sample in samples]
+    unpadded = {
+        "input_ids": [sample["tokens"] for sample in samples],
+        "prompts": [sample[:-response] for sample, response in tokens],
+        "responses": [sample[-response:] for sample, response in tokens],
     }
-    nested = {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()
+    names = {"loss_mask": "loss_mask", "response_mask": "loss_mask"}
+    names |= {"old_log_probs": "old_log_probs", "advantages": "advantages"}
+    columns = {name: [sample[key] for sample in samples] for name, key in names.items()}
+    padded = {}
+    if nested:
+        unpadded |= columns
+    else:
+        padded = {
+            name: torch.stack([torch.nn.functional.pad(value, (0, longest - len(value))) for value in values])
+            for name, values in columns.items()
+        }
+    jagged = {
+        name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in unpadded.items()
     }
-    return tu.get_tensordict(
-        {"temperature": torch.ones(len(samples)), **nested},
-        {
-            "calculate_entropy": False,
-            "global_batch_size": len(microbatches[0].batch),
-            "use_dynamic_bsz": False,
-        },
-    )
+    numbers = {"calculate_entropy": False, "use_dynamic_bsz": False}
+    numbers["global_batch_size"] = len(microbatches[0].batch)
+    if not nested:
+        numbers["max_response_len"] = longest
+    return tu.get_tensordict({"temperature": torch.ones(len(samples)), **jagged, **padded}, numbers)
 
 
 def reference_loss(

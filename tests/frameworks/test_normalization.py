@@ -26,7 +26,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "1 / samples": {"normalization": "constant", "constant_length": 1},
     "1 / (samples × longest response)": {"normalization": "constant", "constant_length": 9},
 }
-MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+NORM = "seq-mean-token-sum-norm"
+VERL: dict[str, dict[str, Any]] = {
+    "`token-mean`": {"loss_agg_mode": "token-mean", "nested": True},
+    "`seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean", "nested": True},
+    "`seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum", "nested": True},
+    f"`{NORM}`, nested tensors": {"loss_agg_mode": NORM, "nested": True},
+}
 
 
 def row(loss: str, function: jobs.OfFramework, per_token: bool, is_train_step: bool = False) -> str:
@@ -99,16 +105,12 @@ def test_rollout_losses(framework: str, paths: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.frameworks
 @pytest.mark.runs("losses", ranks=[1, 2])
-@pytest.mark.timeout(900)
-def test_verl(checkouts: Checkouts, packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loss", VERL)
+def test_verl(loss: str, checkouts: Checkouts, packages: Packages, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EAGER.items():
         monkeypatch.setenv(name, value)
     paths = checkouts("verl") + [str(packages.unpacked(release)) for release in TENSORDICT]
-    rows = []
-    for mode in MODES:
-        function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, {"loss_agg_mode": mode})
-        rows += [
-            row(f"verl, `{mode}`", function, per_token, is_train_step=True)
-            for per_token in ((False,) if mode == "seq-mean-token-mean" else (False, True))  # it refuses
-        ]
-    check_page(rows)
+    function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, VERL[loss])
+    is_refused = VERL[loss]["loss_agg_mode"] == "seq-mean-token-mean"  # with calculate_per_token_loss
+    settings = (False,) if is_refused else (False, True)
+    check_page([row(f"verl, {loss}", function, per_token, is_train_step=True) for per_token in settings])

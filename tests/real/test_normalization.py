@@ -85,8 +85,8 @@ def test_a_mean_over_the_tokens_of_a_rank() -> None:
     report = check_normalization(losses.over_its_rank, losses.global_batch(), ONLY_CP)
     [row] = report.rows
     assert row.per == "token"
-    # 6 of 21 tokens are on one rank, 15 on the other.
-    assert {round(weight, 2) for weight in row.weights} == {0.7, 1.75}
+    # 16 of 21 tokens are on one rank, 5 on the other.
+    assert {round(weight, 2) for weight in row.weights} == {0.66, 2.1}
     assert report.mend == ""
 
 
