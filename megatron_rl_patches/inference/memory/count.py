@@ -5,6 +5,7 @@ A child process builds it, with torch's fake process groups, so that the caller'
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -32,7 +33,7 @@ _TORCH_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float1
 
 
 class Parameter(NamedTuple):
-    """One parameter of a model chunk, with its size on one rank."""
+    """One parameter or buffer of a model chunk, with its size on one rank."""
 
     numel: int
     #: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
@@ -41,6 +42,8 @@ class Parameter(NamedTuple):
     expert: bool
     #: It belongs to the output layer, or is the embedding that serves as one.
     head: bool = False
+    #: False: a buffer, such as the biases of a router, without gradient and optimizer state.
+    trained: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -48,16 +51,35 @@ class Parameter(NamedTuple):
         return self.numel * ITEM_SIZES[self.dtype]
 
 
+class Stage(NamedTuple):
+    """The chunks of a pipeline stage, which differ where only training has multi-token prediction."""
+
+    training: list[list[Parameter]]
+    inference_only: list[list[Parameter]]
+
+
 def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
-    """Return the parameters of a real model chunk, in the order of ``chunk.parameters()``."""
+    """Return the parameters of a real model chunk in the order of ``chunk.parameters()``, then buffers."""
     if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
         dtypes = ", ".join(sorted(unknown))
         raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
     head = _output_layer_of(unwrap(chunk))
-    return [
+    parameters = [
         Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
         for p in chunk.parameters()
     ]
+    # Megatron keeps the biases of routers in fp32: Float16Module converts them, the first forward pass back.
+    buffers = [
+        Parameter(
+            buffer.numel(),
+            "fp32" if name.endswith("expert_bias") else _TORCH_NAMES[str(buffer.dtype)],
+            expert=False,
+            trained=False,
+        )
+        for name, buffer in chunk.named_buffers()
+        if str(buffer.dtype) in _TORCH_NAMES
+    ]
+    return parameters + buffers
 
 
 def _output_layer_of(model: Any) -> set[int]:
@@ -70,10 +92,8 @@ def _output_layer_of(model: Any) -> set[int]:
     return set(map(id, [*layer.parameters(), *shared]))
 
 
-def count_parameters(
-    description: GPTDescription, sizes: ParallelSizes, dtype: str
-) -> list[list[list[Parameter]]]:
-    """Count the parameters of each chunk of each pipeline stage, in seconds and without memory for them."""
+def count_parameters(description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Stage]:
+    """Count the parameters of each pipeline stage, in seconds and without memory for them."""
 
     def plain(value: Any) -> Any:
         """Return what JSON knows in place of a pipeline's layout in a config, or of a kind of layer."""
@@ -83,7 +103,7 @@ def count_parameters(
 
 
 @functools.cache
-def _counted(task: str) -> list[list[list[Parameter]]]:
+def _counted(task: str) -> list[Stage]:
     child = subprocess.run(
         [sys.executable, "-m", __name__],
         input=task,
@@ -102,7 +122,7 @@ def _counted(task: str) -> list[list[list[Parameter]]]:
     answer = json.loads(child.stdout.splitlines()[-1])
     if isinstance(answer, str):
         raise InvalidInputError(f"Megatron does not build this model: {answer}")
-    return [[[Parameter(*p) for p in chunk] for chunk in stage] for stage in answer]
+    return [Stage(*([[Parameter(*p) for p in chunk] for chunk in use] for use in stage)) for stage in answer]
 
 
 def main() -> None:
@@ -120,7 +140,7 @@ def main() -> None:
     print(json.dumps(answer))
 
 
-def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: str) -> Iterator[list[list[Parameter]]]:
+def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: str) -> Iterator[Stage]:
     import torch
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
@@ -136,8 +156,11 @@ def _stages(description: GPTDescription, sizes: ParallelSizes, dtype: str) -> It
     for stage in range(sizes.pipeline_model_parallel_size):
         with _fake_rank(sizes, stage):
             provider = _provider(description, sizes.tensor_model_parallel_size)
-            chunks = build_inference_model(provider, config, dtype=dtype, device="meta")
-            yield [parameters_of(chunk) for chunk in chunks]
+            build = functools.partial(build_inference_model, provider, config, dtype=dtype, device="meta")
+            scoring = [parameters_of(chunk) for chunk in build()]
+            with_mtp = description.mtp_num_layers is not None
+            training = [parameters_of(chunk) for chunk in build(with_mtp=True)] if with_mtp else scoring
+            yield Stage(training, scoring)
 
 
 @contextmanager
@@ -174,7 +197,6 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import multi_latent_attention
-    from megatron.core.transformer.identity_op import IdentityOp
 
     # Some releases set HAVE_TE if their own wrapper file can be imported, and then fail on missing classes.
     multi_latent_attention.HAVE_TE = False
@@ -185,9 +207,10 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
         layers = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, **_accepted(get_gpt_decoder_block_spec, staged)
         )
-        for layer in layers.layer_specs:
-            # Core attention has no parameters, and the local implementation refuses latent attention.
-            layer.submodules.self_attention.submodules.core_attention = IdentityOp
+        layers.layer_specs = [
+            _countable(config, spec, number)
+            for number, spec in enumerate(layers.layer_specs, _first_layer(config, vp_stage))
+        ]
         return GPTModel(
             config,
             layers,
@@ -198,9 +221,56 @@ def _provider(description: GPTDescription, tensor_parallel: int) -> Callable[...
             share_embeddings_and_output_weights=not description.untie_embeddings_and_output_weights,
             position_embedding_type="learned_absolute" if positions else "rope",
             **_accepted(GPTModel, {"vp_stage": vp_stage}),
+            **({"mtp_block_spec": _mtp_spec(config, layers, staged)} if config.mtp_num_layers else {}),
         )
 
     return provide
+
+
+def _countable(config: Any, spec: Any, number: int) -> Any:
+    """Return the specification of a layer in which everything can be built without a GPU's packages."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    spec = copy.deepcopy(spec)
+    layer = spec.submodules
+    if config.multi_latent_attention:
+        # Core attention has no parameters then, and the local implementation refuses latent attention.
+        layer.self_attention.submodules.core_attention = IdentityOp
+    if getattr(config, "experimental_attention_variant", None) is None:
+        return spec
+
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.ssm import gated_delta_net
+
+    if variants.get_linear_attention_pattern(config)[number]:
+        gated_delta_net.HAVE_FLA = True  # the class refuses to be built without kernels, which only compute
+        attention = variants.get_gated_delta_net_module_spec(config, LocalSpecProvider())
+        # The norm of the input, which TransformerEngine fuses with this projection, is one of the layer here.
+        attention.submodules.in_proj = LocalSpecProvider().column_parallel_linear()
+        layer.self_attention = attention
+    return spec
+
+
+def _first_layer(config: Any, vp_stage: int | None) -> int:
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    offset: int = get_transformer_layer_offset(
+        config, **_accepted(get_transformer_layer_offset, {"vp_stage": vp_stage})
+    )
+    return offset
+
+
+def _mtp_spec(config: Any, layers: Any, staged: dict[str, Any]) -> Any:
+    """Return the layers of multi-token prediction of this chunk, which are built like the last layer."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if not layers.layer_specs:  # a stage of a pipeline's layout may have no others
+        arguments = _accepted(gpt_layer_specs.get_gpt_decoder_layer_specs, staged)
+        *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, False, **arguments)
+        layers = _countable(config, last, config.num_layers - 1)
+    block_spec = gpt_layer_specs.get_gpt_mtp_block_spec
+    return block_spec(config, layers, use_transformer_engine=False, **_accepted(block_spec, staged))
 
 
 def _accepted(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...common.chunks import as_chunks
 from ...errors import InvalidInputError
-from .count import ITEM_SIZES, Parameter, count_parameters, parameters_of
+from .count import ITEM_SIZES, Parameter, Stage, count_parameters, parameters_of
 from .model import GPTDescription as GPTDescription
 from .model import ParallelSizes as ParallelSizes
 
@@ -54,7 +54,7 @@ class Memory:
     """Bytes on one device, or in host memory for one rank, by what they hold.
 
     Attributes:
-        parameters: the weights; with the distributed optimizer, its padding included.
+        parameters: the weights and the biases of routers; with the distributed optimizer, its padding too.
         main_parameters: the copies in higher precision that Adam updates.
         main_gradients: copies of the gradients in fp32, if the buffers are not. They exist from ``step()`` to
             the next ``zero_grad()``, so also while a teacher scores.
@@ -95,6 +95,8 @@ class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
     ``with_teachers`` is training beside a pool of ``teachers`` models: the device holds one, host memory all.
+    Layers of multi-token prediction are part of ``training`` and of the numbers of parameters, but not of
+    ``inference_only`` and of teachers, as :func:`.build_inference_model` builds them.
     """
 
     stage: int
@@ -175,12 +177,13 @@ def estimate_memory(
     optimizer = optimizer or OptimizerSettings()
     stages = []
     for number, chunks in enumerate(_parameters(model, parallel, dtype, description)):
-        parameters = [parameter for chunk in chunks for parameter in chunk]
-        weights = sum(p.nbytes for p in parameters)
-        heads = teachers * sum(p.nbytes for p in parameters if p.head) if teacher_heads else 0
+        parameters = [p for chunk in chunks.training for p in chunk if p.trained]
+        scoring = [p for chunk in chunks.inference_only for p in chunk]
+        weights = sum(p.nbytes for p in scoring)
+        heads = teachers * sum(p.nbytes for p in scoring if p.head) if teacher_heads else 0
         on_device = Memory(teachers=weights if teachers else 0, teacher_heads=heads)
         pool = RankMemory(on_device, Memory(teachers=teachers * weights))
-        training = sum((_in_training(chunk, parallel, optimizer) for chunk in chunks), RankMemory())
+        training = sum((_in_training(chunk, parallel, optimizer) for chunk in chunks.training), RankMemory())
         stages.append(
             StageEstimate(
                 stage=number,
@@ -197,8 +200,7 @@ def estimate_memory(
 
 def _parameters(
     model: Any, parallel: ParallelSizes, dtype: str, description: Mapping[str, Any]
-) -> Sequence[Sequence[Sequence[Parameter]]]:
-    """Return the parameters of each chunk of each stage."""
+) -> Sequence[Stage]:
     if isinstance(model, GPTDescription) and not description:
         return count_parameters(model, parallel, dtype)
 
@@ -214,7 +216,8 @@ def _parameters(
         raise InvalidInputError(
             f"model is a {type(model).__name__}; expected: GPTDescription, TransformerConfig or model chunks"
         )
-    return [[parameters_of(chunk) for chunk in chunks]]
+    parameters = [parameters_of(chunk) for chunk in chunks]
+    return [Stage(parameters, parameters)]
 
 
 def _in_training(
@@ -224,8 +227,9 @@ def _in_training(
     # DDP has a buffer for each dtype, and others for experts.
     buffers: dict[tuple[str, bool], list[int]] = {}
     for parameter in chunk:
-        buffers.setdefault((parameter.dtype, parameter.expert), []).append(parameter.numel)
-    memory = RankMemory()
+        if parameter.trained:
+            buffers.setdefault((parameter.dtype, parameter.expert), []).append(parameter.numel)
+    memory = RankMemory(Memory(parameters=sum(p.nbytes for p in chunk if not p.trained)))
     for (dtype, expert), numels in buffers.items():
         numel = shard = sum(numels)
         if optimizer.use_distributed_optimizer:

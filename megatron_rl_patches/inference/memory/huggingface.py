@@ -29,7 +29,8 @@ _LATENT_ATTENTION = {
 class _Family(NamedTuple):
     """What is peculiar to the models of one ``model_type``.
 
-    All have a gated MLP, RMSNorm and rotary embeddings, and no biases except those of attention.
+    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has other biases than those of
+    queries, keys and values.
     """
 
     #: Field of the description -> field of the file, beside ``_NAMES``.
@@ -44,18 +45,27 @@ class _Family(NamedTuple):
     derived: Callable[[_Config], Mapping[str, Any]] = lambda text: {}
 
 
-def _qwen3_moe(text: _Config) -> Mapping[str, Any]:
+def _qwen_moe(text: _Config) -> Mapping[str, Any]:
     dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step", 1)
     layers = range(text.get("num_hidden_layers", 0))
     return {"moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]}
 
 
-def _deepseek_v3(text: _Config) -> Mapping[str, Any]:
+def _qwen3_next(text: _Config) -> Mapping[str, Any]:
+    layers = text.get("num_hidden_layers", 0)
+    every = text.get("full_attention_interval", 4)
+    kinds = text.get("layer_types") or [
+        "full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)
+    ]
+    linear = [int(kind == "linear_attention") for kind in kinds[:layers]]
+    return {**_qwen_moe(text), "linear_attention_freq": linear}
+
+
+def _deepseek(text: _Config) -> Mapping[str, Any]:
     layers = text.get("num_hidden_layers", 0)
     dense = min(text.get("first_k_dense_replace", 0), layers)
     shared_experts = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
     return {
-        "q_lora_rank": text.get("q_lora_rank"),
         "moe_shared_expert_intermediate_size": shared_experts or None,
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
     }
@@ -64,29 +74,72 @@ def _deepseek_v3(text: _Config) -> Mapping[str, Any]:
 _EXPERTS = {"num_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
 _MIXTRAL = {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
 _QK_NORM = {"qk_layernorm": True}
+_EXPERT_BIAS = {"moe_router_enable_expert_bias": True}
+_ROUTED = _EXPERTS | {"num_experts": "n_routed_experts"}
+_SHARED = _EXPERTS | {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+_DELTA_NET = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+_DEEPSEEK = _Family(
+    names=_ROUTED | _LATENT_ATTENTION,
+    fixed=_QK_NORM | {"multi_latent_attention": True},
+    derived=lambda text: {"q_lora_rank": text.get("q_lora_rank"), **_deepseek(text)},
+)
+_MISTRAL = _Family(defaults=("kv_channels",))
 _FAMILIES = {
-    "deepseek_v3": _Family(
-        names=_EXPERTS | {"num_experts": "n_routed_experts"} | _LATENT_ATTENTION,
-        fixed=_QK_NORM | {"multi_latent_attention": True},
-        derived=_deepseek_v3,
-    ),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK._replace(fixed={**_DEEPSEEK.fixed, **_EXPERT_BIAS}),
     "gemma": _Family(tied=True),
     "gemma2": _Family(tied=True),
     "gemma3_text": _Family(tied=True, fixed=_QK_NORM),
+    "glm4": _Family(),
+    "glm4_moe": _Family(
+        names=_GROUPED_ATTENTION | _ROUTED,
+        fixed=_EXPERT_BIAS,
+        derived=lambda text: {"qk_layernorm": bool(text.get("use_qk_norm")), **_deepseek(text)},
+    ),
+    "gpt_oss": _Family(
+        names=_GROUPED_ATTENTION | _MIXTRAL,
+        fixed={"add_bias_linear": True, "softmax_type": "learnable"},
+    ),
     "llama": _Family(defaults=("num_query_groups", "kv_channels")),
-    "mistral": _Family(defaults=("kv_channels",)),
+    "mistral": _MISTRAL,
+    "mistral3": _MISTRAL,
     "mixtral": _Family(names=_GROUPED_ATTENTION | _MIXTRAL, defaults=("kv_channels",)),
+    "phi3": _Family(defaults=("num_query_groups", "kv_channels")),
     "qwen2": _Family(fixed={"add_qkv_bias": True}, defaults=("kv_channels",)),
+    "qwen2_moe": _Family(
+        names=_GROUPED_ATTENTION | _SHARED,
+        fixed={"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        defaults=("kv_channels",),
+        derived=_qwen_moe,
+    ),
     "qwen3": _Family(fixed=_QK_NORM),
-    "qwen3_moe": _Family(names=_GROUPED_ATTENTION | _EXPERTS, fixed=_QK_NORM, derived=_qwen3_moe),
+    "qwen3_moe": _Family(names=_GROUPED_ATTENTION | _EXPERTS, fixed=_QK_NORM, derived=_qwen_moe),
+    "qwen3_next": _Family(
+        names=_GROUPED_ATTENTION | _SHARED | {name: name for name in _DELTA_NET},
+        fixed=_QK_NORM
+        | {
+            "moe_shared_expert_gate": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+        },
+        defaults=_DELTA_NET,
+        derived=_qwen3_next,
+    ),
 }
 
 
 def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescription:
     """Describe the language model of a Hugging Face configuration.
 
-    Of a configuration for text and images only the text part counts. Gemma's post-norms are left out, since
-    Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the parameters.
+    Of a configuration for text and images only the text part counts. The post-norms of Gemma and GLM-4 are
+    left out, since Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the
+    parameters.
 
     Args:
         config: the content of ``config.json``.
@@ -144,7 +197,9 @@ def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> 
 
 def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:
     beyond = ["mlp_bias"] if text.get("mlp_bias") else []
-    if text.get("attention_bias") and not kind.startswith("qwen"):
+    if text.get("attention_bias") and not kind.startswith(("qwen", "glm4", "gpt_oss")):
         beyond.append("attention_bias")
     layers = set(text.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kind == "qwen3_next":
+        layers -= {"linear_attention"}
     return beyond + sorted(layers)

@@ -11,12 +11,18 @@ from ...errors import InvalidInputError
 
 # Fields of TransformerConfig that change the parameters, and that a description does not have.
 _BEYOND_A_DESCRIPTION = (
-    "attention_output_gate",
-    "experimental_attention_variant",
     "heterogeneous_block_specs",
     "linear_attention_type",
     "moe_latent_size",
+)
+# Fields of a description that some releases of megatron-core do not have.
+_OF_SOME_RELEASES = (
+    "attention_output_gate",
+    "experimental_attention_variant",
+    "moe_router_enable_expert_bias",
     "moe_shared_expert_gate",
+    "mtp_num_layers",
+    "softmax_type",
 )
 _NAMES_IN_CONFIG = {
     "num_experts": "num_moe_experts",
@@ -49,7 +55,11 @@ class GPTDescription:
         learned_absolute_position_embeddings: number of positions with a learned embedding; 0 with rotary
             embeddings, which have no parameters.
         q_lora_rank: this and the next four are for ``multi_latent_attention``.
-        mtp_num_layers: only 0, as layers of multi-token prediction cannot be counted.
+        moe_router_enable_expert_bias: a router has a bias and a counter per expert, both buffers.
+        softmax_type: ``"learnable"``: each attention head has a sink.
+        experimental_attention_variant: ``"gated_delta_net"``: linear attention of sizes ``linear_*``.
+        linear_attention_freq: N: every N-th layer has ordinary attention; or a 1 (linear) or 0 per layer.
+        mtp_num_layers: layers of multi-token prediction, which a model has that trains.
     """
 
     num_layers: int
@@ -77,15 +87,27 @@ class GPTDescription:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    moe_router_enable_expert_bias: bool = False
+    moe_shared_expert_gate: bool = False
+    attention_output_gate: bool = False
+    softmax_type: str = "vanilla"
+    experimental_attention_variant: str | None = None
+    linear_attention_freq: int | Sequence[int] | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     mtp_num_layers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.mtp_num_layers:
+        if self.mtp_num_layers == 0:
+            object.__setattr__(self, "mtp_num_layers", None)
+        if (variant := self.experimental_attention_variant) not in (None, "gated_delta_net"):
             raise InvalidInputError(
-                f"mtp_num_layers is {self.mtp_num_layers}: layers of multi-token prediction cannot be "
-                "counted; set it to 0 to leave them out, or build the model and pass its chunks"
+                f"experimental_attention_variant is {variant!r}, of which only 'gated_delta_net' can be "
+                "counted; build the model and pass its chunks"
             )
-        object.__setattr__(self, "mtp_num_layers", None)  # 0 is the same
         _require_at_least_one(self, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
         if isinstance(self.moe_layer_freq, int):
             _require_at_least_one(self, ["moe_layer_freq"])
@@ -110,9 +132,21 @@ class GPTDescription:
         return cls(**{**_fields_in(config, cls), **model})
 
     def config_fields(self, config_class: Any) -> dict[str, Any]:
-        """Return the fields that ``TransformerConfig``, or ``MLATransformerConfig``, has."""
+        """Return the fields that ``TransformerConfig``, or ``MLATransformerConfig``, has.
+
+        Raises:
+            InvalidInputError: this release does not have a field that changes the parameters.
+        """
+        known = {field.name for field in fields(config_class)}
+        absent = [name for name in _OF_SOME_RELEASES if name not in known]
+        if lacking := [name for name in absent if getattr(self, name) != getattr(type(self), name)]:
+            raise InvalidInputError(
+                f"this megatron-core's {config_class.__name__} has no {', '.join(lacking)}"
+            )
         values = {_NAMES_IN_CONFIG.get(name, name): value for name, value in vars(self).items()}
-        return {field.name: values[field.name] for field in fields(config_class) if field.name in values}
+        if self.moe_router_enable_expert_bias:
+            values["moe_router_score_function"] = "sigmoid"  # Megatron has these biases with no other
+        return {name: value for name, value in values.items() if name in known}
 
 
 @dataclass(frozen=True)
