@@ -27,6 +27,7 @@ def weights_of(report: normalization.NormalizationReport, split: str) -> tuple[f
 
 @pytest.mark.parametrize("calculate_per_token_loss", [True, False])
 @pytest.mark.parametrize("normalization", ["token", "sequence"])
+@pytest.mark.slow
 def test_own_losses_weigh_the_same(normalization: Any, calculate_per_token_loss: bool) -> None:
     loss_func = partial(losses.of_package, PolicyOptions(normalization=normalization))
     report = check_normalization(
@@ -37,6 +38,7 @@ def test_own_losses_weigh_the_same(normalization: Any, calculate_per_token_loss:
     assert [row.split for row in report.rows] == list(SPLITS)
 
 
+@pytest.mark.slow
 def test_a_sum_with_its_count_needs_the_setting() -> None:
     """As the warning of ``reentrant-train`` says."""
     assert check_normalization(
@@ -58,6 +60,7 @@ def test_a_mean_over_the_microbatch() -> None:
     assert mended.same, mended
 
 
+@pytest.mark.slow
 def test_a_mean_over_the_samples_of_the_microbatch() -> None:
     """Which shows where microbatches have different numbers of samples alone."""
     report = check_normalization(losses.over_its_samples, losses.global_batch())
@@ -80,6 +83,7 @@ def test_context_parallelism_that_is_forgotten(calculate_per_token_loss: bool) -
     assert report.mend == TIMES_CP
 
 
+@pytest.mark.slow
 def test_a_mean_over_the_tokens_of_a_rank() -> None:
     """Tokens of one sample weigh differently, and no setting helps."""
     report = check_normalization(losses.over_its_rank, losses.global_batch(), ONLY_CP)
@@ -90,6 +94,7 @@ def test_a_mean_over_the_tokens_of_a_rank() -> None:
     assert report.mend == ""
 
 
+@pytest.mark.slow
 def test_a_train_step() -> None:
     """One that forgets microbatches after the first, so that some samples have no weight."""
     split = {"2 microbatches": Split(microbatches=2)}
