@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copyreg
 import io
+import random
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import FunctionType, MappingProxyType
@@ -18,6 +20,8 @@ import torch
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import pickles
 from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
+
+PROGRAMS = 200
 
 
 def _metadata(content: bytes, folder: Path) -> None:
@@ -82,6 +86,8 @@ def _items(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "__slotnames__"}
 
 
+# -- what is written by hand
+
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 _INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 _MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
@@ -100,12 +106,6 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
     "attribute of a function": (_shard, _REBUILD + _attribute("__defaults__") + b"."),
     "dict of a function": (_shard, _REBUILD + _ENTRY + b"."),
     "dict of a function in an extra state": (_extra_state, _REBUILD + _ENTRY + b"."),
-    "item of a function": (_shard, _REBUILD + b"Va\nNs."),
-    "items of a function": (_shard, _REBUILD + b"(Va\nNu."),
-    "element of a class": (_metadata, _INDEX + b"Na."),
-    "elements of a class": (_metadata, _INDEX + b"(Ne."),
-    "elements of a set that is a class": (_extra_state, b"\x80\x04" + _REBUILD + b"(N\x90."),
-    "in a file within an extra state": (_nested, _REBUILD + _ENTRY + b"."),
     "storage of the file": (_shard, _STORAGE + _ENTRY + b"."),
     "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_") + b"."),
     "member of an enum, by its name": (
@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
 def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
     load, content = HOSTILE[name]
     before = _state()
-    with pytest.raises(CheckpointError, match=r"which it has not made|Weights only load failed"):
+    with pytest.raises(CheckpointError, match="which it has not made"):
         load(content, tmp_path)
     assert _state() == before
 
@@ -136,3 +136,71 @@ def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
     finally:
         copyreg.remove_extension("torch", "Size", 1)
         copyreg.clear_extension_cache()
+
+
+# -- what is drawn by chance
+
+
+class _Program:
+    """A pickle of opcodes drawn at random: nearly all of them change an object that the pickle names."""
+
+    def __init__(self, seed: int, names: list[tuple[str, str]]) -> None:
+        self.random = random.Random(seed)
+        self.names = names
+
+    def content(self) -> bytes:
+        changes = b"".join(self.change() + b"\x940" for _ in range(self.random.randint(1, 3)))  # MEMOIZE, POP
+        return b"\x80\x04" + changes + self.target() + b"."
+
+    def change(self) -> bytes:
+        target, value = self.target(), self.random.choice([self.plain, self.target])
+        changes = [
+            self.state() + b"b",
+            self.state() + b"b" + self.state() + b"b",
+            self.attribute() + value() + b"s",
+            b"(" + self.attribute() + value() + b"u",
+            value() + b"a",
+            b"(" + value() + value() + b"e",
+            b"(" + self.plain() + b"\x90",
+        ]
+        return target + self.random.choices(changes, weights=[12, 4, 1, 1, 1, 1, 1])[0]
+
+    def target(self) -> bytes:
+        call = b"(" + b"".join(self.plain() for _ in range(self.random.randint(0, 2))) + b"t"
+        targets = [
+            self.name(),
+            self.name() + call + self.random.choice([b"R", b"\x81"]),
+            self.name() + b"(" + self.name() + self.plain() + b"tR",
+            self.random.choice([b"h\x00", b"h\x01", b"]", b"}", b"\x8f", b")", _STORAGE]),
+        ]
+        return self.random.choices(targets, weights=[5, 3, 1, 1])[0]
+
+    def state(self) -> bytes:
+        items = b"".join(
+            self.attribute() + self.random.choice([self.plain, self.name])()
+            for _ in range(self.random.randint(1, 3))
+        )
+        return self.random.choice([b"(" + items + b"d", b"(N(" + items + b"dt", self.plain()])
+
+    def attribute(self) -> bytes:
+        names = "__defaults__ __kwdefaults__ __hash__ __eq__ __init__ __new__ __dict__ __setstate__ __class__"
+        more = "__reduce_ex__ append extend fqn detach _value_"
+        return f"V{self.random.choice(f'{names} {more}'.split())}\n".encode()
+
+    def name(self) -> bytes:
+        return "c{}\n{}\n".format(*self.random.choice(self.names)).encode()
+
+    def plain(self) -> bytes:
+        return self.random.choice([b"N", b"K\x00", b"K\x01", b"VTORCH_PRESERVE_FORMAT\n", b"]", b"}", b")"])
+
+
+@pytest.mark.parametrize("load", FILES)
+def test_random_pickles_change_nothing_of_the_process(load: Callable[..., None], tmp_path: Path) -> None:
+    dtypes = [name for name, value in FILES[load].items() if isinstance(value, torch.dtype)]
+    names = [*(FILES[load].keys() - set(dtypes)), dtypes[0], ("unknown", "unknown")]
+    before = _state()
+    for seed in range(PROGRAMS):
+        content = _Program(seed, sorted(names)).content()
+        with suppress(CheckpointError):
+            load(content, tmp_path)
+        assert _state() == before, f"seed {seed}: {content!r}"
