@@ -28,10 +28,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 NORM = "seq-mean-token-sum-norm"
 VERL: dict[str, dict[str, Any]] = {
-    "`token-mean`": {"loss_agg_mode": "token-mean", "nested": True},
-    "`seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean", "nested": True},
-    "`seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum", "nested": True},
+    "`token-mean`": {"loss_agg_mode": "token-mean"},
+    "`seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean"},
+    "`seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum"},
+    f"`{NORM}`": {"loss_agg_mode": NORM},
     f"`{NORM}`, nested tensors": {"loss_agg_mode": NORM, "nested": True},
+    "the same, `loss_scale_factor` set": {"loss_agg_mode": NORM, "nested": True, "loss_scale_factor": 9},
 }
 
 
