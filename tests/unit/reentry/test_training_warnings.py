@@ -45,6 +45,7 @@ def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCa
     ("counts", "config", "is_reported"),
     [
         ([2, 6, 4], {}, True),
+        ([1, 6], {}, True),
         ([4, 4], {}, False),
         ([6], {}, False),
         ([0, 6, 0, 6], {}, False),  # stages without a loss count nothing
