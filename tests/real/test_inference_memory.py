@@ -104,6 +104,34 @@ def test_uneven_pipelines() -> None:
         assert stage.dense_parameters + stage.expert_parameters == count, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [1, 2])
+@on_ranks(2)
+def test_expert_tensor_parallelism(experts: int) -> None:
+    """The experts of TP 2 are whole on each rank with expert TP 1, spread over EP 1 or 2."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=experts,
+        expert_tensor_parallel_size=1,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=128,
+        add_bias_linear=False,
+    )
+    # initialize() of the tiny model, which also seeds, has no size for the tensor-parallel group of experts.
+    TinyModel(tp=2, seed=1).initialize()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        2, expert_model_parallel_size=experts, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+    )
+    count = _parameters_of(config, None)
+    estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
+    [stage] = everywhere(estimate)[0].stages
+    assert stage.dense_parameters + stage.expert_parameters == count
+
+
 def _parameters_of(config: TransformerConfig, stage: int | None) -> int:
     where = {"ignore_virtual": False, "vp_stage": stage}
     model = GPTModel(

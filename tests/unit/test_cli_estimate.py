@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.inference.memory import estimate as estimate_module
-from megatron_rl_patches.inference.memory.count import Parameter
+from megatron_rl_patches.inference.memory.count import Parameter, Stage
 from megatron_rl_patches.inference.memory.model import GPTDescription, ParallelSizes
 
 
@@ -40,9 +40,10 @@ class Counter:
     sizes: ParallelSizes
     dtype: str
 
-    def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Any]:
+    def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Stage]:
         self.description, self.sizes, self.dtype = description, sizes, dtype
-        return [[[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9)]
+        stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
+        return [Stage(chunks, chunks) for chunks in stages]
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Bytes of a number, and torch's name, of each dtype.
 ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# What a router has with moe_router_enable_expert_bias. Other buffers are caches of rotary embeddings.
+_ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
 _TORCH_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
 
 
@@ -59,7 +61,7 @@ class Stage(NamedTuple):
 
 
 def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
-    """Return the parameters of a real model chunk in the order of ``chunk.parameters()``, then buffers."""
+    """Return the parameters of a real model chunk, in their order, and then the buffers of its routers."""
     if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
         dtypes = ", ".join(sorted(unknown))
         raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
@@ -77,7 +79,7 @@ def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
             trained=False,
         )
         for name, buffer in chunk.named_buffers()
-        if str(buffer.dtype) in _TORCH_NAMES
+        if name.endswith(_ROUTER_BUFFERS)
     ]
     return parameters + buffers
 

@@ -37,9 +37,10 @@ MODELS = {
             "tie_word_embeddings": False,
             "attention_bias": True,
         },
-        9.4,
+        9,
         9_400_279_040,
         40 * 2 * 4096,  # two post-norms per layer
+        rounding=0.5,
     ),
     "GLM-4.5-Air": Published(
         {
@@ -136,8 +137,9 @@ MODELS = {
             "tie_word_embeddings": False,
             "pad_token_id": 32000,
         },
-        3.82,
+        3.8,
         3_821_079_552,
+        rounding=0.05,
     ),
     "Qwen3-Next-80B-A3B": Published(
         {
@@ -181,8 +183,9 @@ MODELS = {
                 "tie_word_embeddings": False,
             },
         },
-        23.57,
+        24,
         23_572_403_200,
+        rounding=0.5,
     ),
 }
 MODELS["gpt-oss-20b"] = MODELS["gpt-oss-20b"]._replace(

@@ -138,10 +138,11 @@ class TestRealModels:
         stage = one_stage(description_from_hf_config(config))
         without = one_stage(description_from_hf_config(config, mtp_num_layers=0))
         assert stage.inference_only == without.inference_only
-        # Published: the layer has 11.5 billion parameters of its own.
-        trained = stage.dense_parameters + stage.expert_parameters
-        own = trained - without.dense_parameters - without.expert_parameters
-        assert own == pytest.approx(11.5e9, rel=0.005)
+        # It is one more layer with experts, a projection from twice the hidden size, and three norms.
+        longer = one_stage(description_from_hf_config(config, mtp_num_layers=0, num_layers=5))
+        hidden = config["hidden_size"]
+        assert stage.dense_parameters - longer.dense_parameters == 2 * hidden**2 + 3 * hidden
+        assert stage.expert_parameters == longer.expert_parameters
         # One layer of four has experts: a bias and a counter for each of 256, the counter in bf16.
         weights = without.dense_parameters + without.expert_parameters
         assert without.inference_only.device.parameters == 2 * weights + 256 * (4 + 2)
