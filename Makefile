@@ -11,8 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-cuda-rehearsal \
-    test-frameworks
-    models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
+    test-frameworks models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:

@@ -192,14 +192,7 @@ def check_normalization(
 
     Each split runs on ranks of its own, on the CPU, with the same weights, and its gradient after
     ``finalize_model_grads`` is compared with that of the undivided batch: one microbatch on one rank. Call it
-    in a unit test, outside of ranks::
-
-        def loss_func(microbatch, logits):
-            log_probs = ...
-            return loss, num_tokens, {"loss": loss.detach()}
-
-        report = check_normalization(loss_func, batch, calculate_per_token_loss=True)
-        assert report.same, report
+    in a unit test, outside of ranks, and assert ``report.same``.
 
     Weights of samples, and of tokens where these do not explain the difference, are inferred from the
     gradients of batches in which all others are masked.

@@ -59,10 +59,10 @@ def inline_code() -> Iterator[tuple[str, str]]:
 
 
 def dotted_names() -> list[str]:
-    """Return every ``megatron_rl_patches.…`` on the pages that is not the name of a file."""
+    """Return every ``megatron_rl_patches.…`` on the pages that is no file, and no loss mode of verl."""
     text = "\n".join(path.read_text("utf-8") for path in paths())
     names = set(re.findall(r"\bmegatron_rl_patches(?:\.[A-Za-z_]+)+(?![\w/])", text))
-    files = (".py", ".pth", ".git", ".start", ".md", ".patches")
+    files = (".py", ".pth", ".git", ".start", ".md", ".patches", "_topk")
     return sorted(name for name in names if not name.endswith(files))
 
 

@@ -99,7 +99,7 @@ def _check_bash(block: Block, sandbox: Sandbox) -> None:
     _check_demo(block.code)
     only_exports = all(line.startswith("export ") for line in block.code.splitlines())
     code = f"{block.code}python train.py" if only_exports else block.code
-    done = _run(sandbox, code, "of_verl" if "verl" in block.page else "")
+    done = _run(sandbox, code, "of_verl" if "verl" in block.page or "verl." in block.code else "")
     assert done.returncode == 0, f"{block.place}\n{done.stdout}{done.stderr}"
     reached = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"patched"')]
     for call in sandbox.calls():

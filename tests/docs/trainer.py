@@ -22,7 +22,7 @@ def workers_variables():
         elif option.startswith(HYDRA):
             name, value = option.rpartition("env_vars.")[2].split("=", 1)
             assert not value.isdecimal(), "Hydra makes a number of it, which Ray refuses"
-            found[name] = value
+            found[name] = value.strip("'")  # which Hydra needs around a comma
     return found
 
 

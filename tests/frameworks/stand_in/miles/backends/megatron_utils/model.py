@@ -18,11 +18,14 @@ from megatron.training.training import (
     get_model,
     should_disable_forward_pre_hook,
 )
-from rl_framework import train_one_step
 from steps import NO_SYNC, install_sync_functions
 
 from ..training_utils.data import get_batch
 from .checkpoint import load_checkpoint, save_checkpoint
+
+
+def train_one_step(*step):
+    return rl_framework.train_one_step(*step)
 
 
 def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:

@@ -18,13 +18,16 @@ from megatron.training.training import (
     get_model,
     should_disable_forward_pre_hook,
 )
-from rl_framework import train_one_step
 from steps import NO_SYNC, install_sync_functions
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import get_batch
 
 __all__ = ["forward_only", "save", "train"]
+
+
+def train_one_step(*step):
+    return rl_framework.train_one_step(*step)
 
 
 def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
