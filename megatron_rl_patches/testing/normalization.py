@@ -160,12 +160,12 @@ class NormalizationReport:
 
     Attributes:
         rows: one per split.
-        mend: what makes all splits the same, computed from the measured weights or, for
+        remedy: what makes all splits the same, computed from the measured weights or, for
             ``calculate_per_token_loss``, tried; empty if nothing needs to be mended or nothing helped.
     """
 
     rows: tuple[SplitResult, ...]
-    mend: str
+    remedy: str
 
     @property
     def same(self) -> bool:
@@ -173,9 +173,9 @@ class NormalizationReport:
         return all(row.same for row in self.rows)
 
     def __str__(self) -> str:
-        mend = "none is needed" if self.same else self.mend or "none of those that were tried"
+        remedy = "none is needed" if self.same else self.remedy or "none of those that were tried"
         heading = f"{'split':<20}{'factor':<8}{'residual':<9}same as undivided"
-        return "\n".join([heading, *map(str, self.rows), f"Mended by: {mend}"])
+        return "\n".join([heading, *map(str, self.rows), f"Mended by: {remedy}"])
 
 
 def check_normalization(
@@ -236,10 +236,10 @@ def check_normalization(
         return NormalizationReport(rows, _correction(rows, batch, splits))
     if all(row.same for row in rows_of_other):
         return NormalizationReport(rows, setting)
-    mend = _correction(rows, batch, splits)
-    if not mend and (correction := _correction(rows_of_other, batch, splits)):
-        mend = f"{setting}; {correction}"
-    return NormalizationReport(rows, mend)
+    remedy = _correction(rows, batch, splits)
+    if not remedy and (correction := _correction(rows_of_other, batch, splits)):
+        remedy = f"{setting}; {correction}"
+    return NormalizationReport(rows, remedy)
 
 
 def _check(function: Any, batch: Sequence[Sample], splits: Mapping[str, Split], vocab_size: int) -> None:
@@ -334,9 +334,9 @@ def _distinct(numbers: Tensor) -> list[int]:
 def _with_only(batch: Sequence[Sample], places: Tensor) -> list[Sample]:
     """Return the batch with all tokens masked but these."""
     masks = [sample["loss_mask"] for sample in batch]
-    kept = torch.zeros_like(torch.cat(masks))
-    kept[places] = torch.cat(masks)[places]
-    pieces = torch.split(kept, [len(mask) for mask in masks])
+    only = torch.zeros_like(torch.cat(masks))
+    only[places] = torch.cat(masks)[places]
+    pieces = torch.split(only, [len(mask) for mask in masks])
     return [{**sample, "loss_mask": piece} for sample, piece in zip(batch, pieces, strict=True)]
 
 

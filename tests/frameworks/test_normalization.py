@@ -49,8 +49,8 @@ def row(loss: str, function: jobs.OfFramework, per_token: bool, is_train_step: b
     [whole] = run(function, is_train_step, per_token=per_token)
     weighs = [name for name, options in WEIGHTS.items() if _is_same(whole, run, function, options)]
     different = "; ".join(map(_cell, (result for result in report.rows if not result.same)))
-    mend = report.mend or ("" if report.same else "none was found")
-    return f"| {loss} | {per_token} | {' '.join(weighs)} | {different or 'none'} | {mend} |"
+    remedy = report.remedy or ("" if report.same else "none was found")
+    return f"| {loss} | {per_token} | {' '.join(weighs)} | {different or 'none'} | {remedy} |"
 
 
 def _is_same(whole: torch.Tensor, run: Any, function: jobs.OfFramework, options: dict[str, Any]) -> bool:

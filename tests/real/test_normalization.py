@@ -34,7 +34,7 @@ def test_own_losses_weigh_the_same(normalization: Any, calculate_per_token_loss:
         loss_func, losses.global_batch(), calculate_per_token_loss=calculate_per_token_loss
     )
     assert report.same, report
-    assert report.mend == ""
+    assert report.remedy == ""
     assert [row.split for row in report.rows] == list(SPLITS)
 
 
@@ -46,12 +46,12 @@ def test_a_sum_with_its_count_needs_the_setting() -> None:
     ).same
     report = check_normalization(losses.over_the_step, losses.global_batch())
     assert not report.same
-    assert report.mend == "calculate_per_token_loss=True"
+    assert report.remedy == "calculate_per_token_loss=True"
 
 
 def test_a_mean_over_the_microbatch() -> None:
     report = check_normalization(losses.over_its_microbatch, losses.global_batch())
-    assert report.mend == TOKENS
+    assert report.remedy == TOKENS
     # 15 tokens weigh 15 / 2 together in each microbatch, and 6 as much.
     expected = [21 / 2 / 15] * 3 + [21 / 2 / 6] * 3
     assert weights_of(report, "2 microbatches") == pytest.approx(expected, rel=1e-3)
@@ -65,7 +65,7 @@ def test_a_mean_over_the_samples_of_the_microbatch() -> None:
     """Which shows where microbatches have different numbers of samples alone."""
     report = check_normalization(losses.over_its_samples, losses.global_batch())
     assert {row.split for row in report.rows if not row.same} == {n for n in SPLITS if "budget" in n}
-    assert report.mend == SAMPLES
+    assert report.remedy == SAMPLES
 
 
 @pytest.mark.parametrize("calculate_per_token_loss", [True, False])
@@ -80,7 +80,7 @@ def test_context_parallelism_that_is_forgotten(calculate_per_token_loss: bool) -
     assert row.factor == pytest.approx(0.5, rel=1e-4)
     assert row.residual < 1e-5
     assert not row.same
-    assert report.mend == TIMES_CP
+    assert report.remedy == TIMES_CP
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_mean_over_the_tokens_of_a_rank() -> None:
     assert row.per == "token"
     # 16 of 21 tokens are on one rank, 5 on the other.
     assert {round(weight, 2) for weight in row.weights} == {0.66, 2.1}
-    assert report.mend == ""
+    assert report.remedy == ""
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_a_gpu_would_run_it(rehearsed: dict[str, Any], case: str, dtype: str) -> None:
-    found = rehearsed[f"{case}, {dtype}"]
-    assert not found["error"], found["error"]
-    assert found["waits"] == WAITS.get(case, {})
-    assert len(found["products"]) == PRODUCTS[case]
+    record = rehearsed[f"{case}, {dtype}"]
+    assert not record["error"], record["error"]
+    assert record["waits"] == WAITS.get(case, {})
+    assert len(record["products"]) == PRODUCTS[case]
