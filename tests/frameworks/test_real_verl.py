@@ -145,6 +145,12 @@ def test_memory_beyond_the_logits(verl: list[str]) -> None:
     assert gradient.data_ptr() == logits.data_ptr()
 
 
+def prepare_engine(paths: list[str]) -> None:
+    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
+    prepare(paths)
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+
+
 @pytest.fixture
 def with_tensordict(verl: list[str], packages: Packages) -> list[str]:
     return verl + [str(packages.unpacked(release)) for release in TENSORDICT]
@@ -154,9 +160,7 @@ def with_tensordict(verl: list[str], packages: Packages) -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: int) -> None:
-    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(with_tensordict)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    prepare_engine(with_tensordict)
     from tests.frameworks.verl_jobs import EngineJob
     from tests.real import tiny_gpt
 
@@ -181,9 +185,7 @@ def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: in
 @on_ranks(2, timeout=300, env=EAGER)
 def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> None:
     """Each rank has half of the experts; losses, gradient norms and scores are those without patches."""
-    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(with_tensordict)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    prepare_engine(with_tensordict)
     from tests.frameworks.verl_jobs import EngineJob
 
     runs = {}
@@ -198,9 +200,7 @@ def test_its_engine_trains_a_mixture_of_experts(with_tensordict: list[str]) -> N
 @on_ranks(1, timeout=300, env=EAGER)
 def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(with_tensordict: list[str]) -> None:
     """A NaN in one microbatch of the second rollout of three equals that rollout left out."""
-    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(with_tensordict)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    prepare_engine(with_tensordict)
     from tests.frameworks.verl_jobs import SAMPLES, EngineJob
 
     def rollouts(bad: bool) -> tuple[list[torch.Tensor], int, list[float]]:
