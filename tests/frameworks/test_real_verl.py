@@ -145,10 +145,10 @@ def test_memory_beyond_the_logits(verl: list[str]) -> None:
     assert gradient.data_ptr() == logits.data_ptr()
 
 
-def prepare_engine(paths: list[str]) -> None:
+def prepare_engine(paths: list[str], *further_stubs: str) -> None:
     importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
     prepare(paths)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft"])
+    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft", *further_stubs])
 
 
 @pytest.fixture

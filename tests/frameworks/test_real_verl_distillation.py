@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from contextlib import nullcontext
 from typing import Any
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.errors import InvalidInputError
-from tests.frameworks import import_stubs
 from tests.frameworks.test_real_lean_loss import EAGER
-from tests.frameworks.test_real_reentry import prepare
-from tests.frameworks.test_real_verl import verl, with_tensordict  # noqa: F401
+from tests.frameworks.test_real_verl import prepare_engine, verl, with_tensordict  # noqa: F401
 from tests.ranks import on_ranks
 from tests.unit.losses.logits.sizes import Sizes
 
@@ -25,12 +22,6 @@ pytestmark = pytest.mark.slow
 
 SERVERS = ["fastapi", "uvicorn"]
 VOCABULARY, K = 64, 4
-
-
-def import_verl(paths: list[str]) -> None:
-    importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(paths)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft", *SERVERS])
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
@@ -72,7 +63,7 @@ def with_tail(formula: Any) -> Any:
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_without_the_patch_it_is_truncated_and_clamped(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
     """Its gradient at TP 2 is that of its formula, which leaves out tokens: verl#7856."""
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.loss_jobs import distance
     from tests.frameworks.verl_distillation_jobs import DistillationJob, reference, teacher_table
 
@@ -94,7 +85,7 @@ def test_without_the_patch_it_is_truncated_and_clamped(with_tensordict: list[str
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.loss_jobs import distance
     from tests.frameworks.verl_distillation_jobs import DistillationJob, reference, teacher_table
 
@@ -134,7 +125,7 @@ def test_forward_kl_counts_the_tail(with_tensordict: list[str], ranks: int) -> N
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_further_objectives(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.loss_jobs import distance
     from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, reference, teacher_table
 
@@ -159,7 +150,7 @@ def test_importance_weights_are_those_of_the_policy_that_sampled(
     ranks: int,
 ) -> None:
     """The first step is that of the reverse KL; the second has another value, by the KL of the step."""
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, teacher_table
 
     metrics = {}
@@ -194,7 +185,7 @@ def score(log_probs: Tensor) -> float:
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks: int) -> None:  # noqa: F811
     """Without the tail it takes the teacher for surer than it is."""
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import DistillationJob
     from tests.real import tiny_gpt
 
@@ -218,7 +209,7 @@ def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks:
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None:  # noqa: F811
     """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import DistillationJob, teacher_table
     from tests.real import tiny_gpt
 
@@ -250,7 +241,7 @@ def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None
 @on_ranks(2, timeout=300, env=EAGER)
 def test_bad_input_is_refused_on_all_ranks(with_tensordict: list[str], problem: str) -> None:  # noqa: F811
     """One of two data-parallel ranks has it; no rank forwards anything."""
-    import_verl(with_tensordict)
+    prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import DistillationJob, teacher_table
 
     messages = {"NaN": "add up to nan", "vocabulary": "names the ids 64", "k": "topk is 65"}
