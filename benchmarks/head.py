@@ -138,8 +138,8 @@ def deferred(x: Inputs, tile_bytes: int | None = None) -> Values:
     return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x)
 
 
-def half_kept(x: Inputs) -> Values:
-    keep_bytes = len(x.targets) * len(x.weight) * x.hidden.element_size() // 2
+def kept(x: Inputs, share: float) -> Values:
+    keep_bytes = int(share * len(x.targets) * len(x.weight) * x.hidden.element_size())
     return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
 
 
@@ -218,13 +218,13 @@ def _definition(file: Path, name: str) -> Any:
 
 
 NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"
-HALF_KEPT = "deferred, half of the tiles kept"
+KEPT = {"deferred, 25% kept": 0.25, "deferred, all kept": 1.0}
 NEMO_RL = "NeMo-RL, chunks of 256"
 OURS = (
     Candidate(NAIVE, naive),
     Candidate(BASE, made),
     Candidate(DEFERRED, deferred),
-    Candidate(HALF_KEPT, half_kept),
+    *(Candidate(name, partial(kept, share=share)) for name, share in KEPT.items()),
 )
 WAYS = [candidate.name for candidate in OURS]
 SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")
@@ -242,13 +242,13 @@ ON_GPUS = (
     Candidate("Liger", liger, partial(import_module, "liger_kernel.ops.fused_linear_cross_entropy")),
     Candidate("verl's kernel", verl, partial(import_module, "verl.utils.kernel.linear_cross_entropy")),
 )
-# Half of the tiles can be kept for a backward pass only, and NeMo-RL's head has no entropy.
+# Tiles are kept for a backward alone, and NeMo-RL's head has no entropy.
 CANDIDATES = {
     ALL_ROWS: OURS + OTHERS,
     HALF: OURS,
     FROZEN: OURS + OTHERS,
-    SCORING: [candidate for candidate in OURS if candidate.name != HALF_KEPT],
-    ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (HALF_KEPT, NEMO_RL)],
+    SCORING: [candidate for candidate in OURS if candidate.name not in KEPT],
+    ENTROPY: [candidate for candidate in OURS + OTHERS if candidate.name not in (*KEPT, NEMO_RL)],
 }
 
 
@@ -398,7 +398,7 @@ def _growth(growing: Sequence[Result]) -> Iterator[dict[str, str]]:
 
 def _beside(result: Result) -> Iterator[dict[str, str]]:
     for name in result.costs[ALL_ROWS]:
-        if name != HALF_KEPT:
+        if name not in KEPT:
             yield {
                 "setup": str(result.setup),
                 "head": name,

@@ -23,7 +23,7 @@ from ..common.scopes import Scope, replaced
 from .logits.autograd import gather_sequence, sum_gradient
 from .logits.deferred import DeferredLogits, defer
 from .logits.log_probs import vocab_parallel_log_probs
-from .logits.tiles import TileOptions
+from .logits.tiles import KeepBytes, TileOptions
 
 _log = logging.getLogger(__name__)
 #: Attributes of Megatron's linear layer, or of its config, with which its forward does more than to multiply.
@@ -44,14 +44,14 @@ class _Deferral:
 
     layer: Any
     tile_bytes: int | None
-    keep_bytes: int
+    keep_bytes: KeepBytes
 
 
 _deferral: Scope[_Deferral] = Scope("deferred_output")
 
 
 @contextmanager
-def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: int = 0) -> Iterator[None]:
+def deferring(model: Any, *, tile_bytes: int | None = None, keep_bytes: KeepBytes = 0) -> Iterator[None]:
     """Let a language model return deferred logits for the length of the block, where it can.
 
     Args:
@@ -77,7 +77,7 @@ def language_model_forward(
     arguments: Mapping[str, Any],
     *,
     tile_bytes: int | None = None,
-    keep_bytes: int = 0,
+    keep_bytes: KeepBytes = 0,
 ) -> Any:
     """Call a model's forward, whose output layer defers its logits where the call returns them.
 

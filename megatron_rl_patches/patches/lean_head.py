@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..engine.patch import Patch
 from ..errors import PatchError
@@ -41,18 +41,20 @@ class LeanHeadOptions:
         lean_head_tile_bytes: how much memory the logits of one tile take; 0: 64 MiB on a CPU, 512 MiB on a
             GPU.
         lean_head_keep_bytes: how much memory forward may fill with logits in each call of a loss, which
-            backward then need not compute again.
+            backward then need not compute again; ``auto``: half of what is free on a GPU at the first
+            backward, and never more later.
 
     Raises:
         PatchError: a number is negative.
     """
 
     lean_head_tile_bytes: int = 0
-    lean_head_keep_bytes: int = 0
+    lean_head_keep_bytes: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         for name in ("lean_head_tile_bytes", "lean_head_keep_bytes"):
-            if (value := getattr(self, name)) < 0:
+            value = getattr(self, name)
+            if value != "auto" and value < 0:
                 raise PatchError(f"{name} is {value}: expected a number of bytes, 0 or more")
 
 

@@ -121,9 +121,11 @@ def reference_logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Te
     return hidden64, weight64, logits + (rounded - logits).detach()
 
 
-@pytest.mark.parametrize("options", [{}, {"tile_bytes": 1 << 16}, {"keep_bytes": 1 << 30}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tile_bytes": 1 << 16}, {"keep_bytes": 1 << 30}, {"keep_bytes": "auto"}], ids=str
+)
 @pytest.mark.parametrize("trains_weight", [True, False], ids=["trained weight", "frozen weight"])
-def test_deferred_logits(options: dict[str, int], trains_weight: bool) -> None:
+def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
     hidden, weight = weights_and_hidden()
     targets, coefficients = random_ids(ROWS), random(2, ROWS, seed=3).float()
     hidden.requires_grad_()

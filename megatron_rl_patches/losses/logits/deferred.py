@@ -21,7 +21,7 @@ from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source
 from .deferred_contents import Contents, LazyValues, Origin
 from .overwriting import check_not_overwritten
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
-from .tiles import OutputLayerRows, SumOfLogits, TileOptions, largest_logits
+from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
@@ -37,7 +37,7 @@ def deferred_logits(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     tile_bytes: int | None = None,
-    keep_bytes: int = 0,
+    keep_bytes: KeepBytes = 0,
 ) -> DeferredLogits:
     """Return the logits ``hidden @ weight.T + bias`` without computing them.
 
@@ -56,7 +56,10 @@ def deferred_logits(
         sequence_parallel: ``hidden`` is split over ``tp_group``: it is gathered here, and its gradient is
             reduce-scattered.
         tile_bytes: how much memory the logits of one tile take. Default: 64 MiB on a CPU, 512 MiB on a GPU.
-        keep_bytes: how much memory forward may fill with logits that backward then need not compute again.
+        keep_bytes: how much memory forward may fill with logits, which backward then need not compute again:
+            with all of them it multiplies three times instead of four. ``"auto"`` takes half of what is free
+            on a GPU at the first backward of the process, and never more later; before that, and on a CPU,
+            it takes nothing.
 
     Returns:
         Logits ``[..., V / tp]`` in the dtype of ``hidden``, of whole sequences. What is computed from them

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ _ALIGNMENT = 256
 # to float32 at a time.
 _CONVERTED_COLUMNS = 512
 _HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+#: What ``keep_bytes="auto"`` may keep on each GPU, from the first backward on.
+_automatic: dict[torch.device, int] = {}
+
+KeepBytes = int | Literal["auto"]
 
 
 class MainGradient(Protocol):
@@ -48,23 +52,35 @@ class TileOptions:
 
     Attributes:
         tile_bytes: size of a tile; ``None``: 64 MiB on a CPU and 512 MiB on a GPU.
-        keep_bytes: size of all tiles that forward keeps for backward, which need not be computed again.
+        keep_bytes: see :func:`.deferred_logits`.
         main_gradient: where the weight's gradient goes; ``None``: to autograd.
     """
 
     tile_bytes: int | None = None
-    keep_bytes: int = 0
+    keep_bytes: KeepBytes = 0
     main_gradient: MainGradient | None = None
 
     def __post_init__(self) -> None:
-        for name, lowest in (("tile_bytes", 1), ("keep_bytes", 0)):
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, lowest, "a number of bytes")
+        if self.tile_bytes is not None:
+            check_integer("tile_bytes", self.tile_bytes, 1, "a number of bytes")
+        if self.keep_bytes != "auto":
+            check_integer("keep_bytes", self.keep_bytes, 0, 'a number of bytes, or "auto"')
 
     def elements(self, like: Tensor) -> int:
         """Return how many logits of a dtype and a device one tile has."""
         default = 64 * _MIB if like.device.type == "cpu" else 512 * _MIB
         return max((self.tile_bytes or default) // like.element_size(), 1)
+
+    def bytes_to_keep(self, device: torch.device) -> int:
+        """Return how many bytes of logits a forward may keep on the device."""
+        if self.keep_bytes != "auto":
+            return self.keep_bytes
+        return _half_of_free_memory(device) if device in _automatic else 0
+
+    def backward_ran(self, device: torch.device) -> None:
+        """Let ``keep_bytes="auto"`` see how much memory is free on a GPU at its first backward."""
+        if self.keep_bytes == "auto" and device.type == "cuda" and device not in _automatic:
+            _half_of_free_memory(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +136,7 @@ class OutputLayerRows(LogitSource):
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
-        left = self.options.keep_bytes if self.keeps_tiles else 0
+        left = self.options.bytes_to_keep(self.device) if self.keeps_tiles else 0
         for columns in column_ranges:
             weight, bias = self._layer(columns)
             for rows in row_ranges:
@@ -161,8 +177,9 @@ class OutputLayerRows(LogitSource):
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         sums = _Gradients(self, needed)
-        for tile in self.tiles():
+        for tile in self.keeping_tiles(False).tiles():  # gradients take the place of the tiles' logits
             sums.add(tile.rows, tile.columns, compute(tile, True))
+        self.options.backward_ran(self.device)
         return sums.totals()
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
@@ -296,6 +313,17 @@ def largest_logits(layer: OutputLayerRows) -> tuple[Tensor, Tensor]:
         largest[tile.rows] = values.where(is_larger, largest[tile.rows])
         columns[tile.rows] = (indices + tile.columns.start).where(is_larger, columns[tile.rows])
     return largest, columns
+
+
+def _half_of_free_memory(device: torch.device) -> int:
+    """Return half of the memory that is free on a GPU, but never more than at an earlier call.
+
+    What torch's allocator has reserved and not allocated is free.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    _automatic[device] = min(free // 2, _automatic.get(device, free))
+    return _automatic[device]
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False) -> None:

@@ -30,7 +30,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from megatron_rl_patches.losses.logits import deferred
+from megatron_rl_patches.losses.logits import deferred, tiles
 from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
 from megatron_rl_patches.losses.logits.deferred import checked_source
 from megatron_rl_patches.losses.logits.tiles import TileOptions
@@ -300,6 +300,46 @@ def test_matrix_products(trained: Sequence[str], keep_bytes: int, products: int)
         if trained:
             values.sum().backward()  # type: ignore[no-untyped-call]
     assert sizes.products == products
+
+
+@pytest.mark.parametrize("kept", [0.3, 1.0])
+def test_every_backward_of_a_graph_returns_the_same(kept: float) -> None:
+    """Backward writes gradients over a tile's logits, so it must not keep the tile for a later backward."""
+    tensors = inputs(torch.float64)
+    size = T * V * 8
+    logits = logits_of(tensors, tile_bytes=size // 4, keep_bytes=int(kept * size)).view(T, V)
+    loss = vocab_parallel_log_probs(logits, TOKENS).sum()
+    first, *others = (torch.autograd.grad(loss, list(tensors.values()), retain_graph=True) for _ in range(4))
+    for gradients in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients, strict=True))
+
+
+def test_auto_keeps_half_of_what_is_free_at_the_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_automatic", {})
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    gpu, options = torch.device("cuda", 0), TileOptions(keep_bytes="auto")
+
+    def kept(free: int) -> int:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10_000))
+        return options.bytes_to_keep(gpu)
+
+    assert kept(1000) == 0
+    options.backward_ran(gpu)
+    assert kept(1000) == 600
+    # The optimizer has made its state; later memory is free again.
+    assert [kept(400), kept(5000)] == [300, 300]
+    options.backward_ran(gpu)
+    assert kept(5000) == 300
+
+
+def test_auto_keeps_nothing_on_a_cpu() -> None:
+    tensors = inputs()
+    for _ in range(2):
+        with Sizes() as sizes:
+            logits = logits_of(tensors, keep_bytes="auto").view(T, V)
+            vocab_parallel_log_probs(logits, TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+        assert sizes.products == 4
 
 
 # --- what other code sees
@@ -858,6 +898,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tile": ({"hidden": H8, "weight": torch.zeros(9, 8), "tile_bytes": 0}, "tile_bytes is 0"),
     "keep": ({"hidden": H8, "weight": torch.zeros(9, 8), "keep_bytes": -1}, "keep_bytes is -1"),
+    "keep word": ({"hidden": H8, "weight": torch.zeros(9, 8), "keep_bytes": "all"}, "keep_bytes is 'all'"),
     "no group": ({"hidden": H8, "weight": torch.zeros(9, 8), "sequence_parallel": True}, "without tp_group"),
 }
 
