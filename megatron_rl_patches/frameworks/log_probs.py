@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..losses.logits import log_probs
-from ..losses.logits.arguments import VocabParallelOptions
 from ..losses.logits.deferred import DeferredLogits
 from ..losses.logits.log_probs import JointBackward
+from ..losses.logits.options import VocabParallelOptions
 
 _IGNORED = -100
 _HAS_ENTROPY = "_loss_has_entropy"

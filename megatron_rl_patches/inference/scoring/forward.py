@@ -19,7 +19,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.logits.arguments import VocabParallelOptions
+from ...losses.logits.options import VocabParallelOptions
 from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch, range_of_wrong_ids
 from .schedule import Forward, Group, forward_only, vocabulary_of

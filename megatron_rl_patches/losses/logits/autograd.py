@@ -25,9 +25,12 @@ Tensors = dict[str, Any]  # by the names that errors use; some may be None
 class LogitFunction(ABC):
     """A function of rows of logits, with a gradient of its own; one object for each call.
 
-    An object has options as attributes, and no tensors: autograd saves those that backward needs, and alone
-    decides how long they live.
+    An object has no tensors as attributes: autograd saves those that backward needs, and alone decides how
+    long they live.
     """
+
+    def __init__(self, claim: StorageClaim | None = None) -> None:
+        self.claim = claim or StorageClaim(False)
 
     @abstractmethod
     def forward(self, source: Any, tensors: Tensors) -> tuple[Sequence[Tensor | None], Tensors]:

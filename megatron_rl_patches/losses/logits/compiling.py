@@ -40,7 +40,8 @@ class BlockFunction:
         compiled: whether the function is called without buffers, since the compiler needs none.
     """
 
-    def __init__(self, function: Callable[..., Any], rows: SelectedRows, fused: bool | str) -> None:
+    def __init__(self, function: Callable[..., Any], rows: SelectedRows) -> None:
+        fused = rows.options.fused
         self._function, self._required = function, fused is True
         self.compiled = self._required or (fused == "auto" and _is_worthwhile(rows))
         self._try = self.compiled

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import InvalidInputError
-from .arguments import VocabParallelOptions, check_group, check_logits, check_mask, valid_rows
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
 from .deferred_contents import Contents, LazyValues, Origin
-from .overwriting import check_not_overwritten
+from .options import DEFAULT, VocabParallelOptions, check_group
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
@@ -88,18 +87,18 @@ def deferred_logits(
     check_group(tp_group)
     if sequence_parallel and tp_group is None:
         raise InvalidInputError("sequence_parallel is True without tp_group: pass the group it is split over")
-    options = TileOptions(tile_bytes, keep_bytes)
+    tiling = TileOptions(tile_bytes, keep_bytes)
     whole = gather_sequence(hidden, tp_group) if sequence_parallel else sum_gradient(hidden, tp_group)
 
     def product() -> Tensor:
         own_bias = None if bias is None else bias.to(whole.device)
         return torch.nn.functional.linear(whole, weight.to(whole.device), own_bias)
 
-    return defer(whole, weight, bias, options, product)
+    return defer(whole, weight, bias, tiling, product)
 
 
 def defer(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, options: TileOptions, layer: Callable[[], Tensor]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tiling: TileOptions, layer: Callable[[], Tensor]
 ) -> DeferredLogits:
     """Return :class:`DeferredLogits` of whole sequences.
 
@@ -108,7 +107,7 @@ def defer(
         layer: computes the logits ``[..., V / tp]`` with a graph, for code that reads them.
     """
     hidden_th = hidden.flatten(0, -2)
-    rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), options)
+    rows = OutputLayerRows(hidden_th, weight, bias, slice(0, len(hidden_th)), tiling)
     shape = torch.Size((*hidden.shape[:-1], len(weight)))
     return _deferred(Origin(rows, shape, hidden.dtype, layer))
 
@@ -142,34 +141,6 @@ def dense(logits: Tensor, *, to_write: bool = True) -> Tensor:
             logits._contents.share(writes=False, counts=False)
         return cast("Tensor", _ToDense.apply(logits))  # type: ignore[no-untyped-call]
     return logits
-
-
-def checked_source(
-    logits: Tensor, rows: Tensor | slice | None, keep_mask: Tensor | None, options: VocabParallelOptions
-) -> tuple[LogitSource, VocabParallelOptions]:
-    """Return the rows of the logits that a loss reads, and the options with which it reads them.
-
-    Logits, rows and a mask that do not fit are rejected. What deferred logits are divided by becomes part of
-    the temperature.
-    """
-    check_logits(logits)
-    index = valid_rows(rows, logits)
-    source: LogitSource
-    divisor = logits.divisor if isinstance(logits, DeferredLogits) else 1.0
-    if isinstance(logits, DeferredLogits) and logits.is_deferred:
-        source = logits.source(index, options.block_bytes, options.inplace_backward)
-    else:
-        if isinstance(logits, DeferredLogits):
-            # Other code has written to them, and may do so again before backward reads them.
-            logits = logits.clone()
-        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
-        logits = dense(logits, to_write=options.inplace_backward)
-        logits = logits if divisor == 1 else logits * divisor
-        check_not_overwritten(logits)
-        source = SelectedRows(logits, index, options.block_bytes, options.inplace_backward)
-    if keep_mask is not None:
-        check_mask(keep_mask, source)
-    return source, replace(options, temperature=options.temperature * divisor)
 
 
 def hide_columns(logits: Tensor, start: int) -> Tensor:
@@ -290,12 +261,7 @@ class DeferredLogits(Tensor):
         rows = self._contents.rows
         return self._positions if rows is None else rows[self._positions]
 
-    def source(
-        self,
-        index: RowIndex = slice(None),
-        block_bytes: int | None = None,
-        inplace_backward: bool = False,
-    ) -> LogitSource:
+    def source(self, index: RowIndex = slice(None), options: VocabParallelOptions = DEFAULT) -> LogitSource:
         """Return rows of these logits for the functions that read tiles; they count as ``[T, V / tp]``."""
         origin, rows = self.origin, self.row_numbers.flatten()
         origin.check_unchanged()
@@ -304,7 +270,7 @@ class DeferredLogits(Tensor):
         selected = as_slice(rows[index])
         if isinstance(selected, Tensor):
             selected = on_device(selected, self.device)
-        source = origin.all_rows.select(selected, block_bytes, inplace_backward)
+        source = origin.all_rows.select(selected, options)
         if not self.requires_grad:
             return source.detached()
         if torch.is_grad_enabled():

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .arguments import in_float32
 from .deferred import DeferredLogits
 from .deferred_contents import Contents, LazyValues
+from .options import in_float32
 from .rows import on_device
 
 aten = torch.ops.aten

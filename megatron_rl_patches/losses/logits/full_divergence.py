@@ -22,7 +22,6 @@ from itertools import islice, product
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .autograd import LogitFunction, Tensors, all_gather
@@ -37,15 +36,8 @@ _MINUS_INF = float("-inf")
 # had two: measured, smaller blocks cost more in calls than a larger cache saves.
 _BUFFERS = 2
 
-#: Restores the rows of a teacher or of the old policy from so many saved tensors; and its temperature.
-_Restore = tuple[Callable[..., LogitSource], int, float]
-
-
-class Logits(NamedTuple):
-    """Logits that are read, and the number that they are divided by."""
-
-    source: LogitSource
-    temperature: float
+#: Restores the rows of a teacher or of the old policy from so many saved tensors.
+_Restore = tuple[Callable[..., LogitSource], int]
 
 
 class DivergenceOptions(NamedTuple):
@@ -54,13 +46,11 @@ class DivergenceOptions(NamedTuple):
     Attributes:
         log_weights: logarithms of the weights of the teachers' mixture, which add up to one.
         num_ids: size of the vocabulary; columns from there on count for nothing.
-        tp_group: ranks that hold the other columns.
     """
 
     divergence: Divergence
     log_weights: tuple[float, ...]
     num_ids: int
-    tp_group: dist.ProcessGroup | None
 
     @property
     def needs_normalizers(self) -> bool:
@@ -68,7 +58,7 @@ class DivergenceOptions(NamedTuple):
         return self.divergence.needs_normalizers or len(self.log_weights) > 1
 
 
-def divergence_of(student: Logits, others: Sequence[Logits], options: DivergenceOptions) -> Tensor:
+def divergence_of(student: LogitSource, others: Sequence[LogitSource], options: DivergenceOptions) -> Tensor:
     """Return the divergence ``[n]`` of the student from the teachers, which come first of ``others``.
 
     The old policy is the last of them, if the divergence needs one. All have the same ``n`` rows.
@@ -76,12 +66,12 @@ def divergence_of(student: Logits, others: Sequence[Logits], options: Divergence
     tensors: Tensors = {}
     restores: list[_Restore] = []
     for number, other in enumerate(others):
-        of_other, restore = other.source.saved()
+        of_other, restore = other.saved()
         of_whom = f"teacher {number}" if number < len(options.log_weights) else "the old policy"
         tensors |= {f"{name} of {of_whom}": tensor for name, tensor in of_other.items()}
-        restores.append((restore, len(of_other), other.temperature))
-    function = _FullDivergence(student.temperature, restores, options, student.source.claim())
-    (divergence,) = function.apply(student.source, **tensors)
+        restores.append((restore, len(of_other)))
+    function = _FullDivergence(student.claim(), restores, options)
+    (divergence,) = function.apply(student, **tensors)
     return divergence
 
 
@@ -93,17 +83,16 @@ class _FullDivergence(LogitFunction):
         masks_ruled_out: whether ids that the student rules out have no gradient; forward sets it.
     """
 
-    temperature: float
+    claim: StorageClaim
     restores: Sequence[_Restore]
     options: DivergenceOptions
-    claim: StorageClaim
     masks_ruled_out: bool = False
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
         pairs, options, divergence = self._pairs(source, tensors), self.options, self.options.divergence
         in_one_pass = False
         if options.needs_normalizers:
-            first_pass = pairs._replace(student=Logits(source.keeping_tiles(False), self.temperature))
+            first_pass = pairs._replace(student=source.keeping_tiles(False))
             normalizers = _reduced(first_pass, _normalizers, _add_exp, self.claim)
         else:
             of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
@@ -127,7 +116,7 @@ class _FullDivergence(LogitFunction):
         assert gradient is not None
         normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
         pairs = self._pairs(source, saved)
-        weights = (gradient / self.temperature)[:, None]
+        weights = (gradient / source.options.temperature)[:, None]
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
@@ -148,10 +137,8 @@ class _FullDivergence(LogitFunction):
 
     def _pairs(self, source: LogitSource, tensors: Tensors) -> _Pairs:
         remaining = iter(tensors.values())
-        others = [
-            Logits(restore(*islice(remaining, n)), temperature) for restore, n, temperature in self.restores
-        ]
-        return _Pairs(Logits(source, self.temperature), others, self.options)
+        others = [restore(*islice(remaining, n)) for restore, n in self.restores]
+        return _Pairs(source, others, self.options)
 
 
 # --- blocks
@@ -178,41 +165,40 @@ class _Block(NamedTuple):
 class _Pairs(NamedTuple):
     """The student beside the others."""
 
-    student: Logits
-    others: Sequence[Logits]
+    student: LogitSource
+    others: Sequence[LogitSource]
     options: DivergenceOptions
 
     def blocks(self, tile: Tile) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
-        dtype = self.student.source.dtype
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
         for rows, columns in product(row_ranges, column_ranges):
             part = tile.logits.of(rows, columns)
             whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
-            others = [(other.source.part(*whole), other.temperature) for other in self.others]
+            others = [other.part(*whole) for other in self.others]
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
             for place in part.blocks(_BUFFERS, widest) or [slice(0, 0)]:
-                read = [(part.read(place, None), self.student.temperature)]
-                read += [(x[place], temperature) for x, temperature in others]
-                xs = [self._prepared(x, whole[1], temperature, dtype) for x, temperature in read]
+                read = [part.read(place, None), *(x[place] for x in others)]
+                sources = self.student, *self.others
+                xs = [self._prepared(x, whole[1], of) for x, of in zip(read, sources, strict=True)]
                 yield _Block(xs, shifted(place, whole[0].start), columns, part, place)
 
     def _parts(self, tile: Tile) -> tuple[list[slice], list[slice]]:
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
         rows, columns = [slice(0, tile.logits.n)], [slice(0, tile.columns.stop - tile.columns.start)]
-        layers = [other.source for other in self.others if isinstance(other.source, OutputLayerRows)]
-        is_cut = isinstance(self.student.source, OutputLayerRows)
+        layers = [other for other in self.others if isinstance(other, OutputLayerRows)]
+        is_cut = isinstance(self.student, OutputLayerRows)
         if limiting := [layer for layer in layers if layer.is_elsewhere or not is_cut]:
             widest = max(limiting, key=lambda layer: layer.weight.shape[1])
             rows, columns = widest.sharing(len(layers)).cut(tile.logits.n, columns[0].stop)
         return rows, columns
 
-    def _prepared(self, x: Tensor, columns: slice, temperature: float, dtype: torch.dtype) -> Tensor:
-        rank = 0 if self.options.tp_group is None else dist.get_rank(self.options.tp_group)
-        counting = self.options.num_ids - rank * self.student.source.width - columns.start
+    def _prepared(self, x: Tensor, columns: slice, source: LogitSource) -> Tensor:
+        student, temperature = self.student, source.options.temperature
+        counting = self.options.num_ids - student.options.tp_rank * student.width - columns.start
         width = columns.stop - columns.start
-        x = x.to(dtype)
+        x = x.to(student.dtype)
         if temperature != 1:
             x = x / temperature
         if counting < width or x.shape[1] < width:
@@ -231,10 +217,10 @@ def _reduced(
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
     def of_tiles() -> Iterator[tuple[slice, Tensor]]:
-        for tile in pairs.student.source.tiles():
+        for tile in pairs.student.tiles():
             yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
 
-    return merge(all_gather(reduced(of_tiles(), merge), pairs.options.tp_group, claim).unbind())
+    return merge(all_gather(reduced(of_tiles(), merge), pairs.student.options.tp_group, claim).unbind())
 
 
 # --- parts of the divergence

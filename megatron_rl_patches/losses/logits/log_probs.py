@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import VocabParallelOptions, valid_targets
+from .arguments import checked_source, valid_targets
 from .autograd import LogitFunction, Tensors, without_autocast
-from .deferred import DeferredLogits, checked_source
+from .deferred import DeferredLogits
 from .log_probs_autograd import LogProbsAndEntropy, Targets
+from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, as_slice, on_device
 
 
@@ -134,13 +135,10 @@ def log_probs_and_entropy(
         joint: computes the gradient of several calls in one pass. A call that does not fit has a backward of
             its own.
     """
-    source, options = checked_source(logits, rows, keep_mask, options)
-    ids = valid_targets(targets, source, options)
-    scored = Targets.of(ids, keep_mask, source, options)
-    claim = source.claim()
-    claim.asked_for = claim.asked_for or options.others_overwrite
-    function = LogProbsAndEntropy(options, claim)
-    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source, options):
+    source = checked_source(logits, rows, options, keep_mask)
+    scored = Targets.of(valid_targets(targets, source), keep_mask, source)
+    function = LogProbsAndEntropy(source.claim())
+    if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source):
         log_probs, entropies = joint.add(logits, source, scored, function)
     else:
         log_probs, entropies = function.apply(source, **scored._asdict())
@@ -163,7 +161,7 @@ class JointBackward:
         #: Zeros ``[T, 2]`` that are added to the log-probability and the entropy of each row.
         (self._zeros,) = self._function.apply(self._origin.all_rows)
 
-    def accepts(self, logits: Tensor, source: LogitSource, options: VocabParallelOptions) -> bool:
+    def accepts(self, logits: Tensor, source: LogitSource) -> bool:
         """Return whether a call can be one of those with a common backward.
 
         Its rows must be new, with numbers in host memory, and its options those of the calls before.
@@ -175,7 +173,7 @@ class JointBackward:
             and logits.requires_grad
             and torch.is_grad_enabled()
             and not source.is_frozen
-            and self._function.options in (None, options)
+            and self._function.options in (None, source.options)
             and logits.row_numbers.device.type == "cpu"
             and not self._function.is_scored[logits.row_numbers].any()
         )
@@ -189,7 +187,7 @@ class JointBackward:
         with torch.no_grad():
             log_prob, entropy, of_rows = without_autocast(function.scores)(source, targets)
         numbers = logits.row_numbers.flatten()
-        self._function.add(numbers, of_rows, function)
+        self._function.add(numbers, of_rows, source.options)
         zeros = self._zeros[on_device(numbers, self._zeros.device)]
         return log_prob + zeros[:, 0], None if entropy is None else entropy + zeros[:, 1]
 
@@ -202,18 +200,15 @@ class _Joint(LogitFunction):
     """
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.is_scored = torch.zeros(size, dtype=torch.bool)
-        self._function: LogProbsAndEntropy | None = None
+        self.options: VocabParallelOptions | None = None
         self._numbers: list[Tensor] = []
         self._of_rows: list[Tensors] = []
 
-    @property
-    def options(self) -> VocabParallelOptions | None:
-        return None if self._function is None else self._function.options
-
-    def add(self, numbers: Tensor, of_rows: Tensors, function: LogProbsAndEntropy) -> None:
-        """Store what a function needs in backward of the rows with these numbers."""
-        self._function = function
+    def add(self, numbers: Tensor, of_rows: Tensors, options: VocabParallelOptions) -> None:
+        """Store what backward needs of the rows with these numbers."""
+        self.options = options
         self.is_scored[numbers] = True
         self._numbers.append(numbers)
         self._of_rows.append(of_rows)
@@ -224,8 +219,8 @@ class _Joint(LogitFunction):
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        (gradient,), function = gradients, self._function
-        assert gradient is not None and function is not None
+        (gradient,), options = gradients, self.options
+        assert gradient is not None and options is not None
         numbers, order = torch.cat(self._numbers).sort()
         index, order = as_slice(numbers), on_device(order, source.device)
         index = index if isinstance(index, slice) else on_device(index, source.device)
@@ -234,11 +229,8 @@ class _Joint(LogitFunction):
             for name in self._of_rows[0]
         }
         grad_log_prob, grad_entropy = gradient[index].unbind(1)
-        differentiates_entropy = function.options.with_entropy and function.options.entropy_grad
-        return function.gradients(
-            source.select(index, function.options.block_bytes),
-            of_rows,
-            needed,
-            grad_log_prob,
-            grad_entropy if differentiates_entropy else None,
+        differentiates_entropy = options.with_entropy and options.entropy_grad
+        scored = source.select(index, options)
+        return LogProbsAndEntropy().gradients(
+            scored, of_rows, needed, grad_log_prob, grad_entropy if differentiates_entropy else None
         )

@@ -15,17 +15,17 @@ no tail; OpenClaw-RL computes a cross entropy for each of k ids.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import VocabParallelOptions, valid_indices
+from .arguments import checked_source, valid_indices
 from .autograd import LogitFunction, Tensors
-from .deferred import checked_source
 from .distributions import NO_ENTRY
-from .overwriting import StorageClaim
+from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
 from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, block_statistics, stretches
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
@@ -101,25 +101,22 @@ def vocab_parallel_log_probs_at(
     options = VocabParallelOptions(
         tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
     )
-    source, options = checked_source(logits, rows, None, options)
-    indices = valid_indices(indices, source, options)
-    log_probs, log_tail = _LogProbsAt(options, source.claim()).apply(source, indices=indices)
+    source = checked_source(logits, rows, options)
+    indices = valid_indices(indices, source)
+    log_probs, log_tail = _LogProbsAt(source.claim()).apply(source, indices=indices)
     return (log_probs, log_tail) if with_tail else log_probs
 
 
 class _LogProbsAt(LogitFunction):
     """Log-probabilities at ids ``[n, K]``, negative for none, and of the tail."""
 
-    def __init__(self, options: VocabParallelOptions, claim: StorageClaim) -> None:
-        self._options, self._claim = options, claim
-
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
-        indices, options = tensors["indices"], self._options
-        local = reduced(self._statistics_of_tiles(source, indices), self._merged)
+        indices, options = tensors["indices"], source.options
+        local = reduced(_statistics_of_tiles(source, indices), partial(_merged, options.temperature))
         # Until the loop, log_probs holds the logits at the ids.
         log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
         local_tail = local[-2:].clone()
-        tail = self._sum_over_ranks(log_probs, local_tail)
+        tail = self._sum_over_ranks(log_probs, local_tail, options)
         max_logit = tail.new_empty(source.n)
         log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
         log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
@@ -146,7 +143,7 @@ class _LogProbsAt(LogitFunction):
     def gradients(
         self, source: LogitSource, saved: Tensors, needed: Sequence[bool], *gradients: Tensor | None
     ) -> Inputs:
-        indices, log_tail, options = saved.pop("indices"), saved["log_tail"], self._options
+        indices, log_tail, options = saved.pop("indices"), saved["log_tail"], source.options
         grad_log_probs, grad_log_tail = gradients
         zero = saved["tail_max"].new_zeros(())
         g = zero.expand(indices.shape) if grad_log_probs is None else grad_log_probs
@@ -158,28 +155,17 @@ class _LogProbsAt(LogitFunction):
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             part = _Gradients(*(value[tile.rows] for value in of_rows))
-            return _gradient(tile.logits, ids.in_tile(tile), part, options.temperature, in_place)
+            return _gradient(tile.logits, ids.in_tile(tile), part, in_place)
 
         return source.gradients(of_tile, needed)
 
-    def _statistics_of_tiles(self, source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
-        ids = _Ids(indices, self._options.tp_rank * source.width)
-        for tile in source.tiles():
-            logits, tail = _statistics(tile.logits, ids.in_tile(tile), self._options.temperature)
-            yield tile.rows, torch.cat([logits.T, tail])
-
-    def _merged(self, parts: Sequence[Tensor]) -> Tensor:
-        tail = merged_tail([part[-2:] for part in parts], self._options.temperature)
-        return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
-
-    def _sum_over_ranks(self, logits: Tensor, tail: Tensor) -> Tensor:
+    def _sum_over_ranks(self, logits: Tensor, tail: Tensor, options: VocabParallelOptions) -> Tensor:
         """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
 
         This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks
         have the same bits.
         """
-        options, claim, size = self._options, self._claim, self._options.tp_size
+        claim, size = self.claim, options.tp_size
         marker = claim.marker(logits, int(claim.asked_for))
         if size == 1:
             if claim.asked_for:
@@ -194,6 +180,19 @@ class _LogProbsAt(LogitFunction):
             claim.check(markers)
         logits.copy_(sent[: logits.numel()].view_as(logits))
         return tails.view(size, *tail.shape).clone()
+
+
+def _statistics_of_tiles(source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows and :func:`_statistics` of each tile, ``[K + 2, rows]``."""
+    ids = _Ids(indices, source.options.tp_rank * source.width)
+    for tile in source.tiles():
+        logits, tail = _statistics(tile.logits, ids.in_tile(tile))
+        yield tile.rows, torch.cat([logits.T, tail])
+
+
+def _merged(temperature: float, parts: Sequence[Tensor]) -> Tensor:
+    tail = merged_tail([part[-2:] for part in parts], temperature)
+    return torch.cat([torch.stack([part[:-2] for part in parts]).sum(0), tail])
 
 
 def _weight_in_tail(tails: Tensor, options: VocabParallelOptions) -> Tensor:
@@ -258,11 +257,11 @@ class _Columns(NamedTuple):
         return block.gather(1, self.column)
 
 
-def _statistics(rows: SelectedRows, ids: _Ids, temperature: float) -> tuple[Tensor, Tensor]:
+def _statistics(rows: SelectedRows, ids: _Ids) -> tuple[Tensor, Tensor]:
     """Return the logits at the ids, ``[n, K]``, 0 for those of other ranks; the tail as in :mod:`.topk`."""
     logits = rows.logits.new_empty(ids.indices.shape, dtype=rows.dtype)
     tail = logits.new_empty((2, rows.n))
-    divisor = rows.scalar(temperature)
+    divisor = rows.temperature()
     blocks = rows.blocks(buffers=2)
     scratch = rows.scratch(blocks, 2)
     for block in blocks:
@@ -318,12 +317,10 @@ class _Gradients(NamedTuple):
         return torch.where(self.has_grad[block, None], gradient, 0.0)
 
 
-def _gradient(
-    rows: SelectedRows, ids: _Ids, gradients: _Gradients, temperature: float, in_place: bool
-) -> Tensor:
+def _gradient(rows: SelectedRows, ids: _Ids, gradients: _Gradients, in_place: bool) -> Tensor:
     """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected."""
-    gradient = rows.new_gradient(in_place)
-    divisor = rows.scalar(temperature)
+    gradient, temperature = rows.new_gradient(in_place), rows.options.temperature
+    divisor = rows.temperature()
     blocks = rows.blocks(buffers=1)
     scratch = rows.scratch(blocks, int(not rows.can_be_viewed))
     for block in blocks:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from . import softmax
-from .arguments import VocabParallelOptions
 from .autograd import LogitFunction, Tensors, all_gather
-from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, Tile, reduced
 from .softmax import NO_SOFTMAX, RowGradients, SoftmaxGradient, exp_floor
 from .tiles import OutputLayerRows, add_product
@@ -25,12 +23,10 @@ class Targets(NamedTuple):
     keep_mask: Tensor | None = None  # bool [n, V / tp]
 
     @classmethod
-    def of(
-        cls, ids: Tensor, keep_mask: Tensor | None, source: LogitSource, options: VocabParallelOptions
-    ) -> Targets:
+    def of(cls, ids: Tensor, keep_mask: Tensor | None, source: LogitSource) -> Targets:
         """Return the targets that have these token ids."""
-        valid = ids != options.ignore_index
-        column = ids - options.tp_rank * source.width
+        valid = ids != source.options.ignore_index
+        column = ids - source.options.tp_rank * source.width
         is_local = valid & (column >= 0) & (column < source.width)
         return cls(torch.where(is_local, column, -1), valid, keep_mask)
 
@@ -45,12 +41,9 @@ class Targets(NamedTuple):
 class LogProbsAndEntropy(LogitFunction):
     """Log-probabilities and entropies of targets; backward gets the inputs and a few numbers per row."""
 
-    def __init__(self, options: VocabParallelOptions, claim: StorageClaim) -> None:
-        self.options, self._claim = options, claim
-
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         targets = Targets(**tensors)
-        derivative = _FrozenDerivative.of(source, targets, self.options)
+        derivative = _FrozenDerivative.of(source, targets)
         source = source if derivative is None else source.keeping_tiles(False)
         log_prob, entropy, saved = self.scores(source, targets, derivative)
         return (log_prob, entropy), {"keep_mask": targets.keep_mask, **saved}
@@ -64,7 +57,7 @@ class LogProbsAndEntropy(LogitFunction):
             Log-probabilities ``[n]``, entropies ``[n]`` if they are wanted, and what :meth:`gradients` needs
             of each row, ``[..., n]`` each.
         """
-        options, valid, has_mask = self.options, targets.valid, targets.keep_mask is not None
+        options, valid, has_mask = source.options, targets.valid, targets.keep_mask is not None
 
         def merge(parts: Sequence[Tensor]) -> Tensor:
             """Return the statistics ``[m, n]`` of all columns from those of tiles or ranks."""
@@ -73,7 +66,7 @@ class LogProbsAndEntropy(LogitFunction):
             return torch.cat([*merged, stacked[:, -1].amax(0)[None]])
 
         local = reduced(self._statistics_of_tiles(source, targets, derivative), merge).to(source.dtype)
-        merged = merge(all_gather(local, options.tp_group, self._claim).unbind())
+        merged = merge(all_gather(local, options.tp_group, self.claim).unbind())
         softmaxes, target_logit = _softmaxes(merged[:-1], has_mask), merged[-1]
         max_logit, sum_exp_minus_1 = softmaxes[0][:2]
         exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
@@ -105,7 +98,7 @@ class LogProbsAndEntropy(LogitFunction):
         """
         for tile in source.tiles():
             column, mask = targets.in_tile(tile)
-            statistics = softmax.statistics(tile.logits, column, mask, self.options)
+            statistics = softmax.statistics(tile.logits, column, mask)
             logit = tile.logits.logits[tile.logits.row_indices, column.clamp(min=0)].double()
             yield tile.rows, torch.cat([*statistics, torch.where(column < 0, float("-inf"), logit)[None]])
             if derivative is not None:
@@ -121,7 +114,7 @@ class LogProbsAndEntropy(LogitFunction):
             has_grad = (valid & (grad_log_prob != 0))[:, None]
             of_hidden = torch.where(has_grad, grad_log_prob[:, None] * saved["derivative"], 0.0)
             return source.spread(of_hidden), None, None
-        temperature = self.options.temperature
+        temperature = source.options.temperature
         targets = Targets(saved["column"], valid, saved.get("keep_mask"))
         of_log_prob = _Softmax(*saved["softmax"])
         of_entropy = of_log_prob
@@ -150,7 +143,7 @@ class LogProbsAndEntropy(LogitFunction):
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             column, mask = targets.in_tile(tile)
-            return softmax.gradient(tile.logits, of_rows.of(tile.rows), column, mask, self.options, in_place)
+            return softmax.gradient(tile.logits, of_rows.of(tile.rows), column, mask, in_place)
 
         return source.gradients(of_tile, needed)
 
@@ -204,20 +197,18 @@ class _FrozenDerivative:
     second such product, and gain nothing by it.
     """
 
-    def __init__(self, layer: OutputLayerRows, options: VocabParallelOptions) -> None:
-        self._layer, self._options = layer, options
+    def __init__(self, layer: OutputLayerRows) -> None:
+        self._layer, self._temperature = layer, layer.options.temperature
         weight = layer.weight
         self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     @classmethod
-    def of(
-        cls, source: LogitSource, targets: Targets, options: VocabParallelOptions
-    ) -> _FrozenDerivative | None:
+    def of(cls, source: LogitSource, targets: Targets) -> _FrozenDerivative | None:
         """Return empty sums, or ``None`` if backward must compute the logits again."""
         if not isinstance(source, OutputLayerRows) or not source.is_frozen or targets.keep_mask is not None:
             return None
-        return None if options.with_entropy and options.entropy_grad else cls(source, options)
+        return None if source.options.with_entropy and source.options.entropy_grad else cls(source)
 
     def add(self, tile: Tile, max_logit: Tensor, column: Tensor) -> None:
         """Add a tile, which is overwritten.
@@ -229,7 +220,7 @@ class _FrozenDerivative:
         rows = tile.rows
         highest = torch.maximum(self._max_logit[rows], max_logit)
         reference = softmax.finite(highest.to(self._exp.dtype))
-        shift = (self._max_logit[rows] - reference) / self._options.temperature
+        shift = (self._max_logit[rows] - reference) / self._temperature
         shift.clamp_(min=exp_floor(torch.float64))  # it is -inf before the first tile
         self._max_logit[rows] = highest
         self._exp[rows] *= shift.exp().to(self._exp.dtype)[:, None]
@@ -237,7 +228,7 @@ class _FrozenDerivative:
         of_rows = RowGradients(
             (reference[:, None], ones[:, None], None), NO_SOFTMAX, torch.zeros_like(ones), ones.bool()
         )
-        weights = softmax.gradient(tile.logits, of_rows, column, None, self._options, in_place=True)
+        weights = softmax.gradient(tile.logits, of_rows, column, None, in_place=True)
         add_product(self._exp[rows], weights, self._layer.weight.detach()[tile.columns], may_round=True)
 
     def finish(self, local_target: Tensor, max_logit: Tensor, sum_exp: Tensor, log_prob: Tensor) -> Tensor:
@@ -247,7 +238,7 @@ class _FrozenDerivative:
             local_target: ``[n]``, a column of this rank or -1.
             max_logit: statistics over the whole vocabulary, as ``sum_exp`` and ``log_prob``, float64 ``[n]``.
         """
-        temperature, dtype = self._options.temperature, self._exp.dtype
+        temperature, dtype = self._temperature, self._exp.dtype
         scale = ((self._max_logit - max_logit) / temperature).exp() / (sum_exp * temperature)
         target_row = self._layer.weight.detach()[local_target.clamp(min=0)].to(dtype)
         at_target = torch.where(local_target >= 0, -log_prob.expm1() / temperature, 0.0)

@@ -67,14 +67,13 @@ class StorageClaim:
             raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
 
 
-def claim_storage(logits: Tensor, inplace_backward: bool) -> StorageClaim:
+def claim_storage(logits: Tensor, claim: StorageClaim, inplace_backward: bool) -> StorageClaim:
     """Claim the logits' storage for a backward, if one will overwrite it."""
-    if not (inplace_backward and torch.is_grad_enabled() and logits.requires_grad):
-        return StorageClaim(inplace_backward)
-    reason = _reason_against(logits)
-    claim = StorageClaim(inplace_backward, _REASONS.index(reason))
-    if reason is None:
-        setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
+    if inplace_backward and torch.is_grad_enabled() and logits.requires_grad:
+        reason = _reason_against(logits)
+        claim.reason = _REASONS.index(reason)
+        if reason is None:
+            setattr(logits.untyped_storage(), _CLAIM, weakref.ref(claim))
     return claim
 
 

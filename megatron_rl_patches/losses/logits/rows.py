@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
 
 _MIB = 1 << 20
@@ -42,13 +43,12 @@ class LogitSource(ABC):
 
     Attributes:
         index: which of the ``T`` rows.
-        block_bytes: see :func:`.vocab_parallel_log_probs`, as for ``inplace_backward``.
+        options: how they are read; the temperature is that of these logits.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 
     index: RowIndex
-    block_bytes: int | None
-    inplace_backward: bool
+    options: VocabParallelOptions
     names: ClassVar[dict[str, str]]
 
     @property
@@ -70,6 +70,10 @@ class LogitSource(ABC):
     @abstractmethod
     def width(self) -> int:
         """Number of this rank's columns, ``V / tp``."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.width * self.options.tp_size
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -99,13 +103,13 @@ class LogitSource(ABC):
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         """Return the gradients of the inputs; ``None`` for one that needs none."""
 
-    @abstractmethod
     def claim(self) -> StorageClaim:
         """Claim the storage that a backward in place overwrites, if there is one."""
+        return StorageClaim(self.options.inplace_backward or self.options.others_overwrite)
 
-    def select(self: S, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False) -> S:
+    def select(self: S, index: RowIndex, options: VocabParallelOptions) -> S:
         """Return these rows of the ``T``, in place of those that are selected now."""
-        return replace(self, index=index, block_bytes=block_bytes, inplace_backward=inplace_backward)  # type: ignore[type-var]
+        return replace(self, index=index, options=options)  # type: ignore[type-var]
 
     def sharing(self: S, count: int) -> S:
         """Return the same rows with smaller tiles, of which so many take the memory of one."""
@@ -164,8 +168,7 @@ class SelectedRows(LogitSource):
 
     logits: Tensor
     index: RowIndex
-    block_bytes: int | None = None
-    inplace_backward: bool = False
+    options: VocabParallelOptions = DEFAULT
     num_logits: int | None = None
     names = {"logits": "the logits"}  # noqa: RUF012
 
@@ -182,13 +185,13 @@ class SelectedRows(LogitSource):
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         check_not_overwritten(self.logits)
         (tile,) = self.tiles()
-        gradient = compute(tile, self.inplace_backward)
-        if self.inplace_backward:
+        gradient = compute(tile, self.options.inplace_backward)
+        if self.options.inplace_backward:
             mark_overwritten(self.logits)
         return (gradient,)
 
     def claim(self) -> StorageClaim:
-        return claim_storage(self.logits, self.inplace_backward)
+        return claim_storage(self.logits, super().claim(), self.options.inplace_backward)
 
     @property
     def row_indices(self) -> Tensor:
@@ -207,7 +210,7 @@ class SelectedRows(LogitSource):
         A buffer has ``width`` columns, by default those of the logits. ``scale`` multiplies the default of
         ``block_bytes``.
         """
-        size = self.block_bytes or scale * _default_block_bytes(self.logits)
+        size = self.options.block_bytes or scale * _default_block_bytes(self.logits)
         row_bytes = max(width or self.width, 1) * self.dtype.itemsize * max(buffers, 1)
         step = max(1, size // row_bytes)
         return ranges(self.n, step)
@@ -276,14 +279,14 @@ class SelectedRows(LogitSource):
         """Return which of the ``T`` rows a block of the ``n`` is."""
         return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
 
-    def scalar(self, temperature: float) -> Tensor | None:
+    def temperature(self) -> Tensor | None:
         """Return the temperature as a tensor without dimensions, or ``None`` where it is 1.
 
         A compiled function must not see it as a number: each value would be compiled in.
         """
-        if temperature == 1:
+        if self.options.temperature == 1:
             return None
-        return torch.full((), temperature, dtype=self.dtype, device=self.logits.device)
+        return torch.full((), self.options.temperature, dtype=self.dtype, device=self.logits.device)
 
 
 def shifted(part: slice, start: int) -> slice:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import VocabParallelOptions
 from .compiling import BlockFunction
 from .rows import SelectedRows
 
@@ -66,9 +65,7 @@ def _of_rows(softmax: SoftmaxGradient, rows: slice) -> SoftmaxGradient:
     return max_logit, a, b
 
 
-def statistics(
-    rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | None, options: VocabParallelOptions
-) -> list[Tensor]:
+def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | None) -> list[Tensor]:
     """Read the rows once and return the statistics of one or two softmaxes over this rank's columns.
 
     Args:
@@ -84,6 +81,7 @@ def statistics(
         * ``sum_exp_minus_1 = sum(exp(z)) - 1`` (of a single part: 0 where no column counts),
         * ``sum_z_exp = sum(z * exp(z))``, for the entropy.
     """
+    options = rows.options
     passes: list[tuple[Tensor | None, bool]] = []  # the mask, and whether an entropy is computed
     if keep_mask is not None:
         passes.append((keep_mask, False))
@@ -93,8 +91,8 @@ def statistics(
         rows.logits.new_empty((2 + with_entropy, rows.n), dtype=torch.float64) for _, with_entropy in passes
     ]
     source = replace(rows, logits=stretches(rows.logits.detach()))
-    temperature = rows.scalar(options.temperature)
-    call = BlockFunction(block_statistics, rows, options.fused)
+    temperature = rows.temperature()
+    call = BlockFunction(block_statistics, rows)
     buffers = 1 + options.with_entropy
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else stretches(rows.scratch(blocks, buffers))
@@ -106,7 +104,7 @@ def statistics(
             for total, values in zip(result, call(x, keep, temperature, with_entropy, work), strict=True):
                 total[block] = values
     if keep_mask is not None:
-        results[0] = _with_target(results[0], rows, local_target, keep_mask, options.temperature)
+        results[0] = _with_target(results[0], rows, local_target, keep_mask)
     return results
 
 
@@ -183,7 +181,6 @@ def gradient(
     of_rows: RowGradients,
     local_target: Tensor,
     keep_mask: Tensor | None,
-    options: VocabParallelOptions,
     in_place: bool,
 ) -> Tensor:
     """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected.
@@ -193,12 +190,12 @@ def gradient(
     """
     unmasked, masked, at_target, has_grad = of_rows
     gradient = rows.new_gradient(in_place)
-    call = BlockFunction(block_gradient, rows, options.fused)
+    call = BlockFunction(block_gradient, rows)
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
     buffers = for_block + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else rows.scratch(blocks, buffers)
-    temperature = rows.scalar(options.temperature)
+    temperature = rows.temperature()
     # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
     all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
     for block in blocks:
@@ -311,12 +308,11 @@ def scaled_(z: Tensor, temperature: Tensor | None) -> Tensor:
     return z if temperature is None else z.div_(temperature)
 
 
-def _with_target(
-    statistics: Tensor, rows: SelectedRows, local_target: Tensor, keep_mask: Tensor, temperature: float
-) -> Tensor:
+def _with_target(statistics: Tensor, rows: SelectedRows, local_target: Tensor, keep_mask: Tensor) -> Tensor:
     """Add the target's own term to the statistics of the kept columns, where the mask leaves it out."""
     column = local_target.clamp(min=0)
     is_counted = (local_target < 0) | keep_mask.gather(1, column[:, None]).squeeze(1)
     logit = rows.logits.detach()[rows.row_indices, column].double()
     logit = torch.where(is_counted, _MINUS_INF, logit)
-    return merge(torch.stack([statistics, torch.stack([logit, torch.zeros_like(logit)])]), temperature)
+    of_target = torch.stack([logit, torch.zeros_like(logit)])
+    return merge(torch.stack([statistics, of_target]), rows.options.temperature)

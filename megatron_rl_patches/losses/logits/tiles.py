@@ -17,9 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .arguments import check_integer
 from .autograd import LogitFunction, Tensors, without_autocast
-from .overwriting import StorageClaim
+from .options import DEFAULT, VocabParallelOptions, check_integer
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, Tile, TileGradient, ranges
 
 _MIB = 1 << 20
@@ -98,9 +97,8 @@ class OutputLayerRows(LogitSource):
     weight: Tensor
     bias: Tensor | None
     index: RowIndex
-    options: TileOptions
-    block_bytes: int | None = None
-    inplace_backward: bool = False
+    tiling: TileOptions
+    options: VocabParallelOptions = DEFAULT
     keeps_tiles: bool = False
     kept_tiles: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -128,15 +126,12 @@ class OutputLayerRows(LogitSource):
             and not (self.weight.requires_grad or has_bias_gradient)
         )
 
-    def claim(self) -> StorageClaim:
-        return StorageClaim(self.inplace_backward)
-
     def tiles(self) -> Iterator[Tile]:
         hidden_nh = self.selected_hidden()
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
-        left = self.options.bytes_to_keep(self.device) if self.keeps_tiles else 0
+        left = self.tiling.bytes_to_keep(self.device) if self.keeps_tiles else 0
         for columns in column_ranges:
             weight, bias = self._layer(columns)
             for rows in row_ranges:
@@ -154,9 +149,7 @@ class OutputLayerRows(LogitSource):
                         torch.mm(hidden_nh[rows], weight.T, out=logits)
                     else:
                         torch.addmm(bias, hidden_nh[rows], weight.T, out=logits)
-                selected = SelectedRows(
-                    logits, slice(0, shape[0]), self.block_bytes, num_logits=self.n * self.width
-                )
+                selected = SelectedRows(logits, slice(0, shape[0]), self.options, self.n * self.width)
                 yield Tile(selected, rows, columns)
 
     def part(self, rows: slice, columns: slice) -> Tensor:
@@ -177,9 +170,10 @@ class OutputLayerRows(LogitSource):
 
     def gradients(self, compute: TileGradient, needed: Sequence[bool]) -> Inputs:
         sums = _Gradients(self, needed)
-        for tile in self.keeping_tiles(False).tiles():  # gradients take the place of the tiles' logits
+        # Gradients take the place of the tiles' logits, so none is kept for another backward.
+        for tile in replace(self, keeps_tiles=False).tiles():
             sums.add(tile.rows, tile.columns, compute(tile, True))
-        self.options.backward_ran(self.device)
+        self.tiling.backward_ran(self.device)
         return sums.totals()
 
     def gradients_of(self, gradient: Tensor, needed: Sequence[bool]) -> Inputs:
@@ -199,21 +193,16 @@ class OutputLayerRows(LogitSource):
         gradient[self.index] = of_selected
         return gradient
 
-    def select(
-        self, index: RowIndex, block_bytes: int | None = None, inplace_backward: bool = False
-    ) -> OutputLayerRows:
-        return replace(super().select(index, block_bytes, inplace_backward), kept_tiles={})
-
     def sharing(self, count: int) -> OutputLayerRows:
-        tile_bytes = self.options.elements(self.hidden) * self.hidden.element_size()
-        return replace(self, options=replace(self.options, tile_bytes=max(tile_bytes // count, 1)))
+        tile_bytes = self.tiling.elements(self.hidden) * self.hidden.element_size()
+        return replace(self, tiling=replace(self.tiling, tile_bytes=max(tile_bytes // count, 1)))
 
     def keeping_tiles(self, keeps: bool) -> OutputLayerRows:
-        return replace(self, keeps_tiles=keeps)
+        return replace(self, keeps_tiles=keeps, kept_tiles={})
 
     def cut(self, n: int, width: int) -> tuple[list[slice], list[slice]]:
         """Return the rows and the columns of the tiles of ``n`` rows and so many columns."""
-        elements = self.options.elements(self.hidden)
+        elements = self.tiling.elements(self.hidden)
         most_columns = max(elements // max(n, 1), min(elements, _FEWEST_COLUMNS))
         if self.is_elsewhere:
             most_columns = max(min(most_columns, elements // self.weight.shape[1]), 1)
@@ -230,7 +219,7 @@ class _Gradients:
     def __init__(self, layer: OutputLayerRows, needed: Sequence[bool]) -> None:
         self._layer, self._weight, self._hidden_nh = layer, layer.weight.detach(), layer.selected_hidden()
         needs_hidden, needs_weight, needs_bias = needed
-        main = layer.options.main_gradient
+        main = layer.tiling.main_gradient
         zeros, dtype = self._hidden_nh.new_zeros, layer.dtype
         self._of_hidden = zeros(self._hidden_nh.shape, dtype=dtype) if needs_hidden else None
         self._main = main.buffer() if main is not None and needs_weight else None
@@ -264,7 +253,7 @@ class _Gradients:
 
     def totals(self) -> Inputs:
         """Return the gradients of hidden states, weight and bias, in their dtypes."""
-        layer, main = self._layer, self._layer.options.main_gradient
+        layer, main = self._layer, self._layer.tiling.main_gradient
         return (
             None if self._of_hidden is None else layer.spread(self._of_hidden),
             self._of_weight if self._main is None or main is None else main.added(),
@@ -291,7 +280,7 @@ class SumOfLogits(LogitFunction):
         if needs_hidden:
             of_hidden = layer.spread((gradient * saved["weight_h"]).expand(layer.n, -1))
         if needs_weight:
-            main = layer.options.main_gradient
+            main = layer.tiling.main_gradient
             of_weight = (gradient * saved["hidden_h"]).to(layer.weight.dtype).expand_as(layer.weight)
             if main is not None and (buffer := main.buffer()) is not None:
                 buffer += of_weight

@@ -11,16 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import VocabParallelOptions, check_integer
+from .arguments import checked_source
 from .autograd import all_gather, without_autocast
-from .deferred import checked_source
 from .distributions import TopKDistribution
+from .options import VocabParallelOptions, check_integer
 from .rows import LogitSource, SelectedRows, reduced
 from .softmax import finite, merge, scaled_, sum_exp
 
@@ -56,17 +55,21 @@ def vocab_parallel_topk(
         InvalidInputError: arguments do not fit; raised on every rank alike and before the collective.
     """
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
-    source, options = checked_source(logits, rows, None, options)
-    vocab_size = source.width * options.tp_size
-    expected = f"from 1 to {vocab_size}, the size of the vocabulary"
-    k = check_integer("k", k, 1, expected, highest=vocab_size)
-    return TopKDistribution(*_topk(source, k, options))
+    source = checked_source(logits, rows, options)
+    expected = f"from 1 to {source.vocab_size}, the size of the vocabulary"
+    k = check_integer("k", k, 1, expected, highest=source.vocab_size)
+    return TopKDistribution(*_topk(source, k))
 
 
 @without_autocast
-def _topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[Tensor, Tensor, Tensor]:
+def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
-    local = reduced(_largest_of_tiles(source, k, options), partial(_merged_largest, k=k, options=options))
+    options = source.options
+
+    def merged_largest(parts: Sequence[Tensor]) -> Tensor:
+        return _merged_largest(parts, k, options.temperature)
+
+    local = reduced(_largest_of_tiles(source, k), merged_largest)
     gathered = all_gather(local, options.tp_group).unbind()
     indices = local.new_empty((source.n, k), dtype=torch.int64)
     log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
@@ -74,7 +77,7 @@ def _topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[T
         parts = [of_rank[:, block].double() for of_rank in gathered]
         for rank, part in enumerate(parts):
             part[_candidates(part) : -2] += rank * source.width
-        merged = _merged_largest(parts, k, options)
+        merged = merged_largest(parts)
         logits, ids, tail = merged[:k], merged[k : 2 * k], merged[-2:]
         z = ((logits - logits[:1]) / options.temperature).T
         log_tail_n1 = log_masses(tail[:, None].unbind(), logits[:1].T, options.temperature)
@@ -83,16 +86,14 @@ def _topk(source: LogitSource, k: int, options: VocabParallelOptions) -> tuple[T
     return indices, log_probs, log_tail
 
 
-def _largest_of_tiles(
-    source: LogitSource, k: int, options: VocabParallelOptions
-) -> Iterator[tuple[slice, Tensor]]:
+def _largest_of_tiles(source: LogitSource, k: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield the rows, and the logits, columns and tail of :func:`_largest`, of each tile.
 
     They are one tensor ``[2 * candidates + 2, rows]``. Its dtype holds columns exactly up to 16 million.
     """
     for tile in source.tiles():
         most = min(k, tile.columns.stop - tile.columns.start)
-        logits, columns, tail = _largest(tile.logits, most, options.temperature)
+        logits, columns, tail = _largest(tile.logits, most)
         columns = (columns + tile.columns.start).to(logits.dtype)
         yield tile.rows, torch.cat([logits.T, columns.T, tail])
 
@@ -101,7 +102,7 @@ def _candidates(part: Tensor) -> int:
     return len(part) // 2 - 1
 
 
-def _merged_largest(parts: Sequence[Tensor], k: int, options: VocabParallelOptions) -> Tensor:
+def _merged_largest(parts: Sequence[Tensor], k: int, temperature: float) -> Tensor:
     """Merge what :func:`_largest_of_tiles` yields; a candidate that another one displaces moves to the tail.
 
     Parts come in the order of their columns, so of equal logits the lowest column stays first.
@@ -114,11 +115,11 @@ def _merged_largest(parts: Sequence[Tensor], k: int, options: VocabParallelOptio
     displaced = logits[:, k:].T
     # Each displaced logit is a tail of one term.
     singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
-    tail = merged_tail([*(part[-2:] for part in parts), *singles], options.temperature)
+    tail = merged_tail([*(part[-2:] for part in parts), *singles], temperature)
     return torch.cat([logits[:, :k].T, columns.gather(1, order)[:, :k].T, tail])
 
 
-def _largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def _largest(rows: SelectedRows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ``k`` largest logits of each row.
 
     Returns:
@@ -129,7 +130,7 @@ def _largest(rows: SelectedRows, k: int, temperature: float) -> tuple[Tensor, Te
     logits = rows.logits.new_empty((rows.n, k), dtype=rows.dtype)
     columns = torch.empty_like(logits, dtype=torch.int64)
     tail = logits.new_zeros((2, rows.n))
-    divisor = rows.scalar(temperature)
+    divisor = rows.temperature()
     blocks = rows.blocks(buffers=1)
     scratch = rows.scratch(blocks, 1)[0]
     for block in blocks:
@@ -225,4 +226,4 @@ def total_and_tail(ids: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
 
 def blocks_of_rows(values: Tensor, k: int, options: VocabParallelOptions) -> list[slice]:
     """Cut ``n`` rows such that a handful of float64 and int64 temporaries ``[rows, k]`` fit into a block."""
-    return SelectedRows(values, slice(0, len(values)), options.block_bytes).blocks(buffers=16, width=k)
+    return SelectedRows(values, slice(0, len(values)), options).blocks(buffers=16, width=k)

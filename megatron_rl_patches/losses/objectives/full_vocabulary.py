@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import VocabParallelOptions, check_integer
+from ..logits.arguments import checked_source
 from ..logits.autograd import all_gather
-from ..logits.deferred import DeferredLogits, checked_source, deferred_logits
+from ..logits.deferred import DeferredLogits, deferred_logits
 from ..logits.distributions import Distribution
 from ..logits.divergences import DivergenceName, divergence_named
-from ..logits.full_divergence import DivergenceOptions, Logits, divergence_of
+from ..logits.full_divergence import DivergenceOptions, divergence_of
+from ..logits.options import VocabParallelOptions, check_integer
 from ..logits.rows import SelectedRows
 from .teachers import weighted
 
@@ -216,12 +217,10 @@ def full_vocabulary_divergence(
         inplace_backward=inplace_backward,
         block_bytes=block_bytes,
     )
-    source, student_options = checked_source(student, rows, None, options)
+    source = checked_source(student, rows, options)
     others = []
     for name, logits in named:
-        of_other, other_options = checked_source(
-            logits.detach(), None, None, replace(options, inplace_backward=False)
-        )
+        of_other = checked_source(logits.detach(), None, replace(options, inplace_backward=False))
         fits = of_other.width == source.width or (num_ids is not None and options.tp_size == 1)
         if of_other.n != source.n or of_other.device != source.device or not fits:
             raise InvalidInputError(
@@ -234,21 +233,14 @@ def full_vocabulary_divergence(
                 f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
                 "it is read: pass a copy, or inplace_backward=False"
             )
-        others.append(Logits(of_other, other_options.temperature))
-    most = min(source.width, *(other.source.width for other in others)) * options.tp_size
+        others.append(of_other)
+    most = min(source.width, *(other.width for other in others)) * options.tp_size
     if num_ids is not None:
         expected = f"from 1 to {most}, which all logits have"
         num_ids = check_integer("num_ids", num_ids, 1, expected, highest=most)
-    return divergence_of(
-        Logits(source.sharing(1 + len(others)), student_options.temperature),
-        others,
-        DivergenceOptions(
-            measure,
-            tuple(math.log(weight) for weight, _ in counted),
-            source.width * options.tp_size if num_ids is None else num_ids,
-            tp_group,
-        ),
-    )
+    log_weights = tuple(math.log(weight) for weight, _ in counted)
+    compared = DivergenceOptions(measure, log_weights, source.vocab_size if num_ids is None else num_ids)
+    return divergence_of(source.sharing(1 + len(others)), others, compared)
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

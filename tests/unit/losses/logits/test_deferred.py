@@ -31,8 +31,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits import deferred, tiles
-from megatron_rl_patches.losses.logits.arguments import VocabParallelOptions
-from megatron_rl_patches.losses.logits.deferred import checked_source
+from megatron_rl_patches.losses.logits.arguments import checked_source
+from megatron_rl_patches.losses.logits.options import VocabParallelOptions
 from megatron_rl_patches.losses.logits.tiles import TileOptions
 
 from .dense import IGNORE
@@ -915,8 +915,8 @@ def test_an_output_layer_in_host_memory_comes_tile_by_tile() -> None:
     width, tile_bytes = 3000, 4 * T * 1024
     hidden = torch.empty(T, H, device="meta")
     layer = {"weight": torch.ones(width, H), "bias": torch.ones(width)}
-    source, _ = checked_source(
-        deferred_logits(hidden, **layer, tile_bytes=tile_bytes), None, None, VocabParallelOptions()
+    source = checked_source(
+        deferred_logits(hidden, **layer, tile_bytes=tile_bytes), None, VocabParallelOptions()
     )
     copied = _Copied()
     with copied:
