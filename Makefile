@@ -140,7 +140,7 @@ bench: venv
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 # On a machine with a GPU and without a network, whose Python 3.12 has torch 2.11: tests, demo and benchmarks in
-# under ten minutes. `make gpu DRY=1` does the same at a small size on the CPU. GPU_ARGS="--folder FOLDER"
+# under ten minutes. `make gpu DRY=1` does the same at a small size on the CPU. GPU_ARGS="--folder FOLDER --only STEP"
 GPU_VENV ?= $(VENV)-gpu
 GPU_WHEELS ?= gpu-wheels
 gpu: $(GPU_VENV)/.installed

@@ -31,7 +31,7 @@ from .page import Benchmark, bars, join, left_out, number, table
 
 REFERENCE_ROWS, TEMPERATURE = 64, 0.8
 ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "frozen head", "scoring")
-#: Memory and errors alone.
+#: On the CPU, memory and errors alone.
 ENTROPY = "entropy"
 
 
@@ -61,11 +61,8 @@ SETUPS = (
 LARGE = (Setup(8192, 256, 65536), Setup(4096, 256, 151936, torch.bfloat16))
 # Memory and time, as rows and vocabulary grow.
 GROWING = (
-    Setup(1024, 256, 32768),
-    Setup(2048, 256, 32768),
-    Setup(4096, 256, 32768),
-    Setup(1024, 256, 65536),
-    Setup(1024, 256, 131072),
+    *(Setup(rows, 256, 32768) for rows in (1024, 2048, 4096)),
+    *(Setup(1024, 256, vocabulary) for vocabulary in (65536, 131072)),
 )
 QUICK = (Setup(256, 64, 8192),)
 
@@ -197,14 +194,14 @@ def trl_before(function: Any, x: Inputs) -> Values:
 
 
 def liger(module: Any, x: Inputs) -> Values:
-    """A loss that weighs all tokens alike, without a temperature: it computes gradients in forward."""
-    function = module.LigerFusedLinearCrossEntropyFunction
-    loss = function.apply(x.used, x.weight, x.targets, None, None, -100, 0.0, 0.0, "sum")[0]
-    return (-loss.expand(len(x.targets)),)
+    """With the environment variable ``LIGER_KERNEL_IMPL=cutile``, that of cuTile."""
+    function = module.LigerFusedLinearScaledCrossEntropyFunction
+    losses = function.apply(x.used, x.weight, x.targets, TEMPERATURE, -100, 1, x.entropy)
+    return (-losses[0], losses[1]) if x.entropy else (-losses,)
 
 
 def verl(module: Any, x: Inputs) -> Values:
-    return module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None)[:1]
+    return tuple(module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None))
 
 
 @functools.cache
@@ -219,7 +216,7 @@ def _definition(file: Path, name: str) -> Any:
 
 NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"
 KEPT = {"deferred, 25% kept": 0.25, "deferred, all kept": 1.0}
-NEMO_RL = "NeMo-RL, chunks of 256"
+NEMO_RL, LIGER, VERL = "NeMo-RL, chunks of 256", "Liger", "verl's kernel"
 OURS = (
     Candidate(NAIVE, naive),
     Candidate(BASE, made),
@@ -239,8 +236,8 @@ ON_GPUS = (
     *OURS,
     Candidate("deferred, tiles of 128 MiB", partial(deferred, tile_bytes=128 << 20)),
     Candidate("deferred, tiles of 2048 MiB", partial(deferred, tile_bytes=2048 << 20)),
-    Candidate("Liger", liger, partial(import_module, "liger_kernel.ops.fused_linear_cross_entropy")),
-    Candidate("verl's kernel", verl, partial(import_module, "verl.utils.kernel.linear_cross_entropy")),
+    Candidate(LIGER, liger, partial(import_module, "liger_kernel.ops")),
+    Candidate(VERL, verl, partial(import_module, "verl.utils.kernel.linear_cross_entropy")),
 )
 # Tiles are kept for a backward alone, and NeMo-RL's head has no entropy.
 CANDIDATES = {
@@ -436,11 +433,8 @@ def plot(results: Results, figure: Any) -> None:
     memory, duration = figure.subplots(2, 1)
     of_setup = {str(result.setup): result for result in results.large + results.setups}
     first = results.setups[0]
-
-    def peak(way: str, setup: str) -> float:
-        return of_setup[setup].memory(ALL_ROWS, way)
-
-    bars(memory, "peak beyond gradients, in float32 logits", WAYS, of_setup, peak)
+    label = "peak beyond gradients, in float32 logits"
+    bars(memory, label, WAYS, of_setup, lambda way, setup: of_setup[setup].memory(ALL_ROWS, way))
     label = "time, logits materialized with lean-loss = 1"
     bars(duration, label, WAYS, MODES, lambda way, mode: first.duration(mode, way))
     duration.set_title(str(first.setup))

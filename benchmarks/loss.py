@@ -20,7 +20,7 @@ from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
 from .candidates import Candidate, calls, revisions
 from .candidates import checkout as of_checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup
-from .measure import COPY, Call, Result, largest_error, on_ranks
+from .measure import COPY, TURNS, Call, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, met, number, table
 
 LOG_PROBS, ENTROPY, ENTROPY_GRAD = MODES = ("log-probs", "+ entropy", "+ entropy with gradient")
@@ -197,9 +197,8 @@ class Inputs(Logits):
 
 
 def measure(quick: bool) -> list[Result]:
-    if quick:
-        return on_ranks(_measure, [replace(setup, rows=128) for setup in SETUPS], turns=1)
-    return on_ranks(_measure, SETUPS)
+    setups = [replace(setup, rows=128) for setup in SETUPS] if quick else SETUPS
+    return on_ranks(_measure, setups, turns=1 if quick else TURNS)
 
 
 def _measure(setup: LogitsSetup, turns: int) -> Result:

@@ -56,11 +56,17 @@ class Cost:
     Attributes:
         milliseconds: median of the turns; not a number if there were none.
         peak_bytes: allocated at once, beyond what was allocated before and beyond the results.
+        kernels: how many kernels (on the CPU, operators) it starts, where it was profiled.
+        longest: those that take most time together, with their milliseconds.
+        share_of_copy: the least bytes per second, over the bytes per second that a copy reads and writes.
     """
 
     milliseconds: float
     peak_bytes: int
     details: tuple[float, ...] = ()
+    kernels: int = 0
+    longest: dict[str, float] = field(default_factory=dict)
+    share_of_copy: float = 0.0
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from .head import ALL_ROWS, QUICK, SCORING, SETUPS, Setup, call, deferred, inputs_of
-from .measure import Result, on_ranks
+from .measure import TURNS, Result, on_ranks
 from .page import Benchmark, table
 
 SIZES = {f"{mib} MiB": mib << 20 for mib in (2, 8, 32, 64, 128, 512)}
@@ -15,9 +15,8 @@ DEFAULT = "64 MiB"
 
 
 def measure(quick: bool) -> list[Result]:
-    if quick:
-        return on_ranks(_measure, QUICK, turns=1)
-    return on_ranks(_measure, [*SETUPS, Setup(256, 4096, 32768)])
+    setups = QUICK if quick else (*SETUPS, Setup(256, 4096, 32768))
+    return on_ranks(_measure, setups, turns=1 if quick else TURNS)
 
 
 def _measure(setup: Setup, turns: int) -> Result:
