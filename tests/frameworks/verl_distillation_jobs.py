@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl_patches.frameworks import verl_distillation
 from tests.frameworks.loss_jobs import _columns_of_rank, deferred
 from tests.frameworks.verl_jobs import SAMPLES, EngineJob
 from tests.real import tiny_gpt
@@ -167,18 +168,19 @@ class DistillationJob(EngineJob):
         whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
         leaf = whole[..., _columns_of_rank(len(self.table))].clone().requires_grad_()
         logits = deferred(leaf) if is_deferred else leaf * 1.0
-        outputs = self.engine._lm_head_logits_processor(
-            logits,
-            cut.roll(-1, 1),
-            torch.full(cut.shape, TEMPERATURE),
-            calculate_sum_pi_squared=False,
-            calculate_entropy=self.policy,
-            distillation_use_topk=True,
-            distillation_only=not self.policy,
-            logits_processor_func=self.loss,
-            batch=data,
-            data_format="thd" if self.packed else "bshd",
-        )
+        with verl_distillation._shares_logits.enter(self.policy):  # as train_mini_batch does with the patch
+            outputs = self.engine._lm_head_logits_processor(
+                logits,
+                cut.roll(-1, 1),
+                torch.full(cut.shape, TEMPERATURE),
+                calculate_sum_pi_squared=False,
+                calculate_entropy=self.policy,
+                distillation_use_topk=True,
+                distillation_only=not self.policy,
+                logits_processor_func=self.loss,
+                batch=data,
+                data_format="thd" if self.packed else "bshd",
+            )
         if self.packed:
             output = {
                 name: util.postprocess_thd_engine(values, packing, data["input_ids"], SAMPLES)
@@ -191,6 +193,7 @@ class DistillationJob(EngineJob):
         rows = self._response_rows(data, None if self.packed else cut.shape[1])
         return {
             "made": is_deferred and not logits.is_deferred,
+            "is_overwritten": not is_deferred and not torch.equal(logits, leaf / TEMPERATURE),
             "loss": float(loss.detach()),
             "least": metrics["distillation/loss_min"].values[0],
             "gradient": leaf.grad.flatten(0, 1),
