@@ -38,8 +38,6 @@ FORMULAS = {
     "reverse_kl": lambda p, q: forward_kl(q, p),
     "jsd": lambda p, q: 0.5 * forward_kl(middle(p, q, 0.5), q) + 0.5 * forward_kl(middle(p, q, 0.5), p),
     "skewed_kl": lambda p, q: forward_kl(middle(p, q, 0.1), q),
-    # While the student is the policy that sampled. Its value is that of the reverse KL, the gradient too.
-    "importance_weighted_reverse_kl": lambda p, q: (p.exp() * (p.detach() - q)).sum(1),
 }
 
 
@@ -48,12 +46,12 @@ def truncated(student: Tensor, teacher: Tensor) -> Tensor:
     return forward_kl(student.gather(1, ids), log_q)
 
 
-def with_tail(formula: Any) -> Any:
+def with_tail(formula: Any, k: int = K) -> Any:
     from tests.frameworks.verl_distillation_jobs import buckets
 
-    def compare(student: Tensor, teacher: Tensor) -> Tensor:
-        ids = teacher.topk(K, 1).indices
-        return formula(buckets(student, ids), buckets(teacher, ids))
+    def compare(student: Tensor, teacher: Tensor, *old: Tensor) -> Tensor:
+        ids = teacher.topk(k, 1).indices
+        return formula(*(buckets(one, ids) for one in (student, teacher, *old)))
 
     return compare
 
@@ -131,13 +129,13 @@ def test_further_objectives(with_tensordict: list[str], ranks: int) -> None:  # 
     from tests.frameworks.loss_jobs import distance
     from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, reference, teacher_table
 
-    for name in ("reverse_kl", "jsd", "skewed_kl"):
+    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": VOCABULARY}
+    # 40 ids are more than a rank of TP 2 has.
+    for name, k in (("reverse_kl", K), ("reverse_kl", 40), ("jsd", K), ("skewed_kl", K)):
         with applied("distillation"):
-            job = DistillationJob(
-                teacher_table(VOCABULARY), f"{OURS}{name}_topk", K, tp=ranks, vocab_size=VOCABULARY
-            )
+            job = DistillationJob(teacher_table(VOCABULARY), f"{OURS}{name}_topk", k, **sizes)
             run = job.of_logits()
-        losses, gradient = reference(run, with_tail(FORMULAS[name]))
+        losses, gradient = reference(run, with_tail(FORMULAS[name], k))
         assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
         assert distance(run["gradient"], gradient) < 1e-5
     with pytest.raises(ValueError, match="has to be selected"):
@@ -153,14 +151,21 @@ def test_importance_weights_are_those_of_the_policy_that_sampled(
 ) -> None:
     """The first step is that of the reverse KL; the second has another value, by the KL of the step."""
     prepare_engine(with_tensordict, *SERVERS)
-    from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, teacher_table
+    from tests.frameworks.loss_jobs import distance
+    from tests.frameworks.verl_distillation_jobs import OURS, DistillationJob, reference, teacher_table
 
+    old = teacher_table(VOCABULARY, seed=1)
+    sizes: dict[str, Any] = {"tp": ranks, "vocab_size": VOCABULARY}
+    loss_mode = f"{OURS}importance_weighted_reverse_kl_topk"
     metrics = {}
     with applied("distillation"):
+        run = DistillationJob(teacher_table(VOCABULARY), loss_mode, K, old=old, **sizes).of_logits()
+        formula = with_tail(lambda p, q, old: (p.exp() * (old - q)).sum(1))
+        losses, gradient = reference(run, lambda p, q: formula(p, q, old[run["tokens"]]))
+        assert run["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+        assert distance(run["gradient"], gradient) < 1e-5
         for name in ("reverse_kl", "importance_weighted_reverse_kl"):
-            job = DistillationJob(
-                teacher_table(VOCABULARY), f"{OURS}{name}_topk", K, tp=ranks, vocab_size=VOCABULARY
-            )
+            job = DistillationJob(teacher_table(VOCABULARY), f"{OURS}{name}_topk", K, **sizes)
             metrics[name] = job.update(epochs=2)
     reverse, weighted = metrics.values()
     if reverse:  # on the rank that has them

@@ -39,6 +39,7 @@ class DistillationJob(EngineJob):
         table: of the teacher.
         packed: ``use_remove_padding``.
         policy: add the policy loss, so that the log-probabilities overwrite the logits.
+        old: table of the policy that sampled, for :meth:`of_logits` of an objective that needs it.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class DistillationJob(EngineJob):
         *,
         packed: bool = True,
         policy: bool = False,
+        old: Tensor | None = None,
         **sizes: Any,
     ) -> None:
         super().__init__(**sizes)
-        self.table, self.topk, self.policy, self.packed = table, topk, policy, packed
+        self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
         self.workers = importlib.import_module("verl.workers.engine_workers")
         config = importlib.import_module("verl.workers.config")
         losses = importlib.import_module("verl.trainer.distillation.losses")
@@ -113,6 +115,8 @@ class DistillationJob(EngineJob):
         log_probs, ids = self.table[tokens.values()].topk(self.topk, 1)
         ends = tokens.offsets()[1:] - 1
         log_probs[ends], ids[ends] = 0.0, 0  # as verl fills up the last position
+        if self.old is not None:
+            log_probs = torch.cat([log_probs, buckets(self.old[tokens.values()], ids)], 1)
         for name, values in (("teacher_logprobs", log_probs.float()), ("teacher_ids", ids.int())):
             data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets())
         tu.assign_non_tensor(
@@ -199,6 +203,7 @@ class DistillationJob(EngineJob):
             "gradient": leaf.grad.flatten(0, 1),
             "student": whole.double().flatten(0, 1),
             "rows": rows,
+            "tokens": cut.flatten()[rows],
             "teacher": self.table[cut.flatten()[rows]],
         }
 
