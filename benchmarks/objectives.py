@@ -33,13 +33,15 @@ NOISE = 0.5  # of the student's logits, in nats
 PROBLEM, MEMORY = (256, 2000), (512, 32768)
 QUICK = (8, 200)
 SAMPLED, TRUNCATED, CLAMPED = "sampled token", "teacher's top-k", "teacher's top-k, clamped"
-WITH_TAIL, STUDENTS, FULL = "teacher's top-k with tail", "student's top-k with tail", "whole vocabulary"
+WITH_TAIL, REVERSE = "teacher's top-k with tail", "teacher's top-k with tail, reverse"
+STUDENTS, FULL = "student's top-k with tail", "whole vocabulary"
 #: The divergence that an objective stands for, and the bytes that a teacher sends per token.
 OBJECTIVES = {
     SAMPLED: ("reverse KL", 4),
     TRUNCATED: ("forward KL", 8 * K),
     CLAMPED: ("forward KL", 8 * K),
     WITH_TAIL: ("forward KL", 8 * K),
+    REVERSE: ("reverse KL", 8 * K),
     STUDENTS: ("reverse KL", 4 * K + 4),
     FULL: ("reverse KL", 2 * HIDDEN),
 }
@@ -97,6 +99,7 @@ def objectives(of: Problem) -> dict[str, Objective]:
         TRUNCATED: truncated,
         CLAMPED: lambda x: truncated(x).clamp(min=0.0),
         WITH_TAIL: lambda x: forward_kl(*at(x, of_teacher), of_teacher),
+        REVERSE: lambda x: reverse_kl(*at(x, of_teacher), of_teacher),
         STUDENTS: lambda x: reverse_kl(*at(x, of_student), at_students_ids),
         FULL: lambda x: full_vocabulary_divergence(x, of.teacher),
     }

@@ -171,8 +171,7 @@ def token_losses(call: Call) -> dict[str, Tensor]:
         _cut(call[name], call["data_format"], logits)
         for name in ("teacher_topk_log_probs", "teacher_topk_ids")
     )
-    how = {"tp_group": tensor_parallel_group(), "inplace_backward": True}
-    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, how)
+    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, tensor_parallel_group())
     return {name: values.view(logits.shape[:2]) for name, values in outputs.items()}
 
 
@@ -187,9 +186,14 @@ def _cut(nested: Tensor, data_format: str, logits: Tensor) -> Tensor:
 
 
 def _topk(
-    rows: Tensor, columns: Tensor, ids: Tensor, mode: Mode, floor: float | None, how: dict[str, Any]
+    rows: Tensor,
+    columns: Tensor,
+    ids: Tensor,
+    mode: Mode,
+    floor: float | None,
+    tp_group: torch.distributed.ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Compare at ``ids`` ``[n, k]`` and in the tail.
+    """Compare at ``ids`` ``[n, k]`` and in the tail; the gradient overwrites ``rows``.
 
     Args:
         columns: of the teacher ``[n, k]``; then, where the objective needs it, ``[n, k + 1]`` of the policy
@@ -208,12 +212,14 @@ def _topk(
 
     teacher = distribution(teacher.log_probs, teacher.tail_log_prob)
     old = distribution(of_old, old_tail[:, 0]) if mode.needs_old else None
-    log_probs, tail = vocab_parallel_log_probs_at(rows, ids, with_tail=True, **how)
+    log_probs, tail = vocab_parallel_log_probs_at(
+        rows, ids, with_tail=True, tp_group=tp_group, inplace_backward=True
+    )
     log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
     losses = of_buckets(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
     q, p = teacher.log_probs.exp(), log_probs.detach().exp()
     of_ids = q * (teacher.log_probs - log_probs.detach())
-    most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=how["tp_group"]).indices
+    most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=tp_group).indices
     overlap = (ids[:, :, None] == most_probable[:, None]).any(2)
     outputs = {
         "distillation_losses": losses,
