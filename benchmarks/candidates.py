@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
@@ -9,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .measure import Call, why
 
@@ -79,6 +82,20 @@ def _from_checkout(package: str, module: str) -> Any:
         if not folder and error.name == module.partition(".")[0]:
             raise ModuleNotFoundError(f"not installed, and {variable} not set") from error
         raise
+
+
+@cache
+def definition(file: Path, name: str, *needed: str) -> Any:
+    """Return one function or class of a file, without importing what the rest of the file needs.
+
+    Args:
+        needed: other functions and classes of the file that it uses.
+    """
+    tree = ast.parse(file.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in (name, *needed)]
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(tree, file, "exec"), scope)
+    return scope[name]
 
 
 def revisions(*packages: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -22,7 +23,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 
-from .candidates import Candidate, calls, checkout
+from .candidates import Candidate, calls, checkout, revisions
 from .measure import Call, Result, largest_error, on_ranks
 from .page import Benchmark, join, left_out, number, table
 
@@ -40,6 +41,7 @@ class Setup:
     hidden: int
     teacher_hidden: int
     vocabulary: int
+    dtype: torch.dtype = torch.float32
 
     @property
     def logits_bytes(self) -> int:
@@ -47,12 +49,13 @@ class Setup:
         return 4 * self.rows * self.vocabulary
 
     def __str__(self) -> str:
-        return f"[{self.rows}, {self.hidden}] and [{self.rows}, {self.teacher_hidden}] × {self.vocabulary}"
+        layers = f"[{self.rows}, {self.hidden}] and [{self.rows}, {self.teacher_hidden}] × {self.vocabulary}"
+        return f"{layers}, {str(self.dtype).removeprefix('torch.')}"
 
 
 SETUPS = (Setup(512, 1024, 1024, 32768), Setup(128, 512, 1024, 151936))
 # Memory alone, of the reverse KL.
-LARGE = (Setup(4096, 256, 256, 65536),)
+LARGE = (Setup(4096, 256, 256, 65536), Setup(4096, 256, 256, 65536, torch.bfloat16))
 QUICK = Setup(128, 64, 96, 4096)
 # Vocabulary and rows of the distributions by which the bias of a top-k is measured, and the exponents of
 # their power laws.
@@ -75,8 +78,9 @@ def inputs_of(setup: Setup) -> Inputs:
     generator = torch.Generator().manual_seed(0)
 
     def layer(hidden: int, trained: bool) -> tuple[Tensor, Tensor]:
-        states = torch.randn(setup.rows, hidden, generator=generator)
+        states = torch.randn(setup.rows, hidden, generator=generator).to(setup.dtype)
         weight = 3 * torch.randn(setup.vocabulary, hidden, generator=generator) / hidden**0.5
+        weight = weight.to(setup.dtype)
         return states.requires_grad_(trained), weight.requires_grad_(trained)
 
     hidden, weight = layer(setup.hidden, trained=True)
@@ -119,10 +123,28 @@ def trl(module: Any, x: Inputs, divergence: str) -> Tensor:
     return values
 
 
+def nemo_rl_function() -> Any:
+    """The divergence of NeMo-RL#3978, which older checkouts do not have."""
+    module = checkout("nemo-rl", "nemo_rl.distributed.model_utils")()
+    return module.ChunkedDistributedReverseKLToFixedLogits
+
+
+def nemo_rl(function: Any, x: Inputs, divergence: str) -> Tensor:
+    """With the logits of all rows of both sides, as its loss has them, and its default of 1,024 rows."""
+    if divergence != "reverse_kl":
+        raise NotImplementedError("has the reverse KL alone")
+    student = linear(x.hidden, x.weight)[None].div_(TEMPERATURE)
+    with torch.no_grad():
+        teacher = linear(x.teacher_hidden, x.teacher_weight)[None].div_(TEMPERATURE)
+    values: Tensor = function.apply(student, teacher, 1024, dist.group.WORLD, False)
+    return values[0]
+
+
 CANDIDATES = (
     Candidate("formula, autograd", naive),
     Candidate("logits materialized", partial(ours, linear)),
     Candidate("deferred", partial(ours, deferred_logits)),
+    Candidate("NeMo-RL", nemo_rl, nemo_rl_function),
     Candidate("TRL", trl, checkout("trl", "trl.kernels.chunked_divergence")),
 )
 
@@ -248,8 +270,11 @@ def parts(results: Results) -> dict[str, str]:
     sizes = {"logits, bfloat16": 2 * vocabulary, "hidden states, bfloat16": 2 * hidden}
     one_row = torch.zeros(1, max(KS))
     sizes |= {f"top-k and tail, K = {k}": vocab_parallel_topk(one_row, k).nbytes for k in KS}
+    others = ", ".join(revisions("nemo-rl", "trl"))
     return {
-        "divergences": join(*(_section(result) for result in results.setups)),
+        "divergences": join(
+            *(_section(result) for result in results.setups), f"Others: {others}." if others else ""
+        ),
         "bytes": table({"kept": name, "bytes per token": f"{size:,}"} for name, size in sizes.items()),
         "bias": table(rows),
     }

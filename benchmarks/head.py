@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import os
 import time
@@ -25,7 +24,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
 )
 
-from .candidates import CHECKOUTS, Candidate, calls, checkout, revisions
+from .candidates import CHECKOUTS, Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, on_ranks
 from .page import Benchmark, bars, join, left_out, number, table
 
@@ -154,7 +153,7 @@ def nemo_rl(module: Any, x: Inputs) -> Values:
         *(x.hidden[:, None], x.targets[None], x.weight, 0, len(x.weight)),
         *(256, dist.group.WORLD, False),
     )
-    scale = _definition(step, "apply_temperature_scaling")
+    scale = definition(step, "apply_temperature_scaling")
     return (scale(log_probs, SimpleNamespace(temperature=TEMPERATURE))[0],)
 
 
@@ -185,7 +184,7 @@ def _trl_function() -> Any:
     variable = CHECKOUTS["trl before 1.13"]
     if variable not in os.environ:
         raise ModuleNotFoundError(f"{variable} not set")
-    return _definition(Path(os.environ[variable], "trl", "trainer", "utils.py"), "_ChunkedLogProbFunction")
+    return definition(Path(os.environ[variable], "trl", "trainer", "utils.py"), "_ChunkedLogProbFunction")
 
 
 def trl_before(function: Any, x: Inputs) -> Values:
@@ -202,16 +201,6 @@ def liger(module: Any, x: Inputs) -> Values:
 
 def verl(module: Any, x: Inputs) -> Values:
     return tuple(module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None))
-
-
-@functools.cache
-def _definition(file: Path, name: str) -> Any:
-    """Return one function or class of a file, without importing what the rest of the file needs."""
-    tree = ast.parse(file.read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", None) == name]
-    scope: dict[str, Any] = {"torch": torch}
-    exec(compile(tree, file, "exec"), scope)
-    return scope[name]
 
 
 NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"

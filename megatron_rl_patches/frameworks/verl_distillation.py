@@ -107,7 +107,7 @@ def _losses(own: Callable[..., Any], name: str, **arguments: Any) -> tuple[Tenso
     if _TRUNCATED in output:
         losses, truncated = _of_responses(data, output["distillation_losses"], output[_TRUNCATED])
         if name == FORWARD_KL:
-            _log_once(*(values[_mask(data)].detach() for values in (losses, truncated)))
+            _log_once(losses.detach(), truncated, _mask(data))
     return losses, metrics
 
 
@@ -122,27 +122,30 @@ def _mask(data: Any) -> Tensor:
     return mask.bool().to_padded_tensor(False) if mask.is_nested else mask.bool()
 
 
-def _log_once(losses: Tensor, truncated: Tensor) -> None:
+_logged: list[bool] = []
+
+
+def _log_once(losses: Tensor, truncated: Tensor, mask: Tensor) -> None:
+    """Log the loss of the masked tokens, and what verl's own would be; on one rank of those that have it."""
     from megatron.core import parallel_state
 
     ranks = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
-    if _logged or any(ranks) or not losses.numel():
+    if _logged or any(ranks) or not mask.any():
         return
     _logged.append(True)
+    losses, truncated = losses[mask], truncated[mask]
     _log.warning(
-        "megatron_rl_patches: %s with its tail is %.4g nats per token. Without, as verl has it, it would be "
-        "%.4g, and negative at %.0f%% of the tokens, which verl would leave out",
+        "megatron_rl_patches: %s with its tail is %.4g nats per token. verl's own, the sum over the top-k, "
+        "is never less than zero and would be %.4g: the sum is negative at %.0f%% of the tokens, which then "
+        "have no gradient",
         FORWARD_KL,
         losses.mean(),
-        truncated.mean(),
+        truncated.clamp(min=0.0).mean(),
         100 * (truncated < 0).float().mean(),
     )
-
-
-_logged: list[bool] = []
 
 
 # --- the loss of each row of the logits
@@ -155,8 +158,8 @@ _shares_logits: Scope[bool] = Scope("verl_policy_loss")
 def token_losses(call: Call) -> dict[str, Tensor]:
     """Return what verl's ``compute_forward_kl_topk`` does, for the objective that ``loss_mode`` names.
 
-    The log-probabilities of the policy loss may overwrite the logits, and so this function takes a copy, as
-    verl keeps one of the probabilities. Deferred logits need none.
+    The gradient is written over the logits. Where the policy loss reads them, too, it may do the same, and so
+    this function takes a copy. Deferred logits need none.
     """
     config, logits = call["config"].distillation_loss, call["student_logits"]
     mode = MODES.get(config.loss_mode)
@@ -168,8 +171,7 @@ def token_losses(call: Call) -> dict[str, Tensor]:
         _cut(call[name], call["data_format"], logits)
         for name in ("teacher_topk_log_probs", "teacher_topk_ids")
     )
-    how = {"tp_group": tensor_parallel_group(), "inplace_backward": copies}
-    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, how)
+    outputs = _topk(rows, columns, ids.long(), mode, config.log_prob_min_clamp, tensor_parallel_group())
     return {name: values.view(logits.shape[:2]) for name, values in outputs.items()}
 
 
@@ -184,9 +186,14 @@ def _cut(nested: Tensor, data_format: str, logits: Tensor) -> Tensor:
 
 
 def _topk(
-    rows: Tensor, columns: Tensor, ids: Tensor, mode: Mode, floor: float | None, how: dict[str, Any]
+    rows: Tensor,
+    columns: Tensor,
+    ids: Tensor,
+    mode: Mode,
+    floor: float | None,
+    tp_group: torch.distributed.ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """Compare at ``ids`` ``[n, k]`` and in the tail.
+    """Compare at ``ids`` ``[n, k]`` and in the tail; the gradient overwrites ``rows``.
 
     Args:
         columns: of the teacher ``[n, k]``; then, where the objective needs it, ``[n, k + 1]`` of the policy
@@ -205,12 +212,14 @@ def _topk(
 
     teacher = distribution(teacher.log_probs, teacher.tail_log_prob)
     old = distribution(of_old, old_tail[:, 0]) if mode.needs_old else None
-    log_probs, tail = vocab_parallel_log_probs_at(rows, ids, with_tail=True, **how)
+    log_probs, tail = vocab_parallel_log_probs_at(
+        rows, ids, with_tail=True, tp_group=tp_group, inplace_backward=True
+    )
     log_probs, tail = log_probs.clamp(min=lowest), tail.clamp(min=lowest)
     losses = of_buckets(divergence_named(mode.divergence, mode.beta), log_probs, tail, teacher, old)
     q, p = teacher.log_probs.exp(), log_probs.detach().exp()
     of_ids = q * (teacher.log_probs - log_probs.detach())
-    most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=how["tp_group"]).indices
+    most_probable = vocab_parallel_topk(rows.detach(), k, tp_group=tp_group).indices
     overlap = (ids[:, :, None] == most_probable[:, None]).any(2)
     outputs = {
         "distillation_losses": losses,

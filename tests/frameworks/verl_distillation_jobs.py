@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl_patches.frameworks import verl_distillation
 from tests.frameworks.loss_jobs import _columns_of_rank, deferred
 from tests.frameworks.verl_jobs import SAMPLES, EngineJob
 from tests.real import tiny_gpt
@@ -38,6 +39,7 @@ class DistillationJob(EngineJob):
         table: of the teacher.
         packed: ``use_remove_padding``.
         policy: add the policy loss, so that the log-probabilities overwrite the logits.
+        old: table of the policy that sampled, for :meth:`of_logits` of an objective that needs it.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class DistillationJob(EngineJob):
         *,
         packed: bool = True,
         policy: bool = False,
+        old: Tensor | None = None,
         **sizes: Any,
     ) -> None:
         super().__init__(**sizes)
-        self.table, self.topk, self.policy, self.packed = table, topk, policy, packed
+        self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
         self.workers = importlib.import_module("verl.workers.engine_workers")
         config = importlib.import_module("verl.workers.config")
         losses = importlib.import_module("verl.trainer.distillation.losses")
@@ -112,6 +115,8 @@ class DistillationJob(EngineJob):
         log_probs, ids = self.table[tokens.values()].topk(self.topk, 1)
         ends = tokens.offsets()[1:] - 1
         log_probs[ends], ids[ends] = 0.0, 0  # as verl fills up the last position
+        if self.old is not None:
+            log_probs = torch.cat([log_probs, buckets(self.old[tokens.values()], ids)], 1)
         for name, values in (("teacher_logprobs", log_probs.float()), ("teacher_ids", ids.int())):
             data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets())
         tu.assign_non_tensor(
@@ -167,18 +172,19 @@ class DistillationJob(EngineJob):
         whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
         leaf = whole[..., _columns_of_rank(len(self.table))].clone().requires_grad_()
         logits = deferred(leaf) if is_deferred else leaf * 1.0
-        outputs = self.engine._lm_head_logits_processor(
-            logits,
-            cut.roll(-1, 1),
-            torch.full(cut.shape, TEMPERATURE),
-            calculate_sum_pi_squared=False,
-            calculate_entropy=self.policy,
-            distillation_use_topk=True,
-            distillation_only=not self.policy,
-            logits_processor_func=self.loss,
-            batch=data,
-            data_format="thd" if self.packed else "bshd",
-        )
+        with verl_distillation._shares_logits.enter(self.policy):  # as train_mini_batch does with the patch
+            outputs = self.engine._lm_head_logits_processor(
+                logits,
+                cut.roll(-1, 1),
+                torch.full(cut.shape, TEMPERATURE),
+                calculate_sum_pi_squared=False,
+                calculate_entropy=self.policy,
+                distillation_use_topk=True,
+                distillation_only=not self.policy,
+                logits_processor_func=self.loss,
+                batch=data,
+                data_format="thd" if self.packed else "bshd",
+            )
         if self.packed:
             output = {
                 name: util.postprocess_thd_engine(values, packing, data["input_ids"], SAMPLES)
@@ -191,11 +197,13 @@ class DistillationJob(EngineJob):
         rows = self._response_rows(data, None if self.packed else cut.shape[1])
         return {
             "made": is_deferred and not logits.is_deferred,
+            "is_overwritten": not is_deferred and not torch.equal(logits, leaf / TEMPERATURE),
             "loss": float(loss.detach()),
             "least": metrics["distillation/loss_min"].values[0],
             "gradient": leaf.grad.flatten(0, 1),
             "student": whole.double().flatten(0, 1),
             "rows": rows,
+            "tokens": cut.flatten()[rows],
             "teacher": self.table[cut.flatten()[rows]],
         }
 
