@@ -19,8 +19,7 @@ def test_bias_variance_and_memory() -> None:
         for _, _, bias, variance, _, memory, _ in rows("benchmarks/objectives.md", "objective")
     ]
     table = [
-        (bias, memory.partition(";")[0])
-        for _, _, bias, memory, _ in rows("distillation.md", "objective")
+        (bias, memory.partition(";")[0]) for _, _, bias, memory, _ in rows("distillation.md", "objective")
     ]
     assert len(table) == 7
     assert table == measured
