@@ -144,7 +144,9 @@ def _any_rank_was(interrupted: bool, process_group: Any, groups: list[Any]) -> b
         return interrupted
     import torch
 
-    flag = torch.tensor(int(interrupted), dtype=torch.int32, device=groups[0].buckets[0].grad_data.device)
+    # torch.tensor() would copy the number to the GPU, and wait for it.
+    device = groups[0].buckets[0].grad_data.device
+    flag = torch.full((), int(interrupted), dtype=torch.int32, device=device)
     torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX, group=process_group)
     return bool(flag.item())
 

@@ -10,6 +10,7 @@ import torch
 
 from ...errors import InvalidInputError, first
 from ...losses import SequenceLayout
+from ...losses.logits.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Microbatch:
     def targets_n(self) -> torch.Tensor:
         """Tokens ``[n]`` that the ``n`` rows of the layout predict."""
         device = self.layout.response_rows.device
-        return self.layout.response_targets([sample.to(device) for sample in self.samples])
+        return self.layout.response_targets([on_device(sample, device) for sample in self.samples])
 
 
 def parse_microbatches(

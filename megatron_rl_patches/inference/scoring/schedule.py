@@ -20,6 +20,7 @@ from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
+from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
 from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
@@ -65,6 +66,7 @@ def forward_only(
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    device = next(chunks[-1].parameters()).device
     batches: list[Microbatch] = []
     refusal = None
     try:
@@ -75,7 +77,7 @@ def forward_only(
             sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
             cp_rank=context_parallel.rank,
             cp_size=context_parallel.size,
-            device=next(chunks[-1].parameters()).device,
+            device=device,
             every_token=every_token,
         )
         if check is not None:
@@ -118,7 +120,7 @@ def forward_only(
             try:
                 for part in _scored(output, batch, chunk, score, vocab_size):
                     responses = batch.layout.gather_responses(part, context_parallel.group)
-                    scores.append([copied_to(one, output_device) for one in responses])
+                    scores.append([copied_to(one, output_device, non_blocking=True) for one in responses])
             except InvalidInputError as error:  # the other stages wait for this one until the schedule ends
                 problems.append(str(error))
             # Return a dummy: the schedule would keep the logits while the next microbatch runs.
@@ -135,6 +137,9 @@ def forward_only(
             forward_only=True,
             collect_non_loss_data=True,
         )
+        if device.type == "cuda" and torch.device(output_device).type == "cpu":
+            # Once for all copies to host memory.
+            torch.cuda.current_stream(device).synchronize()
         _raise_on_all_stages(problems[0] if problems else None)
         return _by_sample(batches, collected[: len(batches)]) if on_last_stage else None
 
@@ -225,13 +230,13 @@ class _ContextParallel(NamedTuple):
     def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
         """Run a model chunk on this rank's part of a microbatch."""
         device = next(chunk.parameters()).device
-        tokens_bs = fields["tokens"].to(device, non_blocking=True)
+        tokens_bs = on_device(fields["tokens"], device)
         position_ids, attention_mask = fields.get("position_ids"), fields.get("attention_mask")
         if position_ids is None:
-            position_ids = torch.arange(tokens_bs.shape[1]).expand_as(tokens_bs)
+            position_ids = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
         if attention_mask is not None:
-            attention_mask = self.cut(attention_mask.to(device, non_blocking=True), dim=2)
-        position_ids = self.cut(position_ids.to(device, non_blocking=True))
+            attention_mask = self.cut(on_device(attention_mask, device), dim=2)
+        position_ids = self.cut(on_device(position_ids, device))
         output: torch.Tensor = chunk(
             self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .rows import on_device
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100
@@ -71,7 +72,12 @@ class Distribution(ABC):
         return distributions[0].with_tensors([torch.cat(part) for part in parts])
 
     def to(self: D, device: torch.device | str, *, non_blocking: bool = False) -> D:
-        """Return a copy on the device, or ``self``'s tensors if they are there already."""
+        """Return a copy on the device, or ``self``'s tensors if they are there already.
+
+        What goes to a GPU is pinned first, and the CPU does not wait for it.
+        """
+        if torch.device(device).type == "cuda":
+            return self.with_tensors([on_device(tensor, device) for tensor in self.tensors])
         return self.with_tensors([tensor.to(device, non_blocking=non_blocking) for tensor in self.tensors])
 
 

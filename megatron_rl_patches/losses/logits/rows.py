@@ -313,12 +313,10 @@ def as_slice(rows: Tensor) -> RowIndex:
     return slice(first, first + len(rows)) if consecutive else rows
 
 
-def on_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of rows on the device, to which they are copied without waiting for it."""
-    if rows.device == device:
-        return rows
-    is_copied_to_gpu = rows.device.type == "cpu" and device.type == "cuda"
-    return (rows.pin_memory() if is_copied_to_gpu else rows).to(device, non_blocking=True)
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return the tensor on the device; from host memory it is copied to a GPU without waiting for it."""
+    is_copied_to_gpu = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if is_copied_to_gpu else tensor.to(device)
 
 
 def _default_block_bytes(logits: Tensor) -> int:

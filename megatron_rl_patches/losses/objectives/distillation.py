@@ -13,6 +13,7 @@ from ...errors import InvalidInputError
 from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
+from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,
@@ -165,7 +166,7 @@ def distillation_loss(
 
 def summed(values_n3: Tensor, batch: DistillationBatch, options: DistillationOptions) -> LossAndCount:
     """Return loss, count and metrics from divergence, and perhaps tails, of the full responses."""
-    masks = [mask.to(values_n3.device) for mask in batch.loss_masks]
+    masks = [on_device(mask, values_n3.device) for mask in batch.loss_masks]
     weights_n, count = token_weights(masks, options.normalization, options.constant_length, values_n3.dtype)
     names = ("divergence", "student_tail", "teacher_tail")
     averages = dict(zip(names, values_n3.unbind(1), strict=False))
@@ -212,7 +213,7 @@ class _Tokens(NamedTuple):
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
-        mask = torch.cat(list(batch.loss_masks)).to(device)[index] != 0
+        mask = on_device(torch.cat(list(batch.loss_masks)), device)[index] != 0
 
         def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
             topk = TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)[index]
@@ -266,7 +267,7 @@ def _full_comparison(
     def compare(logits: Tensor) -> Tensor:
         divergences = []
         for weight, places, positions, distribution in groups:
-            teacher = distribution[positions].to(device)
+            teacher, selected = distribution[positions].to(device), on_device(places, device)
             divergence = full_vocabulary_divergence(
                 logits,
                 teacher.logits(),
@@ -274,11 +275,11 @@ def _full_comparison(
                 beta=options.beta,
                 teacher_weights=teacher.weights,
                 old=None if old is None else old[index[places]].to(device).logits()[0],
-                rows=rows[places.to(device)],
+                rows=rows[selected],
                 num_ids=options.num_ids,
                 **how,
             )
-            divergences.append((places.to(device), weight * divergence))
+            divergences.append((selected, weight * divergence))
         total = divergences[0][1].new_zeros(len(index))
         for places, divergence in divergences:
             total = total.index_add(0, places, divergence)

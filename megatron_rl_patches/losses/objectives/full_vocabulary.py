@@ -74,12 +74,16 @@ class OutputHead:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-def copied_to(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a copy without a graph on the device; what comes from a GPU goes to pinned host memory."""
+def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:
+    """Return a copy without a graph on the device; what comes from a GPU goes to pinned host memory.
+
+    With ``non_blocking`` such a copy is complete when the current CUDA stream has been waited for.
+    """
     tensor = tensor.detach()
     if not tensor.is_cuda or torch.device(device).type != "cpu":
         return tensor.to(device, copy=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=non_blocking)
 
 
 @dataclass(frozen=True, eq=False)

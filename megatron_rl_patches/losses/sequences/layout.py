@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInputError
+from ..logits.rows import on_device
 from .lengths import check_context_parallel, check_lengths, integers, pad
 
 
@@ -114,10 +115,10 @@ class SequenceLayout:
         index = (rank == cp_rank).nonzero().squeeze(1)
         return cls(
             *(totals, responses, cp_rank, cp_size, allgather_cp, logits_shape),
-            response_rows=row[index].to(device),
-            samples=sample[index].to(device),
-            positions=position[index].to(device),
-            response_index=index.to(device),
+            response_rows=on_device(row[index], device),
+            samples=on_device(sample[index], device),
+            positions=on_device(position[index], device),
+            response_index=on_device(index, device),
             local_lengths=integers(sample[index].bincount(minlength=len(responses)).tolist()),
         )
 
