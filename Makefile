@@ -74,7 +74,8 @@ test-newest: $(NEWEST)/.installed
 	    tests/unit tests/real
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2
 
-# What losses would ask of a GPU, on fake tensors of the oldest and of the newest torch; it needs a C compiler, and no GPU.
+# What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
+# a C compiler, and no GPU.
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
 	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/rehearsal || exit 1; done
 

@@ -1,15 +1,26 @@
 """Libraries in the place of the CUDA runtime and driver, whose functions report success and do nothing.
 
 With them autograd runs on fake CUDA tensors where there is neither a GPU nor a driver: torch asks for streams
-and events, and never launches a kernel.
+and events, and never launches a kernel. ``python -m tests.rehearsal.stand_ins`` rehearses, and writes what is
+counted into the page of the head.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.page import fill
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "head.md"
 
 # What torch reads after the call: an output parameter, by its position, and its value.
 _RUNTIME_OUTPUTS = {
@@ -35,8 +46,27 @@ static void *next_handle(void) { return &handles[used++ % 65536]; }
 """
 
 
-def environment(torch_libraries: Path, folder: Path) -> dict[str, str]:
-    """Compile the libraries into a folder, and return the variables with which a process uses them."""
+def rehearsed() -> dict[str, Any]:
+    """Run all of :mod:`.cases` with the libraries, and return what they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.rehearsal.cases"],
+            env={**os.environ, **_environment(Path(torch.__file__).parent / "lib", Path(folder))},
+            cwd=PAGE.parents[2],
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+    assert done.returncode == 0, done.stderr
+    records: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return records
+
+
+def _environment(torch_libraries: Path, folder: Path) -> dict[str, str]:
+    """Compile the libraries into a folder, and return the variables with which a process uses them.
+
+    Nothing is compiled with them: no kernel may start.
+    """
     runtime = [_HANDLES, *(_function(name, body) for name, body in _RUNTIME_OUTPUTS.items())]
     runtime += [_function(name, "") for name in _RUNTIME]
     needed = subprocess.run(
@@ -53,6 +83,7 @@ def environment(torch_libraries: Path, folder: Path) -> dict[str, str]:
     return {
         "LD_PRELOAD": str(folder / "libfake_cudart.so"),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "TORCHDYNAMO_DISABLE": "1",
     }
 
 
@@ -64,3 +95,7 @@ def _compile(library: Path, lines: list[str], *options: str) -> None:
     source = library.with_name(f"{library.name}.c")
     source.write_text("\n".join(lines) + "\n")
     subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", str(library), str(source)], check=True)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"counted": rehearsed()["counted"]}), "utf-8")

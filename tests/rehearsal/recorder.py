@@ -1,0 +1,285 @@
+"""Runs code on fake CUDA tensors, and records what it asks of the GPU: waits, products, row passes, memory.
+
+Tensors that the code makes in host memory are real, so that it can read them. Those on the GPU are fake: they
+have a shape, a dtype and a device, and no values. Where the code reads one all the same, the recorder notes a
+wait and answers.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._subclasses.fake_tensor as fake_tensor
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_rl_patches.losses import DeferredLogits, output_layer
+from megatron_rl_patches.losses.logits import compiling, tiles
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
+_FREE = 80 << 30  # bytes of the GPU
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what operations ask of the GPU.
+
+    Attributes:
+        conditions_hold: what is answered where the package reads a condition, or the rows that meet one: that
+            it holds, or that all rows do.
+        waits: how often the CPU waited for the GPU, by function of the package and operation.
+        products: how often a matrix product of some shapes was computed.
+        row_passes: how often a function went over a block of rows.
+        live: bytes of the tensors on the GPU; ``peak``: the most so far. Of a compiled pass over rows the
+            results count alone, since its kernels hold intermediate values in registers.
+    """
+
+    def __init__(self, conditions_hold: bool) -> None:
+        super().__init__()
+        self.conditions_hold = conditions_hold
+        self.waits: Counter[str] = Counter()
+        self.products: Counter[str] = Counter()
+        self.row_passes: Counter[str] = Counter()
+        self.live = self.peak = 0
+        self.is_compiled = False
+        self._storages: set[int] = set()
+        self._pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if any(isinstance(x, DeferredLogits) for x in tensors):
+            return NotImplemented  # they answer by operations that come here
+        if func.overloadpacket is aten.to:  # from deferred logits, whole
+            with self:
+                return func.decompose(*args, **kwargs)
+        is_pinned = bool(kwargs.pop("pin_memory", False))
+        device = torch.device(kwargs.get("device") or "cpu")
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                tensor.constant = None  # a number that was copied to the GPU, with which torch would compute
+        is_real = not any(isinstance(x, FakeTensor) for x in tensors)
+        if is_real and device.type == "cpu" and not is_pinned:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return _collective(func, args, kwargs)
+        if any(x.is_cuda for x in tensors):
+            _check_exists(func)
+        if waits(func, args, kwargs, tensors, self._is_pinned):
+            self.wait(func.overloadpacket.__name__)
+        if func.overloadpacket in _PRODUCTS:
+            shapes = [list(x.shape) for x in args if isinstance(x, Tensor)]
+            self.products["{} × {}".format(*shapes[-2:])] += 1
+        result = self._answer(func, args, kwargs)
+        if func.overloadpacket is aten._to_copy and device.type == "cpu" and kwargs.get("non_blocking"):
+            is_pinned = True  # torch allocates pinned memory for it
+        for made in tree_leaves(result):
+            self._hold(made)
+            if is_pinned:
+                self.pin(made)
+        return result
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result; of an operation whose result depends on values, one that could be."""
+        name, first = func.overloadpacket, args[0] if args else None
+        if name is aten._local_scalar_dense:
+            return self._holds() if first.dtype == torch.bool else int(self._holds())
+        if name is aten.equal:
+            return self._holds()
+        if name is aten.nonzero:
+            return first.new_empty((self._selected(first), first.dim()), dtype=torch.int64)
+        if name is aten.bincount:
+            return first.new_empty(kwargs.get("minlength", 0), dtype=torch.int64)
+        if name is aten.index and any(x is not None and x.dtype in _MASKS for x in args[1]):
+            return first[tuple(index for x in args[1] for index in self._numbers(x))]
+        if name is aten._to_copy and first.device.type == "cpu" and not isinstance(first, FakeTensor):
+            return torch.empty(first.shape, dtype=kwargs.get("dtype") or first.dtype, device=kwargs["device"])
+        return func(*args, **kwargs)
+
+    def _holds(self) -> bool:
+        return self.conditions_hold and bool(_place())  # and none does that Megatron asks for
+
+    def _selected(self, mask: Tensor) -> int:
+        return mask.numel() if self._holds() else 0
+
+    def _numbers(self, index: Tensor | None) -> list[Any]:
+        """Return an index as it is, or in place of a mask one for each of its dimensions."""
+        if index is None or index.dtype not in _MASKS:
+            return [slice(None) if index is None else index]
+        return [index.new_empty(self._selected(index), dtype=torch.int64) for _ in range(index.dim())]
+
+    def wait(self, operation: str) -> None:
+        if place := _place():
+            self.waits[f"{operation} in {place}"] += 1
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Mark a tensor as one in pinned memory."""
+        self._pinned.add(tensor.untyped_storage())
+        return tensor
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._pinned
+
+    def _hold(self, made: Any) -> None:
+        if not (isinstance(made, FakeTensor) and made.is_cuda):
+            return
+        storage = made.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._release, storage._cdata, storage.nbytes())
+        if not self.is_compiled:
+            self.peak = max(self.peak, self.live)
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self._storages.discard(key)
+        self.live -= nbytes
+
+
+def waits(
+    func: Any, args: Any, kwargs: Any, tensors: list[Tensor], is_pinned: Callable[[Tensor], bool]
+) -> bool:
+    """Return whether an operation makes the CPU wait for the GPU."""
+    name = func.overloadpacket
+    if name in (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.bincount, aten.masked_select):
+        return any(x.is_cuda for x in tensors)
+    if name in (aten.index, aten.index_put, aten.index_put_):
+        indices = [x for x in args[1] if x is not None]
+        return args[0].is_cuda and any(x.dtype in _MASKS or not x.is_cuda for x in indices)
+    if name is aten._to_copy:
+        source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
+        if {source.device.type, target.type} != {"cpu", "cuda"}:
+            return False
+        return not (kwargs.get("non_blocking") and (source.is_cuda or is_pinned(source)))
+    if name is aten.copy_ and args[0].is_cuda != args[1].is_cuda:
+        is_async = kwargs.get("non_blocking") or args[2:] == (True,)
+        return not (is_async and is_pinned(args[1] if args[0].is_cuda else args[0]))
+    return False
+
+
+def _collective(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a collective of the process group ``fake``, which moves nothing, on tensors that exist."""
+    with unset_fake_temporarily():
+        stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def real(tensor: Tensor) -> Tensor:
+            return stand_ins.setdefault(id(tensor), (torch.empty(0), tensor))[0]
+
+        args, kwargs = tree_map_only(Tensor, real, (args, kwargs))
+        result = func(*args, **kwargs)
+        originals = {id(stand_in): tensor for stand_in, tensor in stand_ins.values()}
+        return tree_map_only(Tensor, lambda tensor: originals[id(tensor)], result)
+
+
+def _check_exists(func: Any) -> None:
+    """Raise an error if this release of torch cannot run an operation on a GPU."""
+    if func.namespace == "aten" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key(
+        func.name(), "CUDA"
+    ):
+        raise NotImplementedError(f"{func} has no kernel for CUDA")
+
+
+def _place() -> str:
+    """Return the function of the package that is running, as ``topk.py:_largest``.
+
+    It is empty where the package has called Megatron's code or a test's, whose waits are not its own.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if any(part in path for part in ("/megatron/core/", "/tests/real/", "/megatron_rl_patches/testing/")):
+            return ""
+        if "/megatron_rl_patches/" in path and not name.startswith("<"):
+            return f"{path.rpartition('/')[2]}:{name}"
+        frame = frame.f_back
+    return ""
+
+
+def _apply(module: torch.nn.Module, convert: Callable[[Tensor], Tensor]) -> torch.nn.Module:
+    """Convert what a module has, as ``module.cuda()`` does; torch cannot replace parameters by fake ones."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                converted = torch.nn.Parameter(convert(parameter.detach()), parameter.requires_grad)
+                vars(converted).update(vars(parameter))
+                part._parameters[name] = converted
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else convert(buffer)
+    return module
+
+
+def _raise(block: Any, error: Exception) -> None:
+    raise error
+
+
+@contextmanager
+def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
+    """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
+    recorder = Recorder(conditions_hold)
+    call = compiling.BlockFunction.__call__
+    data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
+
+    def row_pass(block: Any, *args: Any) -> Any:
+        recorder.row_passes[block._function.__name__] += 1
+        recorder.is_compiled = block.compiled
+        try:
+            return call(block, *args)
+        finally:
+            recorder.is_compiled = False
+
+    def waiting(owner: Any, name: str) -> Any:
+        function = getattr(owner, name)
+
+        def synchronize(*args: Any) -> Any:
+            recorder.wait(f"{owner.__name__.rpartition('.')[2]}.{name}")
+            return function(*args)
+
+        return patch.object(owner, name, synchronize)
+
+    def address(storage: Any) -> int:
+        # Storages of fake tensors have no memory; whether two are the same is all that the package asks.
+        return storage._cdata if storage.device.type == "meta" else data_ptr(storage)
+
+    def address_of_tensor(tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(tiles._automatic, clear=True))
+        for owner, name, value in (
+            (fake_tensor, "init_gpu_context", lambda *device: None),  # it would start a kernel
+            (FakeTensorMode, "avoid_device_init", True),
+            (torch.cuda, "_initialized", True),  # there is no driver to initialize
+            (torch.cuda, "get_device_capability", lambda *device: (9, 0)),
+            (torch.cuda, "default_generators", (torch.Generator(),)),
+            (torch.cuda, "mem_get_info", lambda *device: (_FREE - recorder.live, _FREE)),
+            *((torch.cuda, name, lambda *device: 0) for name in ("memory_reserved", "memory_allocated")),
+            (Tensor, "pin_memory", lambda tensor, *args: recorder.pin(tensor.clone())),
+            (torch.UntypedStorage, "data_ptr", address),
+            (FakeTensor, "data_ptr", address_of_tensor),
+            (FakeTensor, "tolist", lambda tensor: tolist(tensor.cpu())),  # in one copy, as torch does it
+            (torch.nn.Module, "_apply", _apply),
+            (compiling.BlockFunction, "__call__", row_pass),
+            (compiling.BlockFunction, "_give_up", _raise),  # and do not go on with plain operators
+            # A fake parameter is a FakeTensor, which the output layer would not take for a parameter.
+            (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
+        ):
+            stack.enter_context(patch.object(owner, name, value, create=True))
+        for owner, name in (
+            (torch.cuda, "synchronize"),
+            (torch.cuda.Stream, "synchronize"),
+            (torch.cuda.Event, "synchronize"),
+        ):
+            stack.enter_context(waiting(owner, name))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(recorder)
