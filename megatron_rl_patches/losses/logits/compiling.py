@@ -90,6 +90,10 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
     names = ("recompile_limit", "accumulated_recompile_limit")
     if not hasattr(config, "recompile_limit"):
         names = ("cache_size_limit", "accumulated_cache_size_limit")
+    for logits in args[0] if isinstance(args[0], list) else args[:1]:
+        if logits.dim() == 3:
+            # The width of stretches is compiled in: then a GPU reads a stretch once for several sums.
+            torch._dynamo.mark_static(logits, 2)
     with config.patch(dict.fromkeys(names, _VARIANTS)):
         return _compiled(function)(*args)
 

@@ -28,10 +28,10 @@ much the rounding has added to the divergence; see :meth:`Divergence.without_rou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from functools import reduce
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -56,8 +56,9 @@ _SMALL_GAP = 0.25
 _MINUS_INF = float("-inf")
 
 
-class LogProbs(NamedTuple):
-    """``log p = x - normalizer`` of ``x`` ``[b, w]`` and a float64 normalizer ``[b]``."""
+@dataclass(eq=False)
+class LogProbs:
+    """``log p = x - normalizer`` of ``x`` ``[..., w]`` and a float64 normalizer ``[...]``."""
 
     x: Tensor
     normalizer: Tensor
@@ -85,17 +86,17 @@ class LogProbs(NamedTuple):
         return difference.x.sub_(rounded).sub_(remainder)
 
     def _rounded_normalizer(self) -> tuple[Tensor, Tensor]:
-        """Return the normalizer in the dtype of ``x``, and what is lost by that, ``[b, 1]`` each.
+        """Return the normalizer in the dtype of ``x``, and what is lost by that, ``[..., 1]`` each.
 
         Subtracting one after the other leaves an error relative to the result, which may be small.
         """
         rounded = self.normalizer.to(self.x.dtype)
-        return rounded[:, None], (self.normalizer - rounded).to(self.x.dtype)[:, None]
+        return rounded[..., None], (self.normalizer - rounded).to(self.x.dtype)[..., None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Compared:
-    """The student and the teacher at some columns; all tensors are ``[b, w]``.
+    """The student and the teacher at some columns; all tensors are ``[..., w]``.
 
     Attributes:
         gap: ``log p - log q``.
@@ -106,37 +107,47 @@ class Compared:
     teacher: LogProbs
     gap: Tensor
     old_gap: Tensor | None
+    _p: Tensor | None = None
+    _q: Tensor | None = None
 
     @classmethod
-    def of(cls, xs: Sequence[Tensor], normalizers: Tensor, log_weights: Sequence[float] = (0.0,)) -> Compared:
+    def of(
+        cls,
+        xs: Sequence[Tensor],
+        normalizers: Iterable[Tensor],
+        log_weights: Sequence[Tensor | float] = (0.0,),
+    ) -> Compared:
         """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
         student, *others = (LogProbs.of(x, z) for x, z in zip(xs, normalizers, strict=True))
         teachers, old = others[: len(log_weights)], others[len(log_weights) :]
         teacher = teachers[0]
         if len(teachers) > 1:
             weighted = [one.values + weight for one, weight in zip(teachers, log_weights, strict=True)]
-            teacher = LogProbs(torch.stack(weighted).logsumexp(0), torch.zeros_like(student.normalizer))
+            teacher = LogProbs(reduce(torch.logaddexp, weighted), torch.zeros_like(student.normalizer))
         return cls(student, teacher, student.minus(teacher), old[0].minus(teacher) if old else None)
 
-    @cached_property
+    # The compiler does not know functools.cached_property, which has a lock.
+    @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        return exp(self.student.values)
+        self._p = exp(self.student.values) if self._p is None else self._p
+        return self._p
 
-    @cached_property
+    @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        return exp(self.teacher.values)
+        self._q = exp(self.teacher.values) if self._q is None else self._q
+        return self._q
 
-    def middle(self, beta: float) -> Tensor:
+    def middle(self, beta: Tensor | float) -> Tensor:
         """Return ``m = beta q + (1 - beta) p``."""
         return self.p + beta * (self.q - self.p)
 
-    def gap_to_middle(self, beta: float) -> Tensor:
+    def gap_to_middle(self, beta: Tensor | float) -> Tensor:
         """Return ``log p - log m``."""
         # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
         by_q = _is_positive(-1.0 - self.gap)
-        ratio_minus_1 = (self.gap * (2.0 * by_q - 1.0)).expm1_()
+        ratio_minus_1 = _expm1_(self.gap * (2.0 * by_q - 1.0))
         share = by_q * (1.0 - 2.0 * beta) + beta
         return (self.gap * by_q).sub_((ratio_minus_1 * share).log1p_())
 
@@ -145,7 +156,8 @@ class Divergence:
     """A divergence; a class for each name.
 
     Attributes:
-        beta: weight of the teacher in the mixture ``m``, for the divergences that have one.
+        beta: weight of the teacher in the mixture ``m``, for the divergences that have one. For a compiled
+            function it is a tensor without dimensions.
         needs_old: it compares with the policy that sampled, too.
         needs_normalizers: a part of the columns says nothing of it before the probabilities of all are known.
         covers_mass: its derivative is not zero where the student's probability is.
@@ -157,7 +169,7 @@ class Divergence:
     covers_mass: ClassVar[bool] = False
     counts_tail: ClassVar[bool] = True
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, beta: Tensor | float) -> None:
         self.beta = beta
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
@@ -210,7 +222,7 @@ class ForwardKL(Divergence):
 
     def derivative(self, compared: Compared, expected: Tensor | float) -> Tensor:
         p, gap = compared.p, compared.gap
-        near = -p * (-gap).clamp_(max=1.0).expm1_()
+        near = -p * _expm1_((-gap).clamp_(max=1.0))
         return near.lerp_(p - compared.q, _is_large(gap)).sub_(p * expected)
 
     def weights(self, compared: Compared) -> Tensor:
@@ -245,7 +257,7 @@ class SkewedForwardKL(Divergence):
         return self._slope(compared, compared.gap_to_middle(self.beta))
 
     def _slope(self, compared: Compared, gap: Tensor) -> Tensor:
-        return (self.beta - 1.0) * (gap - compared.gap).expm1()  # (1 - beta) (1 - q / m)
+        return (self.beta - 1.0) * _expm1_(gap - compared.gap)  # (1 - beta) (1 - q / m)
 
 
 class SkewedReverseKL(Divergence):
@@ -260,7 +272,7 @@ class SkewedReverseKL(Divergence):
         return self._slope(compared.gap_to_middle(self.beta))
 
     def _slope(self, gap: Tensor) -> Tensor:
-        return gap - (1.0 - self.beta) * gap.expm1()  # log (p / m) - (1 - beta) (p / m - 1)
+        return gap - (1.0 - self.beta) * _expm1_(gap.clone())  # log (p / m) - (1 - beta) (p / m - 1)
 
 
 class ImportanceWeightedReverseKL(Divergence):
@@ -315,6 +327,15 @@ def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor
     return near.lerp_(weighted + (q - p), _is_large(gap)), weighted
 
 
+def _expm1_(x: Tensor) -> Tensor:
+    """Return ``exp(x) - 1``, with correct digits near zero too; ``x`` is overwritten."""
+    if not torch.compiler.is_compiling():
+        return x.expm1_()
+    # For a CPU the compiler makes exp(x) - 1 of expm1.
+    half = 0.5 * x.clamp(min=-80.0)
+    return 2.0 * exp(half) * half.sinh()
+
+
 def _without_square(value: Tensor, off: Tensor) -> Tensor:
     """Subtract what normalizers that are off by ``off`` together add to a Kullback-Leibler divergence."""
     return (value - 0.5 * off**2).clamp(min=0.0)
@@ -333,5 +354,5 @@ def _is_positive(x: Tensor) -> Tensor:
 
 
 def _floor(normalizer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the least ``x`` that is not ruled out, ``[b, 1]``."""
-    return (normalizer + RULED_OUT).to(dtype)[:, None]
+    """Return the least ``x`` that is not ruled out, ``[..., 1]``."""
+    return (normalizer + RULED_OUT).to(dtype)[..., None]

@@ -11,6 +11,9 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
 The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
 They take a second pass and a second collective. So does a divergence where one distribution rules a column
 out that another does not: what that costs cannot be said of a part alone.
+
+For large logits this is compiled, with each stretch of columns as a part of its own: one kernel reads the
+logits of all and computes what the stretches contribute, and another one puts these together.
 """
 
 from __future__ import annotations
@@ -25,15 +28,17 @@ import torch
 from torch import Tensor
 
 from .autograd import LogitFunction, Tensors, all_gather
+from .compiling import BlockFunction
 from .divergences import RULED_OUT, Compared, Divergence
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
-from .softmax import exp, stretches
+from .softmax import exp, stretches, sum_of_columns
 from .tiles import OutputLayerRows
 
-_MINUS_INF = float("-inf")
+_MINUS_INF, _INF = float("-inf"), float("inf")
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
-# had two: measured, smaller blocks cost more in calls than a larger cache saves.
+# had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
+# four times as large, and no more: where compiling is switched off, they run as they are.
 _BUFFERS = 2
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.
@@ -51,6 +56,14 @@ class DivergenceOptions(NamedTuple):
     divergence: Divergence
     log_weights: tuple[float, ...]
     num_ids: int
+
+    def of(self, call: BlockFunction, rows: SelectedRows) -> tuple[Divergence, Sequence[Tensor | float]]:
+        """Return what a function of a block has to know, for a compiled one without numbers."""
+        if not call.compiled:
+            return self.divergence, self.log_weights
+        numbers = (self.divergence.beta, *self.log_weights)
+        beta, *log_weights = (_tensor(float(number), rows) for number in numbers)
+        return type(self.divergence)(beta), log_weights
 
     @property
     def needs_normalizers(self) -> bool:
@@ -93,14 +106,14 @@ class _FullDivergence(LogitFunction):
         in_one_pass = False
         if options.needs_normalizers:
             first_pass = pairs._replace(student=source.keeping_tiles(False))
-            normalizers = _reduced(first_pass, _normalizers, _add_exp, self.claim)
+            normalizers = _reduced(first_pass, _normalizers, _add_exp, claim=self.claim)
         else:
-            of_block, merge = partial(_conditional_parts, divergence), partial(_chain_rule, divergence)
-            parts = _reduced(pairs, of_block, merge, self.claim)
-            normalizers, (value, expected, differ) = parts[:-3], parts[-3:]
-            in_one_pass = not differ.any()
+            merge = partial(_chain_rule, divergence)
+            parts = _reduced(pairs, _conditional_parts, merge, claim=self.claim)
+            normalizers, (value, expected) = parts[:-2], parts[-2:]
+            in_one_pass = not (value == _INF).any()
         if not in_one_pass:
-            value, expected, *lost = _reduced(pairs, partial(_sums, normalizers, options), _add)
+            value, expected, *lost = _reduced(pairs, _sums, _add, normalizers)
             value = divergence.without_rounding(value, expected)
             expected = expected + lost[0] if lost else expected
         # Next to a distribution that rules every column out, nothing is a number.
@@ -120,17 +133,12 @@ class _FullDivergence(LogitFunction):
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
-            for block in pairs.blocks(tile):
-                weight = weights[block.rows]
-                compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
-                expected_n1 = expected[block.rows, None].to(source.dtype)
-                derivative = options.divergence.derivative(compared, expected_n1)
-                if self.masks_ruled_out:
-                    is_constant = compared.student.are_ruled_out & ~expected_n1.isnan()
-                    derivative = derivative.masked_fill(is_constant, 0.0)
-                # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
-                values = torch.where(weight == 0, 0.0, weight * derivative)
-                block.read_from.write(result[:, block.columns], block.place, values)
+            call = BlockFunction(_block_derivative, tile.logits)
+            what = options.of(call, tile.logits)
+            for block in pairs.blocks(tile, call.compiled, result):
+                of_rows = normalizers[:, block.rows], expected[block.rows, None], weights[block.rows]
+                call(block.xs, block.out, block.preparation, of_rows, *what, self.masks_ruled_out)
+                block.read_from.write(result[:, block.columns], block.place, block.out)
             return result
 
         return source.gradients(of_tile, needed)
@@ -144,11 +152,27 @@ class _FullDivergence(LogitFunction):
 # --- blocks
 
 
-class _Block(NamedTuple):
-    """Some rows of a tile, or of a part of one, in the dtype of the computation.
+class _Preparation(NamedTuple):
+    """What becomes of logits before anything is computed.
 
     Attributes:
-        xs: logits divided by the temperature, ``[b, w]``, of the student, the teachers and the old policy.
+        temperatures: tensors without dimensions, or ``None`` for 1, of the student and all others.
+        is_id: bool ``[w]``, the columns that count, or ``None`` if all do.
+        dtype: the dtype of the computation.
+    """
+
+    temperatures: list[Tensor | None]
+    is_id: Tensor | None
+    dtype: torch.dtype
+
+
+class _Block(NamedTuple):
+    """Some rows of a tile, or of a part of one.
+
+    Attributes:
+        xs: logits ``[b, w]`` of the student, the teachers and the old policy; to be summed up by a compiled
+            function ``[b, stretches, columns]``, as ``is_id`` is ``[stretches, columns]``.
+        out: where their gradient is computed, if it is; perhaps the student's logits.
         rows: which of the ``n`` rows these are.
         columns: which columns of the tile.
         read_from: what the student's logits were read from.
@@ -156,6 +180,8 @@ class _Block(NamedTuple):
     """
 
     xs: list[Tensor]
+    out: Tensor
+    preparation: _Preparation
     rows: slice
     columns: slice
     read_from: SelectedRows
@@ -169,20 +195,28 @@ class _Pairs(NamedTuple):
     others: Sequence[LogitSource]
     options: DivergenceOptions
 
-    def blocks(self, tile: Tile) -> Iterator[_Block]:
+    def blocks(self, tile: Tile, compiled: bool, gradient: Tensor | None = None) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
+        of_each = [one.options.temperature for one in (self.student, *self.others)]
+        temperatures = [None if number == 1 else _tensor(number, tile.logits) for number in of_each]
+        cut = stretches if compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):
             part = tile.logits.of(rows, columns)
             whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
-            others = [other.part(*whole) for other in self.others]
+            others = [self._filled(other.part(*whole), columns) for other in self.others]
+            is_id = self._is_id(whole[1], part.logits.device)
+            preparation = _Preparation(temperatures, is_id if is_id is None else cut(is_id), part.dtype)
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
-            for place in part.blocks(_BUFFERS, widest) or [slice(0, 0)]:
-                read = [part.read(place, None), *(x[place] for x in others)]
-                sources = self.student, *self.others
-                xs = [self._prepared(x, whole[1], of) for x, of in zip(read, sources, strict=True)]
-                yield _Block(xs, shifted(place, whole[0].start), columns, part, place)
+            blocks = part.blocks(1, widest, scale=2) if compiled else part.blocks(_BUFFERS, widest)
+            for place in blocks or [slice(0, 0)]:
+                if gradient is None:
+                    x = out = part.read(place, None)
+                else:
+                    x, out = part.read_and_write_views(gradient[:, columns], place, None)
+                xs = [cut(x), *(cut(other[place]) for other in others)]
+                yield _Block(xs, out, preparation, shifted(place, whole[0].start), columns, part, place)
 
     def _parts(self, tile: Tile) -> tuple[list[slice], list[slice]]:
         """Return rows and columns of a tile: all, or where it is large those of a tile of the others."""
@@ -194,92 +228,158 @@ class _Pairs(NamedTuple):
             rows, columns = widest.sharing(len(layers)).cut(tile.logits.n, columns[0].stop)
         return rows, columns
 
-    def _prepared(self, x: Tensor, columns: slice, source: LogitSource) -> Tensor:
-        student, temperature = self.student, source.options.temperature
-        counting = self.options.num_ids - student.options.tp_rank * student.width - columns.start
-        width = columns.stop - columns.start
-        x = x.to(student.dtype)
-        if temperature != 1:
-            x = x / temperature
-        if counting < width or x.shape[1] < width:
-            counting = max(min(counting, x.shape[1]), 0)
-            filler = x.new_full((len(x), width - counting), _MINUS_INF)
-            x = torch.cat([x[:, :counting], filler], 1)
-        return x
+    def _is_id(self, columns: slice, device: torch.device) -> Tensor | None:
+        num_ids = self.options.num_ids - self.student.options.tp_rank * self.student.width
+        return (
+            None
+            if columns.stop <= num_ids
+            else torch.arange(*columns.indices(columns.stop), device=device) < num_ids
+        )
+
+    def _filled(self, x: Tensor, columns: slice) -> Tensor:
+        """Append the columns that only the student has."""
+        missing = columns.stop - columns.start - x.shape[1]
+        return torch.nn.functional.pad(x, (0, missing), value=_MINUS_INF) if missing > 0 else x
 
 
 def _reduced(
     pairs: _Pairs,
-    of_block: Callable[[_Block], Tensor],
+    of_block: Callable[..., Tensor],
     merge: Callable[[Sequence[Tensor]], Tensor],
+    normalizers: Tensor | None = None,
     claim: StorageClaim | None = None,
 ) -> Tensor:
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
-    def of_tiles() -> Iterator[tuple[slice, Tensor]]:
-        for tile in pairs.student.tiles():
-            yield tile.rows, reduced(((b.rows, of_block(b)) for b in pairs.blocks(tile)), merge)
+    def of_blocks(tile: Tile) -> Iterator[tuple[slice, Tensor]]:
+        call = BlockFunction(of_block, tile.logits)
+        what = pairs.options.of(call, tile.logits)
+        for block in pairs.blocks(tile, call.compiled):
+            of_rows = None if normalizers is None else normalizers[:, block.rows]
+            yield block.rows, call(block.xs, block.preparation, of_rows, *what)
 
-    return merge(all_gather(reduced(of_tiles(), merge), pairs.student.options.tp_group, claim).unbind())
+    tiles = pairs.student.tiles()
+    of_tiles = ((tile.rows, reduced(of_blocks(tile), merge)) for tile in tiles)
+    return merge(all_gather(reduced(of_tiles, merge), pairs.student.options.tp_group, claim).unbind())
 
 
-# --- parts of the divergence
+# --- functions of a block
 
 
-def _normalizers(block: _Block) -> Tensor:
+def _normalizers(xs: list[Tensor], preparation: _Preparation, *_: object) -> Tensor:
     """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
-    return torch.stack([_log_sum_exp(x) for x in block.xs])
+    values = torch.stack([_log_sum_exp(x) for x in _prepared(xs, preparation)])
+    return values if values.dim() == 2 else values.logsumexp(2)
 
 
-def _log_sum_exp(x: Tensor) -> Tensor:
-    largest = x.amax(1)
-    reference = largest.where(largest != _MINUS_INF, 0.0)
-    return reference.double() + _sum(exp(x - reference[:, None])).log()
+def _conditional_parts(
+    xs: list[Tensor], preparation: _Preparation, _: None, divergence: Divergence, *__: object
+) -> Tensor:
+    """Return what one pass computes of a block: ``[m + 2, b]``, see :func:`_chain_rule`.
 
-
-def _conditional_parts(divergence: Divergence, block: _Block) -> Tensor:
-    """Return what one pass computes of a block: ``[m + 3, b]``, see :func:`_chain_rule`.
-
-    These are the logarithms of the masses of student, teacher and perhaps old policy, the two sums of
-    :meth:`.Divergence.terms` for the conditional distributions, and whether some of them rule a column out
-    that others do not.
+    These are the logarithms of the masses of student, teacher and perhaps old policy, and the two sums of
+    :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule a
+    column out that others do not.
     """
-    masses = _normalizers(block)
-    compared = Compared.of(block.xs, masses)
-    gaps = [compared.gap] if compared.old_gap is None else [compared.gap, compared.old_gap]
-    # Where one of them rules a column out, the gap is next to RULED_OUT.
-    differ = torch.stack([gap.abs().amax(1) for gap in gaps]).amax(0) > -0.5 * RULED_OUT
+    xs = _prepared(xs, preparation)
+    masses = [_log_sum_exp(x) for x in xs]
+    compared = Compared.of(xs, masses)
+    differ = compared.gap.abs().amax(-1)
+    if compared.old_gap is not None:
+        differ = torch.maximum(differ, compared.old_gap.abs().amax(-1))
     value, expected = map(_sum, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
-    return torch.cat([masses, torch.stack([value, expected, differ.double()])])
+    # Where one of them rules a column out, the gap is next to RULED_OUT.
+    parts = [*masses, value.masked_fill(differ > -0.5 * RULED_OUT, _INF), expected]
+    return torch.stack(parts if value.dim() == 1 else _whole(divergence, parts))
 
 
 def _chain_rule(divergence: Divergence, parts: Sequence[Tensor]) -> Tensor:
-    """Return the same of all columns from those of blocks, tiles or ranks."""
-    *masses, values, expected, differ = torch.stack(list(parts)).unbind(1)
-    totals = torch.stack([mass.logsumexp(0) for mass in masses])
-    compared = Compared.of([mass.T for mass in masses], totals)
+    """Return the same of all columns from those of blocks, tiles or ranks, ``[m + 2, n]`` each."""
+    return torch.stack(_whole(divergence, torch.stack(list(parts), 2).unbind()))
+
+
+def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same of whole rows, ``[n]`` each, from that of their parts, ``[n, parts]`` each."""
+    *masses, values, expected = parts
+    differ = values == _INF
+    totals = [mass.logsumexp(1) for mass in masses]
+    compared = Compared.of(masses, totals)
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
-    value = (weights * values.T + of_value).sum(1)
-    expected = (weights * expected.T + of_expected).sum(1)
-    return torch.cat([totals, torch.stack([value, expected, differ.amax(0)])])
+    value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
+    return [*totals, value.masked_fill(differ.any(1), _INF), (weights * expected + of_expected).sum(1)]
 
 
-def _sums(normalizers: Tensor, options: DivergenceOptions, block: _Block) -> Tensor:
-    """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, n]`` are known.
+def _sums(
+    xs: list[Tensor],
+    preparation: _Preparation,
+    normalizers: Tensor,
+    divergence: Divergence,
+    log_weights: Sequence[Tensor | float],
+) -> Tensor:
+    """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, b]`` are known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
     sum. The second one holds it, and the derivative of these columns, which are constant, does not.
     """
-    compared = Compared.of(block.xs, normalizers[:, block.rows], options.log_weights)
-    sums = [_sum(term) for term in options.divergence.terms(compared)]
-    if options.divergence.covers_mass:
+    normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
+    compared = Compared.of(_prepared(xs, preparation), normalizers, log_weights)
+    sums = [_sum(term) for term in divergence.terms(compared)]
+    if divergence.covers_mass:
         sums.append(_sum(compared.q * compared.student.are_ruled_out))
-    return torch.stack(sums)
+    values = torch.stack(sums)
+    return values if values.dim() == 2 else values.sum(2)
+
+
+def _block_derivative(
+    xs: list[Tensor],
+    out: Tensor,
+    preparation: _Preparation,
+    of_rows: tuple[Tensor, Tensor, Tensor],
+    divergence: Divergence,
+    log_weights: Sequence[Tensor | float],
+    masks_ruled_out: bool,
+) -> None:
+    """Write the gradient of the student's logits into ``out``.
+
+    Args:
+        of_rows: normalizers ``[m, b]``, the sums that derivatives subtract ``[b, 1]``, and the gradients of
+            the divergences over the student's temperature ``[b, 1]``.
+    """
+    normalizers, expected, weight = of_rows
+    compared = Compared.of(_prepared(xs, preparation), normalizers, log_weights)
+    expected = expected.to(preparation.dtype)
+    derivative = divergence.derivative(compared, expected)
+    if masks_ruled_out:
+        is_constant = compared.student.are_ruled_out & ~expected.isnan()
+        derivative = derivative.masked_fill(is_constant, 0.0)
+    # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
+    out.copy_(torch.where(weight == 0, 0.0, weight * derivative))
+
+
+def _tensor(number: float, rows: SelectedRows) -> Tensor:
+    return torch.full((), number, dtype=rows.dtype, device=rows.device)
+
+
+def _prepared(xs: list[Tensor], preparation: _Preparation) -> list[Tensor]:
+    temperatures, is_id, dtype = preparation
+    xs = [x.to(dtype) for x in xs]
+    xs = [x if t is None else x / t for x, t in zip(xs, temperatures, strict=True)]
+    return xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    largest = x.amax(-1)
+    reference = largest.where(largest != _MINUS_INF, 0.0)
+    return reference.double() + _sum(exp(x - reference[..., None])).log()
 
 
 def _sum(x: Tensor) -> Tensor:
-    return stretches(x).sum(2).sum(1, dtype=torch.float64)
+    """Return sums over rows ``[b, w]`` or stretches ``[b, stretches, columns]``, in float64."""
+    return sum_of_columns(x).double() if x.dim() == 3 else stretches(x).sum(2).sum(1, dtype=torch.float64)
+
+
+# --- merging blocks, tiles and ranks
 
 
 def _add_exp(parts: Sequence[Tensor]) -> Tensor:

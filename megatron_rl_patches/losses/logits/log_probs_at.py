@@ -27,7 +27,7 @@ from .autograd import LogitFunction, Tensors
 from .distributions import NO_ENTRY
 from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
-from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, block_statistics, stretches
+from .softmax import NO_SOFTMAX, SoftmaxGradient, block_gradient, buffered_statistics, stretches
 from .topk import blocks_of_rows, log_masses, merged_tail, total_and_tail
 
 _MINUS_INF = float("-inf")
@@ -272,10 +272,9 @@ def _statistics(rows: SelectedRows, ids: _Ids) -> tuple[Tensor, Tensor]:
         columns = ids.columns(block, work.shape[1])
         logits[block] = torch.where(columns.is_local, work.gather(1, columns.column), 0.0)
         columns.put(work, _MINUS_INF)
-        max_logit, sum_exp_minus_1 = block_statistics(
-            stretches(work), None, divisor, False, stretches(spare)[None]
+        tail[0, block], tail[1, block] = buffered_statistics(
+            stretches(work), (None, False), divisor, stretches(spare)[None]
         )
-        tail[0, block], tail[1, block] = max_logit, sum_exp_minus_1
     return logits, tail
 
 

@@ -1,8 +1,9 @@
 """Softmax statistics and gradients of a block of rows, with plain operators that may be compiled.
 
-:func:`block_statistics` and :func:`block_gradient` work on one block of rows. Run as they are, their
-operators write into buffers that stay in the cache. Compiled, they need no buffers and become a few kernels.
-:func:`statistics` and :func:`gradient` go over all rows and know where they are read and written.
+:func:`block_statistics` and :func:`block_gradient` work on one block of rows. Compiled, each reads the logits
+in a single kernel. Where nothing is compiled, :func:`buffered_statistics` takes the place of the first, and
+the operators write into buffers that stay in the cache. :func:`statistics` and :func:`gradient` go over all
+rows and know where they are read and written.
 
 Numerics: a sum over a row is made of float32 sums over stretches of some hundred columns, which are added
 up in float64. The row's largest term, ``exp(0) = 1``, is left out of its stretch, since it would swallow the
@@ -14,6 +15,7 @@ single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for pro
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,6 +40,8 @@ _LOG2_E = math.log2(math.e)
 #: argument that it has seen before, and fails if the argument itself becomes ``None``.
 SoftmaxGradient = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_SOFTMAX: SoftmaxGradient = (None, None, None)
+#: Of one softmax: the keep-mask ``[rows, stretches, columns]`` or ``None``, and whether there is an entropy.
+_Pass = tuple[Tensor | None, bool]
 
 
 class RowGradients(NamedTuple):
@@ -78,13 +82,13 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
         ``z = (x - max_logit) / temperature`` these are
 
         * ``max_logit``, -inf where no column counts,
-        * ``sum_exp_minus_1 = sum(exp(z)) - 1`` (of a single part: 0 where no column counts),
+        * ``sum_exp_minus_1 = sum(exp(z)) - 1`` (of a single part: 0 or -1 where no column counts),
         * ``sum_z_exp = sum(z * exp(z))``, for the entropy.
     """
     options = rows.options
-    passes: list[tuple[Tensor | None, bool]] = []  # the mask, and whether an entropy is computed
+    passes: list[_Pass] = []
     if keep_mask is not None:
-        passes.append((keep_mask, False))
+        passes.append((stretches(keep_mask), False))
     if options.with_entropy or keep_mask is None:
         passes.append((None, options.with_entropy))
     results = [
@@ -97,12 +101,18 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
     blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
     scratch = None if call.compiled else stretches(rows.scratch(blocks, buffers))
     for block in blocks:
-        work = None if scratch is None else scratch[:, : block.stop - block.start]
-        for (mask, with_entropy), result in zip(passes, results, strict=True):
-            x = source.read(block, None if work is None else work[0])
-            keep = None if mask is None else stretches(mask[block])
-            for total, values in zip(result, call(x, keep, temperature, with_entropy, work), strict=True):
-                total[block] = values
+        of_block = [(mask if mask is None else mask[block], with_entropy) for mask, with_entropy in passes]
+        if scratch is None:
+            values = call(source.read(block, None), of_block, temperature)
+        else:
+            work = scratch[:, : block.stop - block.start]
+            values = [
+                buffered_statistics(source.read(block, work[0]), one_pass, temperature, work)
+                for one_pass in of_block
+            ]
+        for result, of_pass in zip(results, values, strict=True):
+            for total, value in zip(result, of_pass, strict=True):
+                total[block] = value
     if keep_mask is not None:
         results[0] = _with_target(results[0], rows, local_target, keep_mask)
     return results
@@ -118,39 +128,62 @@ def _compiled_blocks(rows: SelectedRows) -> list[slice]:
 
 
 def block_statistics(
-    x: Tensor,
-    keep_mask: Tensor | None,
-    temperature: Tensor | None,
-    with_entropy: bool,
-    buffers: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Return ``(max_logit, sum_exp_minus_1)`` of logits ``[rows, stretches, columns]``, ``[rows]`` each.
+    x: Tensor, passes: Sequence[_Pass], temperature: Tensor | None
+) -> list[tuple[Tensor, ...]]:
+    """Return the statistics of each pass over logits ``[rows, stretches, columns]``, see :func:`statistics`.
 
-    With an entropy ``sum_z_exp`` follows; see :func:`statistics`. ``buffers`` ``[1 or 2, rows, stretches,
-    columns]`` are overwritten; ``x`` may be the first of them.
+    Compiled, these are two kernels: one reads the logits, once for all passes, for the statistics of each
+    stretch. The other one merges those.
     """
-    if buffers is None and x.dtype != torch.float64:
-        x = x.float()
+    x = x if x.dtype == torch.float64 else x.float()
+    return [_merged_stretches(x, one_pass, temperature) for one_pass in passes]
+
+
+def _merged_stretches(x: Tensor, one_pass: _Pass, temperature: Tensor | None) -> tuple[Tensor, ...]:
+    keep_mask, with_entropy = one_pass
     if keep_mask is not None:
-        out = None if buffers is None else buffers[0]
-        x = torch.where(keep_mask, x, torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device), out=out)
+        x = torch.where(keep_mask, x, _MINUS_INF)
+    max_logit = x.amax(2)
+    z = x - finite(max_logit)[:, :, None]
+    is_largest = z == 0
+    z = scaled_(z, temperature)
+    if with_entropy:
+        z = z.clamp_(min=exp_floor(z.dtype))
+    exp_z = exp(z)
+    # The largest terms are counted, not summed: 1 would swallow the digits of the others.
+    of_others = sum_of_columns(exp_z.masked_fill(is_largest, 0.0)).double()
+    parts = [max_logit, of_others + (sum_of_columns(is_largest.to(z.dtype)).double() - 1.0)]
+    if with_entropy:
+        parts.append(sum_of_columns(z * exp_z))
+    return _merged([values.T for values in parts], temperature)
+
+
+def buffered_statistics(
+    x: Tensor, one_pass: _Pass, temperature: Tensor | None, buffers: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the statistics of one pass over logits ``[rows, stretches, columns]``, see :func:`statistics`.
+
+    ``buffers`` ``[1 or 2, rows, stretches, columns]`` are overwritten; ``x`` may be the first of them.
+    """
+    keep_mask, with_entropy = one_pass
+    if keep_mask is not None:
+        minus_inf = torch.full((), _MINUS_INF, dtype=x.dtype, device=x.device)
+        x = torch.where(keep_mask, x, minus_inf, out=buffers[0])
     max_logit, largest = x.amax(2).max(1)
     reference = finite(max_logit)[:, None, None]
     # The stretch of the largest logit is summed without it: 1 would swallow the digits of the others.
     of_largest = x[torch.arange(len(x), device=x.device), largest] - reference[:, :, 0]
     of_largest = exp(scaled_(of_largest, temperature))
     of_largest = of_largest.scatter_(1, of_largest.argmax(1, keepdim=True), 0.0)
-    z = scaled_(torch.sub(x, reference, out=None if buffers is None else buffers[0]), temperature)
+    z = scaled_(torch.sub(x, reference, out=buffers[0]), temperature)
     if with_entropy:
-        z = z.clamp_(min=exp_floor(z.dtype))
-        exp_z = exp(z, out=None if buffers is None else buffers[1])
-    else:
-        exp_z = exp(z, out=None if buffers is None else z)
-    sums = _sum_of_columns(exp_z).scatter_(1, largest[:, None], _sum_of_columns(of_largest)[:, None])
+        z.clamp_(min=exp_floor(z.dtype))
+    exp_z = exp(z, out=buffers[int(with_entropy)])
+    sums = sum_of_columns(exp_z).scatter_(1, largest[:, None], sum_of_columns(of_largest)[:, None])
     sum_exp_minus_1 = sums.sum(1, dtype=torch.float64)
     if not with_entropy:
         return max_logit, sum_exp_minus_1
-    return max_logit, sum_exp_minus_1, _sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
+    return max_logit, sum_exp_minus_1, sum_of_columns(z.mul_(exp_z)).sum(1, dtype=torch.float64)
 
 
 def finite(max_logit: Tensor) -> Tensor:
@@ -163,17 +196,23 @@ def merge(parts: Tensor, temperature: float) -> Tensor:
 
     In float64 and in the order of the parts, so that ranks that have the same parts get the same bits.
     """
-    max_logits, sums, *sums_z_exp = parts.unbind(1)
-    max_logit, largest = max_logits.max(0)
-    z = (max_logits - torch.where(max_logit == _MINUS_INF, 0.0, max_logit)) / temperature
+    return torch.stack(_merged(parts.unbind(1), temperature))
+
+
+def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tuple[Tensor, ...]:
+    max_logits, sums, *sums_z_exp = (values.double() for values in parts)
+    max_logit = max_logits.amax(0)
+    z = scaled_(max_logits - finite(max_logit), temperature)
     weights = z.exp()
     # The weight of the largest part, 1, is left out: the result is the sum minus 1.
-    sum_exp_minus_1 = (weights * sums).sum(0) + weights.scatter(0, largest[None], 0.0).sum(0)
-    result = [max_logit, torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)]
-    if sums_z_exp:
-        z = z.clamp(min=exp_floor(z.dtype))
-        result.append((weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0))
-    return torch.stack(result)
+    is_largest = max_logits == max_logit
+    of_largest = is_largest.sum(0) - 1.0
+    sum_exp_minus_1 = (weights * sums).sum(0) + weights.masked_fill(is_largest, 0.0).sum(0) + of_largest
+    sum_exp_minus_1 = torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
+    if not sums_z_exp:
+        return max_logit, sum_exp_minus_1
+    z = z.clamp(min=exp_floor(z.dtype))
+    return max_logit, sum_exp_minus_1, (weights * (sums_z_exp[0] + z * (1.0 + sums))).sum(0)
 
 
 def gradient(
@@ -295,15 +334,15 @@ def _width_of_stretches(columns: int) -> int:
 
 def sum_exp(z: Tensor) -> Tensor:
     """Return the sums of ``exp(z)`` over rows ``[rows, V]``, float64 ``[rows]``; ``z`` is overwritten."""
-    return _sum_of_columns(stretches(exp(z, out=z))).sum(1, dtype=torch.float64)
+    return sum_of_columns(stretches(exp(z, out=z))).sum(1, dtype=torch.float64)
 
 
-def _sum_of_columns(x: Tensor) -> Tensor:
+def sum_of_columns(x: Tensor) -> Tensor:
     """Sum ``[..., columns]`` over its columns, long stretches in float64."""
     return x.sum(-1, dtype=torch.float64 if x.shape[-1] > _LONGEST_STRETCH else None)
 
 
-def scaled_(z: Tensor, temperature: Tensor | None) -> Tensor:
+def scaled_(z: Tensor, temperature: float | Tensor | None) -> Tensor:
     """Divide differences ``z`` of logits in place. To divide the logits first would add a rounding error."""
     return z if temperature is None else z.div_(temperature)
 

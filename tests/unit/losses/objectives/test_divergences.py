@@ -28,6 +28,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES, divergence_named
 from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
 from tests.unit.losses.logits.pairwise import pairwise
@@ -368,6 +369,31 @@ def test_small_divergences_have_correct_digits_in_float32(name: Any) -> None:
         assert ((values - expected) / expected).abs().max() < bound
         [found], [reference] = backward(values, student), backward(expected, exact)
         assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
+@of_each
+def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are not compiled in; also where student and teacher are nearly the same."""
+    monkeypatch.setattr(compiling, "WORTHWHILE_ELEMENTS", 0)
+    monkeypatch.setattr(compiling.BlockFunction, "_give_up", lambda call, error: pytest.fail(str(error)))
+    old, *teachers = (random(T, V, seed=seed, dtype=torch.float32) for seed in range(3))
+    near = teachers[0] + 1e-3 * random(T, V, seed=3, dtype=torch.float32)
+    for beta, weights, student in (
+        (0.3, [1.0], near),
+        (0.6, [0.2, 0.8], old * 2),
+        (0.4, [0.7, 0.3], old * 2),
+    ):
+        student, exact = student.clone().requires_grad_(), student.double().requires_grad_()
+        some = teachers[: len(weights)]
+        options: dict[str, Any] = {"divergence": name, "beta": beta, "teacher_weights": weights, "old": old}
+        values = full_vocabulary_divergence(student, some, **options)
+        expected = dense(name, exact, some, weights, old, beta)
+        assert ((values - expected) / expected).abs().max() < 3e-6
+        [found], [reference] = backward(values, student), backward(expected, exact)
+        assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 3e-6
 
 
 @pytest.mark.parametrize("teachers", [1, 2])
