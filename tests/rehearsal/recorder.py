@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_rl_patches.losses import DeferredLogits, output_layer
-from megatron_rl_patches.losses.logits import compiling, tiles
+from megatron_rl_patches.losses.logits import compiling, softmax, tiles
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm)
@@ -227,7 +227,7 @@ def _raise(block: Any, error: Exception) -> None:
 def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
-    call = compiling.BlockFunction.__call__
+    call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
     data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:
@@ -237,6 +237,10 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             return call(block, *args)
         finally:
             recorder.is_compiled = False
+
+    def buffered(*args: Any) -> Any:
+        recorder.row_passes[buffered_statistics.__name__] += 1
+        return buffered_statistics(*args)
 
     def waiting(owner: Any, name: str) -> Any:
         function = getattr(owner, name)
@@ -270,6 +274,7 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             (FakeTensor, "tolist", lambda tensor: tolist(tensor.cpu())),  # in one copy, as torch does it
             (torch.nn.Module, "_apply", _apply),
             (compiling.BlockFunction, "__call__", row_pass),
+            (softmax, "buffered_statistics", buffered),
             (compiling.BlockFunction, "_give_up", _raise),  # and do not go on with plain operators
             # A fake parameter is a FakeTensor, which the output layer would not take for a parameter.
             (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
