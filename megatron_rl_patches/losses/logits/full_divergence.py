@@ -209,7 +209,8 @@ class _Pairs(NamedTuple):
             is_id = self._is_id(whole[1], part.logits.device)
             preparation = _Preparation(temperatures, is_id if is_id is None else cut(is_id), part.dtype)
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
-            blocks = part.blocks(1, widest, scale=2) if compiled else part.blocks(_BUFFERS, widest)
+            of_rows = tile.logits.of(rows, slice(None))
+            blocks = of_rows.blocks(1, widest, scale=2) if compiled else of_rows.blocks(_BUFFERS, widest)
             for place in blocks or [slice(0, 0)]:
                 if gradient is None:
                     x = out = part.read(place, None)

@@ -478,6 +478,19 @@ def test_vocabularies_that_are_padded_differently(materialized: bool) -> None:
         full_vocabulary_divergence(student, teacher, num_ids=1030)
 
 
+def test_the_last_part_of_the_columns_may_be_narrower() -> None:
+    """A teacher's tiles cut the columns into 1024 and 776; the student's logits are large enough for that.
+
+    By default a block is 1% of the logits, and both parts must have the same blocks.
+    """
+    n, width = 1000, 1800
+    student = random(1, width, seed=0, dtype=torch.float32).expand(60_000, width)
+    head = random(n, 2, seed=1, dtype=torch.float32), random(width, 2, seed=2, dtype=torch.float32)
+    teacher = deferred_logits(*head, tile_bytes=4 * n * 1024)
+    values = full_vocabulary_divergence(student, teacher, rows=slice(0, n))
+    assert torch.allclose(values, full_vocabulary_divergence(student[:n], linear(*head)), rtol=1e-5)
+
+
 def test_no_tensor_of_rows_and_vocabulary() -> None:
     hidden, weight = random(64, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
     teachers = [deferred_logits(random(64, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
