@@ -315,8 +315,10 @@ def as_slice(rows: Tensor) -> RowIndex:
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return the tensor on the device; from host memory it is copied to a GPU without waiting for it."""
-    is_copied_to_gpu = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if is_copied_to_gpu else tensor.to(device)
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    # torch cannot pin a tensor whose elements share memory, as those of expand() do.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _default_block_bytes(logits: Tensor) -> int:

@@ -206,7 +206,7 @@ def _merged(parts: Sequence[Tensor], temperature: float | Tensor | None) -> tupl
     weights = z.exp()
     # The weight of the largest part, 1, is left out: the result is the sum minus 1.
     is_largest = max_logits == max_logit
-    of_largest = is_largest.sum(0) - 1.0
+    of_largest = is_largest.double().sum(0) - 1.0
     sum_exp_minus_1 = (weights * sums).sum(0) + weights.masked_fill(is_largest, 0.0).sum(0) + of_largest
     sum_exp_minus_1 = torch.where(max_logit == _MINUS_INF, -1.0, sum_exp_minus_1)
     if not sums_z_exp:

@@ -15,6 +15,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
+from megatron_rl_patches.losses.logits import softmax
 
 from .dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from .pairwise import pairwise
@@ -91,6 +92,17 @@ def test_compiled_equals_the_dense_formulas() -> None:
     options["rows"] = [SELECTIONS[name] for name in ("all", "scattered")]
     for case in pairwise(options):
         check_case(case, fused=True)
+
+
+def test_equal_parts_are_counted_whatever_the_default_dtype_is() -> None:
+    """bfloat16 has no number between 996 and 1000."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        merged = softmax.merge(torch.zeros(1000, 2, 1, dtype=torch.float64), 1.0)
+    finally:
+        torch.set_default_dtype(default)
+    assert merged.tolist() == [[0.0], [999.0]]
 
 
 def test_an_ignored_row_may_hold_anything() -> None:
