@@ -6,10 +6,12 @@ the logits, holds a storage that can be overwritten, or has had an error of its 
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,8 +29,9 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
+from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.output_layer import loss_of_labels
-from tests.ranks import on_ranks
+from tests.ranks import everywhere, on_ranks
 
 T, H, V = 12, 6, 40
 TOKENS = torch.randint(V, (T,), generator=torch.Generator().manual_seed(1))
@@ -158,3 +161,32 @@ def test_one_rank_cannot_overwrite_its_logits(size: int) -> None:
     (log_probs + entropies).sum().backward()
     torch.testing.assert_close(log_probs, expected)
     torch.testing.assert_close(leaf.grad, whole.grad.chunk(size, dim=1)[rank])
+
+
+@on_ranks(2, megatron=False)
+def test_one_rank_compiles() -> None:
+    """It cuts blocks and sums in another way. Ids that one side rules out need a second pass on all ranks."""
+    rank, columns = dist.get_rank(), 2048
+    student, teacher = torch.randn(2, T, columns, generator=torch.Generator().manual_seed(0)).double()
+    student[2, :256], teacher[1, 1100:1900] = -math.inf, -math.inf
+
+    def values(student: Tensor, teacher: Tensor, group: Any = None) -> list[Tensor]:
+        leaf = student.clone().requires_grad_()
+        log_probs, entropies = vocab_parallel_log_probs_and_entropy(leaf, TOKENS, tp_group=group)
+        kinds: Any = ("reverse_kl", "forward_kl", "jensen_shannon")
+        divergences = [
+            full_vocabulary_divergence(leaf, teacher, divergence=kind, tp_group=group) for kind in kinds
+        ]
+        results = torch.stack([log_probs, entropies, *divergences])
+        return [results.detach(), *torch.autograd.grad(results[:, 1:].sum(), leaf)]
+
+    expected, gradient = values(student, teacher)
+    with (
+        patch.object(compiling, "WORTHWHILE_ELEMENTS", 0 if rank == 0 else math.inf),
+        patch.object(compiling, "_has_compiler", lambda device: True),
+        patch.object(compiling, "_call_compiled", lambda function, *arguments: function(*arguments)),
+    ):
+        mine = (logits.chunk(2, dim=1)[rank] for logits in (student, teacher))
+        found, its_gradient = values(*mine, group=dist.group.WORLD)
+    assert all(torch.equal(found, other) for other in everywhere(found))
+    torch.testing.assert_close([found, its_gradient], [expected, gradient.chunk(2, dim=1)[rank]])
