@@ -25,10 +25,13 @@ _MIB = 1 << 20
 _FEWEST_COLUMNS = 1024
 # Larger tiles have a multiple of so many columns, see softmax.stretches.
 _ALIGNMENT = 256
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 # Where torch has no product of 16-bit matrices with a float32 result, so many of their columns are converted
 # to float32 at a time.
 _CONVERTED_COLUMNS = 512
-_HAS_MIXED_PRODUCT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+# Where torch has such a product, but does not add it to a float32 tensor, so large a part of it is computed
+# at a time. The product of few rows of logits would be as large as the weight.
+_PRODUCT_BYTES = 128 * _MIB
 #: What ``keep_bytes="auto"`` may keep on each GPU, from the first backward on.
 _automatic: dict[torch.device, int] = {}
 
@@ -323,9 +326,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.device.type == "cuda" and _HAS_MIXED_PRODUCT:
+    elif a.device.type == "cuda" and _TORCH >= (2, 10):
         # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
+        # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif a.device.type == "cuda" and _TORCH >= (2, 8):
+        for rows in ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
+            total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
     elif may_round and a.dtype == torch.bfloat16:
         total += torch.mm(a, b)
     else:

@@ -342,6 +342,40 @@ def test_auto_keeps_nothing_on_a_cpu() -> None:
         assert sizes.products == 4
 
 
+class _OnGPU(Tensor):
+    """A tensor in host memory that says it is on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("release", [(2, 6), (2, 9), (2, 10)])
+def test_a_gpu_adds_products_in_float32_with_every_torch(
+    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-ins refuse what the kernels of these releases refuse."""
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert release >= (2, 8)
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert release >= (2, 8) and total.dtype in (
+            (a.dtype, out_dtype) if release >= (2, 10) else (a.dtype,)
+        )
+        assert out is total
+        return out.add_(a.to(out_dtype) @ b.to(out_dtype))
+
+    a, b = torch.randn(30, 700).bfloat16(), torch.randn(700, 9).bfloat16()
+    expected = 1.0 + a.double() @ b.double()
+    total = torch.ones(30, 9)
+    monkeypatch.setattr(tiles, "_TORCH", release)
+    monkeypatch.setattr(tiles, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    tiles.add_product(total, a.as_subclass(_OnGPU), b.as_subclass(_OnGPU))
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 # --- what other code sees
 
 FOLLOWED: dict[str, Callable[[Tensor], Tensor]] = {
