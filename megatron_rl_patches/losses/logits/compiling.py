@@ -37,7 +37,8 @@ class BlockFunction:
     whatever can fail comes before both, so that a block can always be computed again.
 
     Attributes:
-        compiled: whether the function is called without buffers, since the compiler needs none.
+        compiled: whether the function is called without buffers, since the compiler needs none. If compiling
+            fails, this stays true, and plain operators allocate what they need.
     """
 
     def __init__(self, function: Callable[..., Any], rows: SelectedRows) -> None:
@@ -92,7 +93,8 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
         names = ("cache_size_limit", "accumulated_cache_size_limit")
     for logits in args[0] if isinstance(args[0], list) else args[:1]:
         if logits.dim() == 3:
-            # The width of stretches is compiled in: then a GPU reads a stretch once for several sums.
+            # Stretches of a width that is compiled in fit into registers of a GPU, which then reads each
+            # stretch once: for its largest logit and for all sums.
             torch._dynamo.mark_static(logits, 2)
     with config.patch(dict.fromkeys(names, _VARIANTS)):
         return _compiled(function)(*args)

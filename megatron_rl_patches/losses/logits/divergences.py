@@ -331,7 +331,7 @@ def _expm1_(x: Tensor) -> Tensor:
     """Return ``exp(x) - 1``, with correct digits near zero too; ``x`` is overwritten."""
     if not torch.compiler.is_compiling():
         return x.expm1_()
-    # For a CPU the compiler makes exp(x) - 1 of expm1.
+    # On a CPU the compiler replaces expm1(x) by exp(x) - 1, which has no correct digits near zero.
     half = 0.5 * x.clamp(min=-80.0)
     return 2.0 * exp(half) * half.sinh()
 

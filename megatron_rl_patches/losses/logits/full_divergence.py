@@ -38,7 +38,7 @@ from .tiles import OutputLayerRows
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
-# four times as large, and no more: where compiling is switched off, they run as they are.
+# four times as large, and no more: if compiling fails, they run as plain operators on these blocks.
 _BUFFERS = 2
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.
@@ -58,7 +58,10 @@ class DivergenceOptions(NamedTuple):
     num_ids: int
 
     def of(self, call: BlockFunction, rows: SelectedRows) -> tuple[Divergence, Sequence[Tensor | float]]:
-        """Return what a function of a block has to know, for a compiled one without numbers."""
+        """Return the divergence and the logarithms of the weights as a function of a block gets them.
+
+        A compiled one gets tensors in place of numbers: it would be compiled again for each number.
+        """
         if not call.compiled:
             return self.divergence, self.log_weights
         numbers = (self.divergence.beta, *self.log_weights)
