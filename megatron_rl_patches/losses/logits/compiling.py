@@ -71,6 +71,10 @@ class BlockFunction:
 
 
 def _is_worthwhile(rows: SelectedRows) -> bool:
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        # torch.compile would return the functions as they are. They are slower than those with buffers, and
+        # need several tensors of the size of a block, which is larger for compiled functions.
+        return False
     large = (rows.num_logits or rows.n * rows.logits.shape[1]) >= WORTHWHILE_ELEMENTS
     return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
 

@@ -69,6 +69,15 @@ def test_a_compiler_that_fails_costs_one_warning(
     assert compiler.calls > calls
 
 
+def test_nothing_is_compiled_where_torch_compile_is_disabled(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As slime does for runs whose training and inference have to agree."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    check(random_logits(), random_targets(), fused="auto")
+    assert compiler.calls == 0
+
+
 @pytest.mark.parametrize(
     ("fused", "error"), [(True, OSError("full")), ("auto", torch.OutOfMemoryError("full"))]
 )
