@@ -63,8 +63,8 @@ def deferred_logits(
     Returns:
         Logits ``[..., V / tp]`` in the dtype of ``hidden``, of whole sequences. What is computed from them
         has gradients for ``hidden``, ``weight`` and ``bias``; those of bfloat16 and float16 are accumulated
-        in float32. Without a GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded to
-        bfloat16 first.
+        in float32. Without an NVIDIA GPU and torch 2.8, what a tile adds to that of ``hidden`` is rounded
+        to bfloat16 first.
 
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.

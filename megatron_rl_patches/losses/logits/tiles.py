@@ -324,13 +324,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, may_round: bool = False)
     With ``may_round`` a product of bfloat16 matrices is rounded to bfloat16 where torch has no product with
     another dtype, as on a CPU. (A sum in float16 may be beyond its range.)
     """
+    # torch's build for AMD's GPUs refuses to multiply 16-bit matrices with a float32 result.
+    is_on_nvidia = a.device.type == "cuda" and torch.version.hip is None
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.device.type == "cuda" and _TORCH >= (2, 10):
+    elif is_on_nvidia and _TORCH >= (2, 10):
         # One product that adds: linkedin/Liger-Kernel#1239 measured 13.4 ms, and 23.5 with a sum of its own.
         # Before torch 2.10 the total must have the dtype of the matrices (pytorch/pytorch#167931).
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.device.type == "cuda" and _TORCH >= (2, 8):
+    elif is_on_nvidia and _TORCH >= (2, 8):
         for rows in ranges(len(a), max(_PRODUCT_BYTES // (b.shape[1] * total.element_size()), 1)):
             total[rows].add_(torch.mm(a[rows], b, out_dtype=total.dtype))
     elif may_round and a.dtype == torch.bfloat16:

@@ -348,20 +348,21 @@ class _OnGPU(Tensor):
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("release", [(2, 6), (2, 9), (2, 10)])
+@pytest.mark.parametrize(
+    ("release", "hip"), [((2, 6), None), ((2, 9), None), ((2, 10), None), ((2, 10), "7.0")]
+)
 def test_a_gpu_adds_products_in_float32_with_every_torch(
-    release: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    release: tuple[int, int], hip: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-ins refuse what the kernels of these releases refuse."""
 
     def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-        assert release >= (2, 8)
+        assert release >= (2, 8) and hip is None
         return a.to(out_dtype) @ b.to(out_dtype)
 
     def addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
-        assert release >= (2, 8) and total.dtype in (
-            (a.dtype, out_dtype) if release >= (2, 10) else (a.dtype,)
-        )
+        assert release >= (2, 8) and hip is None
+        assert total.dtype in ((a.dtype, out_dtype) if release >= (2, 10) else (a.dtype,))
         assert out is total
         return out.add_(a.to(out_dtype) @ b.to(out_dtype))
 
@@ -369,6 +370,7 @@ def test_a_gpu_adds_products_in_float32_with_every_torch(
     expected = 1.0 + a.double() @ b.double()
     total = torch.ones(30, 9)
     monkeypatch.setattr(tiles, "_TORCH", release)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(tiles, "_PRODUCT_BYTES", 4 * 9 * 7)  # of seven rows
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
