@@ -31,10 +31,11 @@ class BlockFunction:
     """A function to be called for one block of rows after the other.
 
     With ``fused=True`` it is compiled, and what the compiler raises is raised. With ``"auto"`` it is compiled
-    for large logits where there is a compiler. If that fails, for instance since a disk is full, a warning
-    names the cause, and this and later blocks run as plain operators; some minutes later compiling is tried
-    again. A compiled function reads all of a block's logits before it overwrites any with their gradient, and
-    whatever can fail comes before both, so that a block can always be computed again.
+    for large logits where there is a compiler, unless ``TORCH_COMPILE_DISABLE=1``. If that fails, for
+    instance since a disk is full, a warning names the cause, and this and later blocks run as plain
+    operators; some minutes later compiling is tried again. What fails does so before any logits are
+    overwritten with their gradient: the first kernel that writes there is the last one. So a block can always
+    be computed again.
 
     Attributes:
         compiled: whether the function is called without buffers, since the compiler needs none. If compiling
