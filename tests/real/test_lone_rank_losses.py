@@ -187,6 +187,6 @@ def test_one_rank_compiles() -> None:
         patch.object(compiling, "_call_compiled", lambda function, *arguments: function(*arguments)),
     ):
         mine = (logits.chunk(2, dim=1)[rank] for logits in (student, teacher))
-        found, its_gradient = values(*mine, group=dist.group.WORLD)
-    assert all(torch.equal(found, other) for other in everywhere(found))
-    torch.testing.assert_close([found, its_gradient], [expected, gradient.chunk(2, dim=1)[rank]])
+        results_here, gradient_here = values(*mine, group=dist.group.WORLD)
+    assert all(torch.equal(results_here, other) for other in everywhere(results_here))
+    torch.testing.assert_close([results_here, gradient_here], [expected, gradient.chunk(2, dim=1)[rank]])

@@ -1,4 +1,4 @@
-"""What a GPU would be asked, where torch is built with CUDA and there is neither a GPU nor a driver."""
+"""The rehearsal on fake CUDA tensors: it needs a torch that is built with CUDA, no GPU and no driver."""
 
 from __future__ import annotations
 

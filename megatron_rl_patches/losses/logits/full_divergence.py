@@ -65,7 +65,7 @@ class DivergenceOptions(NamedTuple):
         if not call.compiled:
             return self.divergence, self.log_weights
         numbers = (self.divergence.beta, *self.log_weights)
-        beta, *log_weights = (_tensor(float(number), rows) for number in numbers)
+        beta, *log_weights = (rows.scalar(float(number)) for number in numbers)
         return type(self.divergence)(beta), log_weights
 
     @property
@@ -203,7 +203,7 @@ class _Pairs(NamedTuple):
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
         of_each = [one.options.temperature for one in (self.student, *self.others)]
-        temperatures = [None if number == 1 else _tensor(number, tile.logits) for number in of_each]
+        temperatures = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
         cut = stretches if compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):
             part = tile.logits.of(rows, columns)
@@ -233,12 +233,11 @@ class _Pairs(NamedTuple):
         return rows, columns
 
     def _is_id(self, columns: slice, device: torch.device) -> Tensor | None:
+        """Return which of this rank's columns are ids of the vocabulary, or ``None`` if all are."""
         num_ids = self.options.num_ids - self.student.options.tp_rank * self.student.width
-        return (
-            None
-            if columns.stop <= num_ids
-            else torch.arange(*columns.indices(columns.stop), device=device) < num_ids
-        )
+        if columns.stop <= num_ids:
+            return None
+        return torch.arange(columns.start, columns.stop, device=device) < num_ids
 
     def _filled(self, x: Tensor, columns: slice) -> Tensor:
         """Append the columns that only the student has."""
@@ -359,10 +358,6 @@ def _block_derivative(
         derivative = derivative.masked_fill(is_constant, 0.0)
     # Rows that a loss mask leaves out may hold NaN, and zero times NaN is NaN.
     out.copy_(torch.where(weight == 0, 0.0, weight * derivative))
-
-
-def _tensor(number: float, rows: SelectedRows) -> Tensor:
-    return torch.full((), number, dtype=rows.dtype, device=rows.device)
 
 
 def _prepared(xs: list[Tensor], preparation: _Preparation) -> list[Tensor]:

@@ -280,13 +280,15 @@ class SelectedRows(LogitSource):
         return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
 
     def temperature(self) -> Tensor | None:
-        """Return the temperature as a tensor without dimensions, or ``None`` where it is 1.
+        """Return the temperature as a :meth:`scalar`, or ``None`` where it is 1."""
+        return None if self.options.temperature == 1 else self.scalar(self.options.temperature)
+
+    def scalar(self, number: float) -> Tensor:
+        """Return a number as a tensor without dimensions, in the dtype of the computation.
 
         A compiled function must not see it as a number: each value would be compiled in.
         """
-        if self.options.temperature == 1:
-            return None
-        return torch.full((), self.options.temperature, dtype=self.dtype, device=self.logits.device)
+        return torch.full((), number, dtype=self.dtype, device=self.device)
 
 
 def shifted(part: slice, start: int) -> slice:

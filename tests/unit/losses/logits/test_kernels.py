@@ -50,7 +50,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V as current
 
-    found: dict[str, Plan] = {}
+    of_functions: dict[str, Plan] = {}
     functions: list[str] = []
     call_compiled = compiling._call_compiled
 
@@ -71,7 +71,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
             names = {access.name for access in reads} - {access.name for access in writes}
             read += filter(is_logits, names)
         arguments = set(read).intersection(current.graph.graph_input_names)
-        found[functions[-1]] = Plan(len(nodes), len(read), len(arguments))
+        of_functions[functions[-1]] = Plan(len(nodes), len(read), len(arguments))
         raise Planned
 
     def give_up(call: Any, error: Exception) -> None:
@@ -84,7 +84,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
     monkeypatch.setattr(ir, "is_cpu", lambda data: False)  # for a CPU it stores exponentials
     torch._dynamo.reset()
     with config.patch(fx_graph_cache=False, cpu_backend="triton"):
-        yield found
+        yield of_functions
     torch._dynamo.reset()
 
 
@@ -93,7 +93,7 @@ def random(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "inplace", "kept", "entropy_grad", "temperature"),
+    ("dtype", "inplace", "has_mask", "entropy_grad", "temperature"),
     [
         (torch.float32, False, False, True, 0.7),
         pytest.param(torch.bfloat16, False, False, True, 1.0, marks=pytest.mark.slow),
@@ -106,21 +106,21 @@ def test_log_probs_and_entropy(
     plans: dict[str, Plan],
     dtype: torch.dtype,
     inplace: bool,
-    kept: bool,
+    has_mask: bool,
     entropy_grad: bool,
     temperature: float,
 ) -> None:
     """Two softmaxes, of the columns in a mask and of all, are computed at once."""
-    mask = torch.rand(ROWS, V) < 0.5 if kept else None
+    mask = torch.rand(ROWS, V) < 0.5 if has_mask else None
     options: dict[str, Any] = {"temperature": temperature, "inplace_backward": inplace, "keep_mask": mask}
     values = vocab_parallel_log_probs_and_entropy(
         random(dtype) * 1, torch.arange(ROWS), entropy_grad=entropy_grad, **options
     )
     sum(value.sum() for value in values).backward()
     # One kernel reads the logits. The other ones put stretches together, for each softmax.
-    assert plans["block_statistics"] == Plan(2 + kept, 1 + kept, 1 + kept)
+    assert plans["block_statistics"] == Plan(2 + has_mask, 1 + has_mask, 1 + has_mask)
     # What is written in place of the logits is no argument of its own.
-    expected = 1 + kept + (not inplace)
+    expected = 1 + has_mask + (not inplace)
     assert plans["block_gradient"] == Plan(1, expected, expected)
 
 
