@@ -134,9 +134,14 @@ def deferred(x: Inputs, tile_bytes: int | None = None) -> Values:
     return _ours(deferred_logits(x.hidden, x.weight, tile_bytes=tile_bytes), x)
 
 
-def kept(x: Inputs, share: float) -> Values:
-    keep_bytes = int(share * len(x.targets) * len(x.weight) * x.hidden.element_size())
+def deferred_keeping(x: Inputs, share: float) -> Values:
+    keep_bytes = share_of_logits(len(x.targets), x.weight, share)
     return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
+
+
+def share_of_logits(rows: int, weight: Tensor, share: float) -> int:
+    """Return the bytes of a share of the logits of so many rows, in the dtype of the weight ``[V, h]``."""
+    return int(share * rows * len(weight) * weight.element_size())
 
 
 def _ours(logits: Tensor, x: Inputs) -> Values:
@@ -210,7 +215,7 @@ OURS = (
     Candidate(NAIVE, naive),
     Candidate(BASE, made),
     Candidate(DEFERRED, deferred),
-    *(Candidate(name, partial(kept, share=share)) for name, share in KEPT.items()),
+    *(Candidate(name, partial(deferred_keeping, share=share)) for name, share in KEPT.items()),
 )
 WAYS = [candidate.name for candidate in OURS]
 SKYRL = checkout("SkyRL", "skyrl.backends.skyrl_train.distributed.megatron.model_utils")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.head import BASE, DEFERRED, KEPT, Setup
+from benchmarks.head import BASE, DEFERRED, KEPT, Setup, share_of_logits
 from benchmarks.page import join, table
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
 from tests.rehearsal.recorder import recording
@@ -24,16 +24,15 @@ def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     return (hidden @ weight.T).float()
 
 
-def kept(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
-    keep_bytes = int(share * len(hidden) * len(weight) * hidden.element_size())
-    return deferred_logits(hidden, weight, keep_bytes=keep_bytes)
+def deferred_keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
+    return deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
 
 
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
     BASE: (logits_of, {"inplace_backward": True}),
     DEFERRED: (deferred_logits, {}),
     f"{DEFERRED}, plain operators": (deferred_logits, {"fused": False}),
-    **{name: (partial(kept, share), {}) for name, share in KEPT.items()},
+    **{name: (partial(deferred_keeping, share), {}) for name, share in KEPT.items()},
 }
 
 
