@@ -263,7 +263,9 @@ class SelectedRows(LogitSource):
         place = self._place(block)
         if isinstance(place, slice) and (self.can_be_viewed or buffers is None):
             x = self.logits[place]
-            return x, x if gradient.data_ptr() == self.logits.data_ptr() else gradient[place]
+            # Tensors without elements have the same address, whether they share memory or not.
+            in_place = gradient.numel() > 0 and gradient.data_ptr() == self.logits.data_ptr()
+            return x, x if in_place else gradient[place]
         x = self.read(block, None if buffers is None else buffers[0])
         return x, x
 

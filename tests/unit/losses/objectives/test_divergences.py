@@ -434,6 +434,13 @@ def test_a_student_without_rows_is_not_in_the_memory_of_its_teacher() -> None:
     assert full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=True).shape == (0,)
 
 
+def test_logits_without_rows_are_not_overwritten() -> None:
+    """Tensors without elements are all at the address 0."""
+    logits = torch.zeros(0, V, requires_grad=True) * 1
+    full_vocabulary_divergence(logits, torch.zeros(0, V)).sum().backward()
+    assert logits._version == 0
+
+
 @of_each
 def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: Any) -> None:
     hidden, weight = random(T, H, seed=0).requires_grad_(), random(V, H, seed=1)
