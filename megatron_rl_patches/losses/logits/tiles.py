@@ -134,7 +134,7 @@ class OutputLayerRows(LogitSource):
         row_ranges, column_ranges = self.cut(self.n, self.width)
         size = row_ranges[0].stop * column_ranges[0].stop
         buffer: Tensor | None = None
-        left = self.tiling.bytes_to_keep(self.device) if self.keeps_tiles else 0
+        left = self.tiling.bytes_to_keep(self.device) if self.keeps_tiles else -1
         for columns in column_ranges:
             weight, bias = self._layer(columns)
             for rows in row_ranges:

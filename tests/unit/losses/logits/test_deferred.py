@@ -314,6 +314,12 @@ def test_every_backward_of_a_graph_returns_the_same(kept: float) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, gradients, strict=True))
 
 
+def test_a_tile_without_rows_is_not_kept_for_other_rows() -> None:
+    logits = logits_of(inputs(trained=())).view(T, V)
+    assert vocab_parallel_log_probs(logits[:0], TOKENS[:0]).shape == (0,)
+    assert vocab_parallel_log_probs(logits[:3], TOKENS[:3]).shape == (3,)
+
+
 def test_auto_keeps_half_of_what_is_free_at_the_first_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "_automatic", {})
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
