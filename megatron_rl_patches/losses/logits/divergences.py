@@ -143,13 +143,14 @@ class Compared:
         """Return ``m = beta q + (1 - beta) p``."""
         return self.p + beta * (self.q - self.p)
 
-    def gap_to_middle(self, beta: Tensor | float) -> Tensor:
-        """Return ``log p - log m``."""
-        # log p - log m = -log1p(beta (q / p - 1)) = log p - log q - log1p((1 - beta) (p / q - 1))
+    def gaps_to_middle(self, beta: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Return ``log p - log m`` and ``log q - log m``."""
+        # log m is log p + log1p(beta (q / p - 1)), and log q + log1p((1 - beta) (p / q - 1)).
         by_q = _is_positive(-1.0 - self.gap)
         ratio_minus_1 = _expm1_(self.gap * (2.0 * by_q - 1.0))
         share = by_q * (1.0 - 2.0 * beta) + beta
-        return (self.gap * by_q).sub_((ratio_minus_1 * share).log1p_())
+        to_middle = (ratio_minus_1 * share).log1p_()
+        return (self.gap * by_q).sub_(to_middle), (self.gap * (by_q - 1.0)).sub_(to_middle)
 
 
 class Divergence:
@@ -236,40 +237,41 @@ class JensenShannon(Divergence):
     needs_normalizers = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        gap, middle = compared.gap_to_middle(self.beta), compared.middle(self.beta)
-        of_teacher, _ = _relative_entropy(compared.q, middle, gap - compared.gap)
+        gap, teacher_gap = compared.gaps_to_middle(self.beta)
+        middle = compared.middle(self.beta)
+        of_teacher, _ = _relative_entropy(compared.q, middle, teacher_gap)
         of_student, expected = _relative_entropy(compared.p, middle, gap)
         return of_student.lerp_(of_teacher, self.beta), (1.0 - self.beta) * expected
 
     def slope(self, compared: Compared) -> Tensor:
-        return (1.0 - self.beta) * compared.gap_to_middle(self.beta)
+        return (1.0 - self.beta) * compared.gaps_to_middle(self.beta)[0]
 
 
 class SkewedForwardKL(Divergence):
     needs_normalizers = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        gap = compared.gap_to_middle(self.beta)
-        value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap - compared.gap)
-        return value, compared.p * self._slope(compared, gap)
+        _, gap = compared.gaps_to_middle(self.beta)
+        value, _ = _relative_entropy(compared.q, compared.middle(self.beta), gap)
+        return value, compared.p * self._slope(gap)
 
     def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared, compared.gap_to_middle(self.beta))
+        return self._slope(compared.gaps_to_middle(self.beta)[1])
 
-    def _slope(self, compared: Compared, gap: Tensor) -> Tensor:
-        return (self.beta - 1.0) * _expm1_(gap - compared.gap)  # (1 - beta) (1 - q / m)
+    def _slope(self, gap: Tensor) -> Tensor:
+        return (self.beta - 1.0) * _expm1_(gap)  # (1 - beta) (1 - q / m)
 
 
 class SkewedReverseKL(Divergence):
     needs_normalizers = True
 
     def terms(self, compared: Compared) -> tuple[Tensor, Tensor]:
-        gap = compared.gap_to_middle(self.beta)
+        gap, _ = compared.gaps_to_middle(self.beta)
         value, _ = _relative_entropy(compared.p, compared.middle(self.beta), gap)
         return value, compared.p * self._slope(gap)
 
     def slope(self, compared: Compared) -> Tensor:
-        return self._slope(compared.gap_to_middle(self.beta))
+        return self._slope(compared.gaps_to_middle(self.beta)[0])
 
     def _slope(self, gap: Tensor) -> Tensor:
         return gap - (1.0 - self.beta) * _expm1_(gap.clone())  # log (p / m) - (1 - beta) (p / m - 1)

@@ -371,6 +371,16 @@ def test_small_divergences_have_correct_digits_in_float32(name: Any) -> None:
         assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 2e-6
 
 
+@pytest.mark.parametrize("name", ["jensen_shannon", "skewed_forward_kl"])
+def test_mixtures_have_correct_digits_where_the_student_rules_ids_out_in_float32(name: Any) -> None:
+    student = random(T, V, seed=0, dtype=torch.float32)
+    student[:, V // 2 :] -= 9000.0
+    teacher = random(T, V, seed=1, dtype=torch.float32)
+    values = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
+    expected = dense(name, student, [teacher], [1.0], teacher, 0.3)
+    assert ((values - expected) / expected).abs().max() < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
