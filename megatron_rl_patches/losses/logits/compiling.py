@@ -22,6 +22,7 @@ RETRY_SECONDS = 300.0
 # Compiled variants of one function: dtypes, with or without temperature, mask, entropy, sizes of one, ...
 # There are some hundreds, of which a program uses a few.
 _VARIANTS = 1024
+_DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 
 _log = logging.getLogger(__name__)
 _no_retry_before = 0.0
@@ -31,9 +32,9 @@ class BlockFunction:
     """A function to be called for one block of rows after the other.
 
     With ``fused=True`` it is compiled, and what the compiler raises is raised. With ``"auto"`` it is compiled
-    for large logits where there is a compiler, unless ``TORCH_COMPILE_DISABLE=1``. If that fails, for
-    instance since a disk is full, a warning names the cause, and this and later blocks run as plain
-    operators; some minutes later compiling is tried again. What fails does so before any logits are
+    for large logits where there is a compiler, unless an environment variable of torch forbids it. If that
+    fails, for instance since a disk is full, a warning names the cause, and this and later blocks run as
+    plain operators; some minutes later compiling is tried again. What fails does so before any logits are
     overwritten with their gradient: the first kernel that writes there is the last one. So a block can always
     be computed again.
 
@@ -72,7 +73,7 @@ class BlockFunction:
 
 
 def _is_worthwhile(rows: SelectedRows) -> bool:
-    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+    if any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES):
         # torch.compile would return the functions as they are. They are slower than those with buffers, and
         # need several tensors of the size of a block, which is larger for compiled functions.
         return False

@@ -69,11 +69,12 @@ def test_a_compiler_that_fails_costs_one_warning(
     assert compiler.calls > calls
 
 
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
 def test_nothing_is_compiled_where_torch_compile_is_disabled(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+    variable: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As slime does for runs whose training and inference have to agree."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv(variable, "1")
     check(random_logits(), random_targets(), fused="auto")
     assert compiler.calls == 0
 
