@@ -3,7 +3,7 @@
 ``MockDDP`` keeps what a pipeline can observe: which call raises what, which hooks are installed, which
 collectives would be outstanding, and whether a forward pass would have used stale parameters, as in
 megatron-core 0.16 to 0.19. While the patch ``reentrant-train`` is applied, the hook methods behave as those
-of the patched class do.
+of the patched class do, and while ``finite-step`` is, so does ``MockOptimizer.step``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 
 from ..common.chunks import bucket_groups
 from ..errors import InvalidInputError
-from ..reentry import forward_pre_hooks
+from ..reentry import finite_step, forward_pre_hooks
 from .mock_modules import (
     MockBucketGroup,
+    MockBuffer,
     MockConfig,
     MockDDPConfig,
     MockModule,
@@ -28,15 +29,19 @@ from .mock_modules import (
 )
 
 
-def _hooks_are_patched() -> bool:
-    """Return whether the hook methods of the real class are patched, or will be when it is imported."""
+def _is_patched(method: str) -> bool:
+    """Return whether a method of a real class is patched, or will be when the class is imported."""
     from .. import status
 
-    states = {site.state for site in status() if site.target.endswith(".disable_forward_pre_hook")}
+    states = {site.state for site in status() if site.target.endswith(f".{method}")}
     return not states.isdisjoint({"applied", "waiting", "absent"})
 
 
-class MockDDP(torch.nn.Module):
+class _BaseDataParallel(torch.nn.Module):
+    """Stands for Megatron's class of this name, by which data-parallel wrappers are recognized."""
+
+
+class MockDDP(_BaseDataParallel):
     """Stands for ``megatron.core.distributed.DistributedDataParallel``, and takes its arguments.
 
     So ``mocker.patch("my_rl.setup.DDP", MockDDP)`` does for code that wraps models in DDP. It has the public
@@ -54,6 +59,8 @@ class MockDDP(torch.nn.Module):
         ddp_options: fields of ``ddp_config`` that differ from it.
 
     Attributes:
+        buffers, expert_parallel_buffers: flat memory of parameters and gradients, one :class:`MockBuffer` for
+            each dtype.
         calls: names and keyword arguments of the methods that were called on it, in order.
         stale_forwards: how many forward passes have used a parameter before its gather.
 
@@ -95,9 +102,10 @@ class MockDDP(torch.nn.Module):
         self.param_to_bucket_group: dict[torch.nn.Parameter, MockBucketGroup] = {}
         self.bucket_groups = self._group(one_group, expert=False)
         self.expert_parallel_bucket_groups = self._group(one_group, expert=True)
-        dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None
+        # As in Megatron's class, a list takes the place of the method of torch's Module.
+        self.buffers = self._allocate(expert=False)  # type: ignore[assignment]
+        self.expert_parallel_buffers = self._allocate(expert=True)
         for param in self.param_to_bucket_group:
-            param.main_grad = torch.zeros_like(param, dtype=dtype)  # type: ignore[attr-defined]
             param.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
         self.remove_forward_pre_hook_handles: dict[torch.nn.Module, Any] = {}
         if self.use_forward_hook:
@@ -120,6 +128,16 @@ class MockDDP(torch.nn.Module):
                 group.next_param_gather_bucket_group = following
         return groups
 
+    def _allocate(self, expert: bool) -> list[MockBuffer]:
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for param in self.module.parameters():
+            if param in self.param_to_bucket_group and getattr(param, "allreduce", True) is not expert:
+                by_dtype.setdefault(param.dtype, []).append(param)
+        return [MockBuffer(params, self.ddp_config) for params in by_dtype.values()]
+
+    def _all_buffers(self) -> list[MockBuffer]:
+        return self.buffers + self.expert_parallel_buffers  # type: ignore[operator]
+
     def _install_hooks(self) -> None:
         for module in self.module.modules():
             self.remove_forward_pre_hook_handles[module] = module.register_forward_pre_hook(self._pre_hook)
@@ -136,8 +154,10 @@ class MockDDP(torch.nn.Module):
         if param.grad is not None:
             param.main_grad += param.grad  # type: ignore[attr-defined]
             param.grad = None
+        group = self.param_to_bucket_group[param]
+        group.is_unreduced = True
         if self.ddp_config.overlap_grad_reduce:
-            self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
+            group.register_grad_ready(param, self.force_all_reduce)
 
     def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
         self.calls.append((name, kwargs))
@@ -153,7 +173,7 @@ class MockDDP(torch.nn.Module):
     def enable_forward_pre_hook(self) -> None:
         """Raise AssertionError without overlapped gather, or when any hook is installed."""
         self._record("enable_forward_pre_hook")
-        if self.remove_forward_pre_hook_handles and _hooks_are_patched():
+        if self.remove_forward_pre_hook_handles and _is_patched("enable_forward_pre_hook"):
             forward_pre_hooks.enable(self._enable_forward_pre_hook, self)
         else:
             self._enable_forward_pre_hook()
@@ -166,7 +186,8 @@ class MockDDP(torch.nn.Module):
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Raise KeyError at the first module without a hook; those before it have lost theirs by then."""
         self._record("disable_forward_pre_hook", param_sync=param_sync)
-        if self.remove_forward_pre_hook_handles.keys() != set(self.module.modules()) and _hooks_are_patched():
+        all_hooked = self.remove_forward_pre_hook_handles.keys() == set(self.module.modules())
+        if not all_hooked and _is_patched("disable_forward_pre_hook"):
             forward_pre_hooks.disable(self._disable_forward_pre_hook, self, param_sync)
         else:
             self._disable_forward_pre_hook(param_sync)
@@ -210,15 +231,15 @@ class MockDDP(torch.nn.Module):
 
     def zero_grad_buffer(self) -> None:
         self._record("zero_grad_buffer")
-        for param in self.param_to_bucket_group:
-            param.main_grad.zero_()  # type: ignore[attr-defined]
+        for buffer in self._all_buffers():
+            buffer.reset()
         for group in bucket_groups(self):
             group.reset()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         self._record("scale_gradients", scaling_factor=scaling_factor)
-        for param in self.param_to_bucket_group:
-            param.main_grad *= scaling_factor  # type: ignore[attr-defined]
+        for buffer in self._all_buffers():
+            buffer.scale_gradients(scaling_factor)
 
     def reset_param_sync_dispatch_state(self) -> None:
         self._record("reset_param_sync_dispatch_state")
@@ -261,12 +282,15 @@ class MockOptimizer:
         model_chunks: the chunks whose parameters it updates.
         calls: names of the methods that were called on it, in order.
         result: what ``step`` returns: success, the gradient norm, and the number of zeros or ``None``.
+            A step without a norm fails as Megatron's does when the loss scaler finds a bad gradient.
+        unreduced_steps: how many steps have used gradients that no ``finish_grad_sync`` had reduced.
         param_groups: one group with all parameters, which schedulers write learning rates to.
     """
 
     model_chunks: Sequence[MockDDP]
     calls: list[str] = field(default_factory=list)
     result: tuple[bool, float | None, int | None] = (True, 0.0, None)
+    unreduced_steps: int = 0
 
     def __post_init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = [
@@ -311,8 +335,8 @@ class MockOptimizer:
         return loss
 
     def prepare_grads(self) -> bool:
-        """Return whether a gradient is not finite."""
-        return not self.result[0]
+        """Return whether the loss scaler has met a gradient that is not finite."""
+        return not self.result[0] and self.result[1] is None
 
     def get_grad_norm(self) -> float | None:
         return self.result[1]
@@ -326,6 +350,10 @@ class MockOptimizer:
 
     def step_with_ready_grads(self) -> bool:
         self.calls.append("step_with_ready_grads")
+        if not self.result[0]:
+            return False
+        groups = [group for chunk in self.model_chunks for group in bucket_groups(chunk)]
+        self.unreduced_steps += any(group.is_unreduced for group in groups)
         for chunk in self.model_chunks:
             if chunk.ddp_config.use_distributed_optimizer:
                 for group in bucket_groups(chunk):
@@ -337,10 +365,18 @@ class MockOptimizer:
     def step(self) -> tuple[bool, float | None, int | None]:
         """Return :attr:`result`; a step that fails changes nothing."""
         self.calls.append("step")
-        if self.result[0]:
-            self.step_with_ready_grads()
-            self.calls.pop()
-        return self.result
+        if _is_patched("ChainedOptimizer.step"):
+            return finite_step.step(self, self._step)
+        return self._step()
+
+    def _step(self) -> tuple[bool, float | None, int | None]:
+        if self.prepare_grads():
+            return False, None, None
+        norm = self.get_grad_norm()
+        num_calls = len(self.calls)
+        success = self.step_with_ready_grads()
+        del self.calls[num_calls:]
+        return success, norm, self.count_zeros()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -86,11 +86,40 @@ class MockFloat16Module(MockModule):
         self.module = module
 
 
+class MockBuffer:
+    """Stands for ``_ParamAndGradBuffer``: flat memory for parameters of one dtype.
+
+    ``main_grad`` of each parameter is a view of ``grad_data``. With a distributed optimizer each parameter is
+    a view of ``param_data``, which is ``None`` otherwise.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], ddp_config: Any) -> None:
+        self.params = list(params)
+        self.ddp_config = ddp_config
+        flat = torch.cat([param.detach().reshape(-1) for param in self.params])
+        dtype = torch.float32 if ddp_config.grad_reduce_in_fp32 else flat.dtype
+        self.grad_data = torch.zeros_like(flat, dtype=dtype)
+        self.param_data = flat if ddp_config.use_distributed_optimizer else None
+        start = 0
+        for param in self.params:
+            places = slice(start, start := start + param.numel())
+            param.main_grad = self.grad_data[places].view(param.shape)  # type: ignore[attr-defined]
+            if self.param_data is not None:
+                param.data = self.param_data[places].view(param.shape)
+
+    def reset(self) -> None:
+        self.grad_data.zero_()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        self.grad_data *= scaling_factor
+
+
 class MockBucketGroup:
     """Stands for ``_ParamAndGradBucketGroup``, which keeps track of outstanding collectives.
 
-    The real class has no ``is_stale``, which is true when the optimizer has stepped and no parameter gather
-    has been completed since.
+    The real class has neither ``is_stale``, which is true when the optimizer has stepped and no parameter
+    gather has been completed since, nor ``is_unreduced``, which is true when a backward pass has added to a
+    gradient and no reduction has been completed since.
     """
 
     def __init__(
@@ -111,8 +140,10 @@ class MockBucketGroup:
         self.param_gather_dispatched = False
         self.grad_reduce_handle: MockHandle | None = None
         self.is_stale = False
+        self.is_unreduced = False
 
     def reset(self) -> None:
+        self.is_unreduced = False
         if self.is_first_batch and self.per_param_grad_ready_counts:
             assert len(self.per_param_grad_ready_counts) == len(self.params)
             self.golden_per_param_grad_ready_counts = self.per_param_grad_ready_counts
@@ -155,7 +186,12 @@ class MockBucketGroup:
         message = "Should not have multiple communication calls outstanding at once"
         assert self.grad_reduce_handle is None, message
         if self.ddp_config.overlap_grad_reduce:
-            self.grad_reduce_handle = MockHandle(lambda: None)
+            self.grad_reduce_handle = MockHandle(self._reduced)
+        else:
+            self._reduced()
+
+    def _reduced(self) -> None:
+        self.is_unreduced = False
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         self.param_gather_dispatched = False

@@ -8,6 +8,7 @@ class.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.reentry import forward_pre_hooks as hooks
 from megatron_rl_patches.reentry import preserved_hooks, reentrant_train
-from megatron_rl_patches.testing import MockDDP
+from megatron_rl_patches.testing import MockDDP, MockOptimizer
 from tests.ranks import on_ranks
 
 Script = tuple[str, ...]
@@ -247,6 +249,67 @@ def test_same_outcomes() -> None:
                 assert [outcome for _, outcome, _ in outcomes] == [None] * len(script), (kind, name)
     for name, error in FAILING.items():
         assert error in [outcome for _, outcome, _ in real["overlapped", name]], name
+
+
+def _two_models_on_one_config(ddp_class: Any) -> list[object]:
+    """Train an actor and a critic on one config in guarded calls; return whether each installed its own."""
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+
+    @reentrant_train
+    def train(model: list[Any]) -> bool:
+        assert model[0].config.no_sync_func is None
+        model[0].config.no_sync_func = model[0].no_sync
+        return bool(model[0].config.no_sync_func.__self__ is model[0])
+
+    models = [[ddp_class(config, ddp_config, torch.nn.Linear(4, 4))] for _ in range(2)]
+    return [train(model) for model in models * 2]
+
+
+def _steps(ddp_class: Any, patched: bool, forgetful: bool) -> list[object]:
+    """Train three steps, the second with a NaN; the loop may forget to finish reductions."""
+    module = torch.nn.Linear(4, 4, bias=False)
+    ddp = ddp_class(
+        TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1),
+        DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=False),
+        module,
+    )
+    outcomes: list[object] = []
+    with applied("finite-step") if patched else nullcontext():
+        if ddp_class is MockDDP:
+            optimizer: Any = MockOptimizer([ddp])
+        else:
+            optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=1.0), [ddp])
+        for bad in (False, True, False):
+            norm = math.nan if bad else 4.0
+            if ddp_class is MockDDP:
+                optimizer.result = (True, norm, None)
+            ddp.zero_grad_buffer()
+            try:
+                (ddp(torch.ones(1, 4)) * (norm / 4)).sum().backward()
+            except AssertionError as error:
+                outcomes.append(str(error))
+                continue
+            if not forgetful:
+                ddp.finish_grad_sync()
+            success, norm, _ = optimizer.step()
+            outcomes.append((success, "finite" if math.isfinite(norm) else "not finite"))
+    if ddp_class is MockDDP:
+        assert (optimizer.unreduced_steps > 0) is forgetful
+    return outcomes
+
+
+@on_ranks(1, timeout=240)
+def test_same_outcomes_of_whole_loops() -> None:
+    parallel_state.initialize_model_parallel()
+    real = _two_models_on_one_config(DistributedDataParallel)
+    assert _two_models_on_one_config(MockDDP) == real == [True] * 4
+    for patched in (False, True):
+        for forgetful in (False, True):
+            real = _steps(DistributedDataParallel, patched, forgetful)
+            assert _steps(MockDDP, patched, forgetful) == real, (patched, forgetful, real)
+            if not forgetful:
+                assert real[1] == (not patched, "not finite")
 
 
 FAILING: dict[str, tuple[str, object]] = {

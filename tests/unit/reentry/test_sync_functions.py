@@ -12,8 +12,8 @@ from megatron_rl_patches.reentry.sync_functions import clear_installed, install_
 from megatron_rl_patches.testing import MockConfig, MockDDP
 
 
-class DistributedDataParallel(MockDDP):
-    """Has the name by which a chunk of a former model is known."""
+class NoDataParallelWrapper:
+    def no_sync(self) -> None: ...
 
 
 def test_no_sync_of_this_model_makes_room() -> None:
@@ -27,7 +27,7 @@ def test_no_sync_of_this_model_makes_room() -> None:
 
 
 def test_functions_of_a_former_model_make_room() -> None:
-    former, chunk = DistributedDataParallel(), MockDDP()
+    former, chunk = MockDDP(), MockDDP()
     for attribute, method in SYNC_FUNCTIONS.items():
         setattr(chunk.config, attribute, [getattr(former, method)])
     clear_installed([chunk])
@@ -50,7 +50,7 @@ def test_what_no_framework_asserts_on_stays_with_its_own_model() -> None:
         lambda chunk: functools.partial(chunk.no_sync),
         lambda chunk: chunk.start_grad_sync,
         lambda chunk: [chunk.no_sync, lambda: None],
-        lambda chunk: MockDDP().no_sync,
+        lambda chunk: NoDataParallelWrapper().no_sync,
     ],
 )
 def test_a_foreign_function_stays(foreign: Any) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 
 import pytest
 import torch
 from pytest_mock import MockerFixture
 
+from megatron_rl_patches import applied
+from megatron_rl_patches.errors import NonFiniteGradients
+from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, MockModule, MockOptimizer
 
 
@@ -87,6 +91,57 @@ def test_optimizer() -> None:
     failing = MockOptimizer([chunk], result=(False, None, None))
     assert failing.step() == (False, None, None)
     assert not any(group.is_stale for group in chunk.bucket_groups)
+
+
+def test_steps_on_gradients_that_were_not_reduced_are_counted() -> None:
+    for overlap in (True, False):
+        ddp = MockDDP(overlap_grad_reduce=overlap)
+        optimizer = MockOptimizer([ddp])
+        for reduced in (True, False, True):
+            ddp.zero_grad_buffer()
+            with ddp.no_sync():
+                ddp.backward()
+            ddp.backward()
+            if reduced:
+                ddp.finish_grad_sync()
+            optimizer.step()
+            for group in ddp.bucket_groups:  # as the next zero_grad does not wait for a reduction
+                group.grad_reduce_handle = None
+        assert optimizer.unreduced_steps == 1
+
+
+def test_finite_step_on_a_mock() -> None:
+    ddp = MockDDP()
+    assert MockOptimizer([ddp], result=(True, math.nan, None)).step()[0]
+    assert all(group.is_stale for group in ddp.bucket_groups)
+    with applied("finite-step"):
+        for success in (True, False):
+            ddp = MockDDP()
+            updated, norm, _ = MockOptimizer([ddp], result=(success, math.nan, None)).step()
+            assert not updated and math.isnan(norm or 0)
+            assert not any(group.is_stale for group in ddp.bucket_groups)
+        assert MockOptimizer([ddp]).step() == (True, 0.0, None)
+    optimizer = MockOptimizer([MockDDP()], result=(False, math.nan, None))
+    with pytest.raises(NonFiniteGradients):
+        finite_step.step(optimizer, limit=1)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_buffers_hold_gradients_and_parameters(distributed: bool) -> None:
+    expert, dense = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+    for param in expert.parameters():
+        param.allreduce = False  # type: ignore[attr-defined]
+    ddp = MockDDP(module=torch.nn.Sequential(expert, dense), use_distributed_optimizer=distributed)
+    for buffers, module in ((ddp.buffers, dense), (ddp.expert_parallel_buffers, expert)):
+        [buffer] = buffers
+        assert buffer.params == list(module.parameters())
+        module.weight.main_grad += 1  # type: ignore[operator]
+        assert buffer.grad_data.sum() == module.weight.numel()
+        if distributed:
+            buffer.param_data.fill_(3)
+            assert module.bias[0] == 3
+        else:
+            assert buffer.param_data is None
 
 
 def test_set_up_code_that_names_the_class(mocker: MockerFixture) -> None:
