@@ -16,6 +16,9 @@ _SUMMED_BYTES = 1 << 28  # at a time
 _STRETCH_BYTES = 512
 _MULTIPLIER = 0x1E3779B97F4A7C15  # any large odd number
 
+#: Weights of one of these dtypes may be loaded into another; a quantized weight would lack its scales.
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
 #: How weights differ: pairs of a kind of difference and a text that begins with the name of the weight.
 Differences = set[tuple[str, str]]
 
@@ -23,9 +26,10 @@ Differences = set[tuple[str, str]]
 def differences(
     source: Mapping[str, Any], model: Mapping[str, Any], where: str, *, dtypes: bool = True
 ) -> Differences:
-    """Compare tensors, or what has shape and dtype, by name, shape and, with ``dtypes``, dtype.
+    """Compare tensors, or what has shape and dtype, by name, shape and dtype.
 
-    ``where`` is the name of the source for messages.
+    Without ``dtypes`` two floating-point dtypes of 16, 32 or 64 bits are no difference. ``where`` is the name
+    of the source for messages.
     """
     result = {(f"missing in {where}", name) for name in model.keys() - source.keys()}
     result |= {(f"unexpected in {where}", name) for name in source.keys() - model.keys()}
@@ -34,7 +38,7 @@ def differences(
         if theirs.shape != own.shape:
             text = f"{name} is {[*theirs.shape]} in {where} and {[*own.shape]} in the model"
             result.add(("of another shape", text))
-        if dtypes and theirs.dtype != own.dtype:
+        if theirs.dtype != own.dtype and (dtypes or not {theirs.dtype, own.dtype} <= _FLOATS):
             text = f"{name} is {theirs.dtype} in {where} and {own.dtype} in the model"
             result.add(("of another dtype", text))
     return result

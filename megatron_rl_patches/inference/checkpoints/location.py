@@ -62,6 +62,8 @@ def detect_format(folder: Path) -> str:
     """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
     names = {entry.name for entry in folder.iterdir()}
     if "metadata.json" in names:
+        if not (folder / "metadata.json").is_file():  # reading a pipe would wait for its writer
+            raise CheckpointError(f"{folder / 'metadata.json'} is not a file")
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
         if backend != TORCH_DIST:

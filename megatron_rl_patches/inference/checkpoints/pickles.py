@@ -1,6 +1,7 @@
 """Unpickling that calls only the functions and classes in the tables below, and no code of a file's author.
 
 Torch's ``weights_only=True`` is not for ``.metadata``, and releases treat unknown classes differently.
+A file with millions of nested tuples can end the process, since Python frees them recursively.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ _IN_TENSORS: _Table = {
     **_TORCH,
     ("_io", "BytesIO"): io.BytesIO,
     ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    # Dtypes without a storage class of their own, such as float8 and uint16, are saved with this one.
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
     **_existing(torch._utils, "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
 }
 _IN_EXTRA_STATES: _Table = {

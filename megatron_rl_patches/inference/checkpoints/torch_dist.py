@@ -110,8 +110,8 @@ class TorchDistCheckpoint:
     ) -> tuple[Differences, set[tuple[str, int, int]]]:
         """Compare what this rank asks for with what is stored.
 
-        Unless ``exact``, other dtypes are no difference, nor are vocabularies that differ as two paddings of
-        one may; the second result has their names, and their rows as stored and as requested.
+        Unless ``exact``, other floating-point dtypes are no difference, nor are vocabularies that differ as
+        two paddings of one may; the second result has their names, and their rows as stored and as requested.
         """
         stored, paddings = {}, set()
         for name in sorted(requested.keys() & self.metadata.state_dict_metadata.keys()):
@@ -141,7 +141,7 @@ class TorchDistCheckpoint:
             if index.fqn in needed:
                 end = piece.offset + piece.length
                 ends[piece.relative_path] = max(end, ends.get(piece.relative_path, 0))
-        files = [file for file in self.folder.iterdir() if file.name in ends and file.exists()]
+        files = [file for file in self.folder.iterdir() if file.name in ends and file.is_file()]
         sizes = {file.name: file.stat().st_size for file in files}
         missing = sorted(ends.keys() - sizes.keys())
         short = sorted(name for name, end in ends.items() if sizes.get(name, end) < end)
@@ -183,11 +183,22 @@ class TorchDistCheckpoint:
             if overlap is not None:
                 in_target, in_piece = overlap
                 piece = self._read_piece(MetadataIndex(requested.key, chunk.offsets))
+                self._check_piece(piece, requested.key, chunk.sizes, entry.properties.dtype)
                 target[in_target].copy_(piece[in_piece])
                 is_read[in_target] = True
         if not is_read.all():
             raise CheckpointError(f"{self.folder}: {requested.key} is not stored as a whole")
         return tensor
+
+    def _check_piece(self, piece: Any, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Raise unless a piece is what the index says; a copy would broadcast, cut or convert it."""
+        if not isinstance(piece, torch.Tensor):
+            raise CheckpointError(f"{self.folder}: a piece of {name} is a {type(piece).__name__}, no tensor")
+        if (piece.shape, piece.dtype) != (torch.Size(shape), dtype):
+            raise CheckpointError(
+                f"{self.folder}: a piece of {name} is {[*piece.shape]} {piece.dtype}, and its index says "
+                f"{[*shape]} {dtype}; the checkpoint is damaged"
+            )
 
     def _common_state(self) -> dict[str, Any]:
         if (self.folder / "common.pt").exists():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import pickle
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,20 +179,73 @@ def test_a_dangling_link_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
         load_inference_checkpoint(model, folder)
 
 
+def _store_pieces(folder: Path, pieces: list[tuple[ChunkStorageMetadata, Any]]) -> None:
+    """Replace the weight of the checkpoint by these pieces, each with what its index says."""
+    metadata = read_metadata(folder)
+    [place] = metadata.storage_data.values()
+    metadata.state_dict_metadata["weight"].chunks = [chunk for chunk, _ in pieces]
+    metadata.storage_meta, metadata.storage_data = None, {}
+    with (folder / place.relative_path).open("wb") as file:
+        for chunk, content in pieces:
+            torch.save(content, stream := io.BytesIO())
+            index = MetadataIndex("weight", chunk.offsets)
+            metadata.storage_data[index] = replace(place, offset=file.tell(), length=len(stream.getvalue()))
+            file.write(stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _rows(start: int, size: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2]))
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     "rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)], ids=["twice", "overlapping", "absent"]
 )
 def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, tmp_path: Path) -> None:
     folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
-    metadata = read_metadata(folder)
-    [place] = metadata.storage_data.values()
-    pieces = [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2])) for start, size in rows]
-    metadata.state_dict_metadata["weight"].chunks, metadata.storage_meta = pieces, None
-    metadata.storage_data = {MetadataIndex("weight", piece.offsets): place for piece in pieces}
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    _store_pieces(folder, [(_rows(start, size), torch.ones(size, 2)) for start, size in rows])
     with pytest.raises(CheckpointError, match="weight is not stored as a whole"):
         load_inference_checkpoint(_Embedding(6 + 2 * is_padded, 2, is_padded), folder)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        torch.ones(1, 2),
+        torch.ones(12, 2),
+        torch.ones(6, 1),
+        torch.ones(6, 2, dtype=torch.bool),
+        torch.ones(6, 2, dtype=torch.complex64),
+        torch.ones(6, 2, dtype=torch.bfloat16),
+        [1.0],
+    ],
+    ids=lambda piece: f"{getattr(piece, 'dtype', 'list')}{[*getattr(piece, 'shape', ())]}",
+)
+def test_a_piece_that_is_not_what_the_index_says(piece: Any, tmp_path: Path) -> None:
+    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007"), _Embedding(6, 2)
+    _store_pieces(folder, [(_rows(0, 6), piece)])
+    with pytest.raises(CheckpointError, match="a piece of weight is"):
+        load_inference_checkpoint(model, folder)
+    assert model.weight.eq(9).all()
+
+
+def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
+        folder = tmp_path / str(dtype) / "iter_0000007"
+        save_alone({"weight": torch.ones(6, 2).to(dtype)}, _torch_dist(folder))
+        torch.save({"iteration": 7}, folder / "common.pt")
+        with pytest.raises(CheckpointError, match=f"weight is {dtype} in the checkpoint and torch.float32"):
+            load_inference_checkpoint(_Embedding(6, 2), folder)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
+def test_a_pipe_is_not_read(name: str, tmp_path: Path) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load_inference_checkpoint(_Embedding(6, 2), folder)
 
 
 def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
@@ -212,6 +269,9 @@ def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
     assert "unexpected in the checkpoint (1): u" in text
     assert "s is [2, 3] in the checkpoint and [2, 4] in the model" in text
     assert describe(differences(model, model, "the checkpoint")) == ""
+    halves = {name: value.half() for name, value in model.items()}
+    assert not differences(halves, model, "the checkpoint", dtypes=False)
+    assert len(differences(halves, model, "the checkpoint")) == len(model)
 
 
 def test_ranks_that_failed_alike_are_named_together() -> None:

@@ -70,12 +70,16 @@ def test_dicts_load_without_foreign_classes_on_every_torch(
         "args": Namespace(framework=_OfAFramework(), code=_CreatesAFile(evidence), kind=_Kind.ONE, sizes={1}),
         "iteration": 3,
         "model": {"weight": torch.arange(4.0), "scale": torch.nn.Parameter(torch.ones(1))},
+        "newer": [torch.ones(3).to(dtype) for dtype in (torch.float8_e4m3fn, torch.uint16, torch.uint32)],
     }
     torch.save(content, tmp_path / "common.pt")
     loaded = load_dict(tmp_path / "common.pt")
     assert loaded["iteration"] == 3
     assert torch.equal(loaded["model"]["weight"], torch.arange(4.0))
     assert loaded["model"]["scale"] == 1
+    assert [(one.dtype, one.float().tolist()) for one in loaded["newer"]] == [
+        (one.dtype, [1.0] * 3) for one in content["newer"]
+    ]
     assert not evidence.exists()
 
 
