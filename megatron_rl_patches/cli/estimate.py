@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
 from .screens import check_plot, output_file, show_json, show_table
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -104,14 +104,19 @@ def estimate(
     source = model or hf_config
     if not source and (missing := [name for name in _REQUIRED if name not in described]):
         raise InvalidInputError(f"missing: {', '.join(missing)}; pass each with --set, or pass a model")
-    result = memory.estimate_memory(
-        description_from_hf_config(_read(source), **described) if source else owners[0](**described),
-        parallel=owners[1](**sizes),
-        dtype=dtype,
-        optimizer=owners[2](**optimizer),
-        teachers=teachers,
-        teacher_heads=teacher_heads,
-    )
+    try:
+        result = memory.estimate_memory(
+            description_from_hf_config(_read(source), **described) if source else owners[0](**described),
+            parallel=owners[1](**sizes),
+            dtype=dtype,
+            optimizer=owners[2](**optimizer),
+            teachers=teachers,
+            teacher_heads=teacher_heads,
+        )
+    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:  # of Megatron or torch
+        if isinstance(error, MegatronRLPatchesError):
+            raise
+        raise InvalidInputError(f"no such model can be built: {one_line(error)}") from error
     if json:
         show_json(result.as_dict())
     else:

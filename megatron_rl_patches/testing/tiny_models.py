@@ -295,7 +295,10 @@ class GatheredAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``."""
+        """Return ``[s / cp, b, heads * channels]``; arguments are ``[s / cp, b, heads, channels]``.
+
+        Keys and values may have fewer heads than queries, as with ``num_query_groups``.
+        """
         group = parallel_state.get_context_parallel_group()
         q_bhsd, k_bhtd, v_bhtd = (
             tensor.permute(1, 2, 0, 3)
@@ -308,7 +311,9 @@ class GatheredAttention(torch.nn.Module):
         length = k_bhtd.shape[2]
         positions = [_positions(rank, group.size(), length) for rank in range(group.size())]
         mask_st = positions[group.rank()][:, None] >= torch.cat(positions)[None, :]
-        context = torch.nn.functional.scaled_dot_product_attention(q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st)
+        context = torch.nn.functional.scaled_dot_product_attention(
+            q_bhsd, k_bhtd, v_bhtd, attn_mask=mask_st, enable_gqa=q_bhsd.shape[1] != k_bhtd.shape[1]
+        )
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -51,8 +51,7 @@ ROUTER = {
 
 def options_of(layout: str, bf16: bool = False) -> TinyModel:
     _, sizes, options = LAYOUTS[layout]
-    # The attention that stands in for context parallelism does not know query groups.
-    config = ({} if "cp" in sizes else {"num_query_groups": 2}) | (ROUTER if "kind" in options else {})
+    config = {"num_query_groups": 2} | (ROUTER if "kind" in options else {})
     return TinyModel(
         **sizes,
         bf16=bf16,

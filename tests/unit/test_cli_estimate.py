@@ -39,9 +39,12 @@ class Counter:
     description: GPTDescription
     sizes: ParallelSizes
     dtype: str
+    error: Exception | None = None
 
     def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Stage]:
         self.description, self.sizes, self.dtype = description, sizes, dtype
+        if self.error is not None:
+            raise self.error
         stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
         return [Stage(chunks, chunks) for chunks in stages]
 
@@ -180,6 +183,8 @@ def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixtur
     for wrong in ("num_layers=two", "num_layers=true", "swiglu=1", "moe_layer_freq=[[0]]", "num_layers"):
         assert f"--set {wrong}: expected" in refuse(capsys, f"--set={wrong}")
     (tmp_path / "config.json").write_text("{")
+    counter.error = ZeroDivisionError("integer modulo by zero")
+    assert "no such model can be built: ZeroDivisionError" in refuse(capsys, *SMALL)
     assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
     assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...errors import InvalidInputError
+from ...errors import InvalidInputError, one_line
 from .model import GPTDescription
 
 _Config = Mapping[str, Any]
@@ -23,6 +23,20 @@ _LATENT_ATTENTION = {
     "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
+}
+
+
+#: No model has a dimension or a count above this.
+_LARGEST = 2**31
+#: Numbers that the file may have besides those of ``_Family.names`` -> the least that each can be.
+_OTHER_NUMBERS = {
+    "decoder_sparse_step": 1,
+    "first_k_dense_replace": 0,
+    "full_attention_interval": 1,
+    "moe_intermediate_size": 0,
+    "n_shared_experts": 0,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1,
 }
 
 
@@ -156,7 +170,7 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
         return _described(config, text, overrides)
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"a field of the configuration has a value of another type: {error}"
+            f"a field of the configuration has a value of another type: {one_line(error)}"
         ) from None
 
 
@@ -173,6 +187,7 @@ def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> 
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
     family = _FAMILIES[kind]
     names = {**_NAMES, **family.names}
+    _check_numbers(text, dict.fromkeys(names.values(), 1) | _OTHER_NUMBERS)
     fields = {
         "swiglu": True,
         "add_bias_linear": False,
@@ -193,6 +208,18 @@ def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> 
             f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
         )
     return GPTDescription(**fields)
+
+
+def _check_numbers(text: _Config, least: Mapping[str, int]) -> None:
+    """Raise unless each of these fields is absent, null, or a whole number that is large enough."""
+    for name, smallest in least.items():
+        value = text.get(name)
+        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if value is not None and (not is_whole or not smallest <= value <= _LARGEST):
+            raise InvalidInputError(
+                f"{name} is {str(value)[:40]} in the configuration; "
+                f"expected a whole number of at least {smallest}"
+            )
 
 
 def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:

@@ -109,6 +109,11 @@ class GPTDescription:
                 "counted; build the model and pass its chunks"
             )
         _require_at_least_one(self, ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"))
+        if not self.multi_latent_attention and self.num_attention_heads % (self.num_query_groups or 1):
+            raise InvalidInputError(
+                f"num_query_groups is {self.num_query_groups}; expected a divisor of num_attention_heads, "
+                f"{self.num_attention_heads}"
+            )
         if isinstance(self.moe_layer_freq, int):
             _require_at_least_one(self, ["moe_layer_freq"])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -138,8 +140,14 @@ def test_a_text_part_that_is_null_is_none() -> None:
         ({**LLAMA, "model_type": "bert"}, "model_type is 'bert'; known are deepseek_v2"),
         ({}, "model_type is 'None'"),
         ([LLAMA], "a JSON object, not a list"),
-        ({**LLAMA, "hidden_size": "large"}, "another type: invalid literal for int"),
-        ({**LLAMA, "hidden_size": [1]}, "another type: int"),
+        ({**LLAMA, "hidden_size": "large"}, "hidden_size is large in the configuration; expected a whole"),
+        ({**LLAMA, "hidden_size": [1]}, "hidden_size is "),
+        ({**LLAMA, "hidden_size": math.inf}, "hidden_size is inf"),
+        (
+            {**LLAMA, "num_key_value_heads": 3},
+            "num_query_groups is 3; expected a divisor",
+        ),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"text_config": [LLAMA]}, "another type"),
         ({**QWEN3_MOE, "mlp_only_layers": 1}, "another type"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
@@ -156,3 +164,12 @@ def test_a_text_part_that_is_null_is_none() -> None:
 def test_what_cannot_be_described(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         description_from_hf_config(config)
+
+
+def test_bad_values_of_any_field_are_refused_by_name() -> None:
+    """A description is made or refused; nothing else is raised, whatever a field holds."""
+    for config in (LLAMA, QWEN3_MOE, DEEPSEEK_V3, {**QWEN3_MOE, "model_type": "qwen3_next"}):
+        for name in [*config, "full_attention_interval", "layer_types", "num_nextn_predict_layers"]:
+            for value in (0, -1, 2**70, math.nan, math.inf, 1.5, "x", [], {}, [None], True, None):
+                with suppress(InvalidInputError):
+                    description_from_hf_config({**config, name: value})
