@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.chunks import distinct_configs
 from ..common.scopes import Scope
 from ..engine.call import Call
 from ..reentry import forward_pre_hooks, training_warnings
-from ..reentry.guard import TrainGuard, interval_timer_started
+from ..reentry.guard import TrainGuard
+from ..reentry.running_calls import places_in_use
 from ..reentry.sync_functions import clear_installed, install_per_config
+from ..reentry.timers import interval_timer_started
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
 _MAX_DIFFERENCE = 0.1
@@ -83,7 +86,8 @@ def enable_forward_pre_hook(call: Call) -> None:
 
 def bridge_update_model_config_funcs(call: Call) -> Any:
     """Clear what a former call of Megatron-Bridge has installed, and install afresh."""
-    clear_installed(call["model"], call["model_config"])
+    model, config = call["model"], call["model_config"]
+    clear_installed(model, config, keep=places_in_use(*distinct_configs(model, config)))
     return call()
 
 
