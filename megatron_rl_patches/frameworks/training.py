@@ -30,14 +30,11 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
         timers: Megatron's, where the loop leaves one running.
         installs: the loop installs the sync functions itself, see :class:`.TrainGuard`.
     """
-    model, optimizer = call["model"], call.get("optimizer")
-    config = call.get("config")
-    guard = TrainGuard(model, optimizer=optimizer, timers=timers, config=config, installs=installs)
-    if not call.options.warn:
-        with guard:
-            return call()
-    check_rollout_log_probs(call.get("data_iterator"))
-    with training_warnings.watched(model, optimizer), guard:
+    warn = call.options.warn
+    if warn:
+        check_rollout_log_probs(call.get("data_iterator"))
+    optimizer, config = call.get("optimizer"), call.get("config")
+    with TrainGuard(call["model"], optimizer, timers, config, installs, warn):
         return call()
 
 
@@ -56,7 +53,8 @@ def bridge_train(call: Call) -> Any:
 def forward_step(call: Call) -> Any:
     """Run one forward step, and count the tokens of its loss."""
     result = call()
-    training_warnings.note_tokens(result)
+    if call.options.warn:
+        training_warnings.note_tokens(call.get("model"), result)
     return result
 
 

@@ -15,6 +15,7 @@ from . import router_replay
 from .recovery import recover, synchronize_interrupted
 from .running_calls import RunningCall
 from .sync_functions import belongs_to
+from .training_warnings import Watch
 
 _log = logging.getLogger("megatron_rl_patches")
 
@@ -42,6 +43,8 @@ class TrainGuard:
         installs: whether the body installs ``no_sync_func``, which is then cleared at entry. Pass ``False``
             for a loop that relies on functions installed once by others (Megatron-Bridge): without them
             gradients would be reduced after every microbatch.
+        warn: whether to look for settings that silently spoil reinforcement learning, and to warn once of
+            each; see :func:`.training_warnings.reported`.
     """
 
     model: Any
@@ -49,18 +52,22 @@ class TrainGuard:
     timers: Any = None
     config: Any = None
     installs: bool = True
+    warn: bool = True
 
-    _calls: list[RunningCall] = field(default_factory=list, init=False, repr=False)
+    _calls: list[tuple[RunningCall, Watch | None]] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> None:
         model = as_chunks(self.model)
         # This may raise, so it comes before the first change: nobody calls __exit__ then.
         synchronize_interrupted(model, self.optimizer)
         router_replay.finish_clearing(model)
-        self._calls.append(RunningCall(model, self.optimizer, self.timers, self.config, self.installs))
+        call = RunningCall(model, self.optimizer, self.timers, self.config, self.installs)
+        self._calls.append((call, Watch(model, self.optimizer) if self.warn else None))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        call = self._calls.pop()
+        call, watch = self._calls.pop()
+        if watch is not None:
+            watch.end(failed=error is not None)
         if error is None:
             _put_back_what_was_not_installed(call)
             call.end(failed=False)
@@ -95,7 +102,13 @@ def _put_back_what_was_not_installed(call: RunningCall) -> None:
 def reentrant_train(target: Function, **options: Any) -> Function: ...
 @overload
 def reentrant_train(
-    target: Any, *, optimizer: Any = None, timers: Any = None, config: Any = None, installs: bool = True
+    target: Any,
+    *,
+    optimizer: Any = None,
+    timers: Any = None,
+    config: Any = None,
+    installs: bool = True,
+    warn: bool = True,
 ) -> TrainGuard: ...
 def reentrant_train(target: Any, **options: Any) -> Any:
     """Make one's own training loop re-enterable, as decorator or context manager.
