@@ -62,7 +62,7 @@ class TrainGuard:
         synchronize_interrupted(model, self.optimizer)
         router_replay.finish_clearing(model)
         call = RunningCall(model, self.optimizer, self.timers, self.config, self.installs)
-        self._calls.append((call, Watch(model, self.optimizer) if self.warn else None))
+        self._calls.append((call, Watch(model, self.optimizer, self.config) if self.warn else None))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         call, watch = self._calls.pop()

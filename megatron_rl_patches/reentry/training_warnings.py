@@ -2,8 +2,8 @@
 
 The checks run in each guarded call, until they have found something. Training goes on as it would without
 them: they start no collective, and an error in them is only logged. They read the config of the model, the
-number of tokens of the first microbatches, and the state of the parameter all-gather. The number of tokens is
-seen where the patch ``reentrant-train`` is applied.
+number of tokens of the first microbatches, what reductions of gradients have left at a step, and the state of
+the parameter all-gather. The number of tokens is seen where the patch ``reentrant-train`` is applied.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..common.chunks import Model, bucket_groups, config_of, distinct_configs
+from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, unwrap
 from ..common.ranks import is_rank_0
 
 _log = logging.getLogger("megatron_rl_patches")
@@ -30,14 +30,19 @@ class Watch:
     Args:
         model: list of model chunks.
         optimizer: the optimizer that the call steps, if it steps one.
+        config: the config that the framework works with, if it is not the chunks' own.
     """
 
-    def __init__(self, model: Model, optimizer: Any = None) -> None:
+    def __init__(self, model: Model, optimizer: Any = None, config: Any = None) -> None:
         self.chunks = model
         self.configs = distinct_configs(model)
         self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in self.configs)
         self._counts: list[Any] = []
         self._optimizer = optimizer
+        self._other_configs = [
+            config,
+            *(unwrap(chunk).config for chunk in model if hasattr(unwrap(chunk), "config")),
+        ]
         self._has_stepped = False
         self._hooks: list[Any] = []
         _watches.append(self)
@@ -68,6 +73,29 @@ class Watch:
 
     def _before_step(self, *_: object) -> None:
         self._has_stepped = True
+        with harmless():
+            self._check_gradients_are_reduced()
+
+    def _check_gradients_are_reduced(self) -> None:
+        """Report a step on gradients that no schedule has reduced, for want of a function."""
+        setting = "finalize_model_grads_func"
+        if was_reported(setting) or _installed(setting, config_of(self.chunks[0])):
+            return
+        stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
+        chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
+        is_elsewhere = any(_installed(setting, config) for config in self._other_configs)
+        groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
+        if any(_is_unreduced(group, is_elsewhere) for group in groups):
+            report(
+                f"{setting}=None: the config that Megatron's schedules read, get_model_config(model[0]), has "
+                f"no function that reduces gradients, and the optimizer takes a step on gradients that "
+                f"{max(map(_size, groups))} data-parallel ranks have not reduced. "
+                + ("Another config has one: the model has a copy. " if is_elsewhere else "")
+                + "Install it on the model's own config: get_model_config(model[0])."
+                f"{setting} = megatron.core.distributed.finalize_model_grads",
+                setting=setting,
+                log=is_first_of_stage(),
+            )
 
     def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
@@ -187,6 +215,31 @@ def _is_stale(group: Any) -> bool:
     if is_alone or not group.ddp_config.overlap_param_gather:
         return False
     return group.param_gather_handle is not None or not group.param_gather_dispatched
+
+
+def _installed(name: str, config: Any) -> bool:
+    return getattr(config, name, None) is not None
+
+
+def _size(group: Any) -> int:
+    """Return how many data-parallel ranks reduce the gradients of a bucket group."""
+    name = "intra_distributed_optimizer_instance_group"
+    process_group = getattr(group, name, None) or getattr(group, "data_parallel_group", None)
+    return int(process_group.size()) if process_group is not None else 1
+
+
+def _is_unreduced(group: Any, if_unknown: bool) -> bool:
+    """Return whether the gradients of a bucket group have not been reduced before a step.
+
+    A reduction that overlaps with backward leaves a handle, until somebody waits for it. One of the
+    distributed optimizer's leaves shards of the buffer from the first step on. Others leave no trace.
+    """
+    if group.grad_reduce_handle is not None:
+        return True
+    shards = getattr(group, "cached_grad_buffer_shard_list", None)
+    if group.ddp_config.use_distributed_optimizer and shards is not None:
+        return all(shard is None for shard in shards)
+    return if_unknown
 
 
 def is_first_of_stage() -> bool:

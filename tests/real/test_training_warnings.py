@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,13 @@ def train(
     data_iterator: Any = None,
     tokens: tuple[int, ...] = TOKENS,
     hooks: str = "off",
+    config: Any = None,
+    reduces: str = "schedule",
 ) -> Any:
     """One step of a loop of one's own; its loss returns a number of tokens. Return the gradients."""
-    config = get_model_config(model[0])
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model[0].no_sync
+    if reduces == "schedule":
+        (config or get_model_config(model[0])).finalize_model_grads_func = finalize_model_grads
+    get_model_config(model[0]).no_sync_func = model[0].no_sync
     for chunk in model:
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
@@ -50,10 +53,12 @@ def train(
         micro_batch_size=tiny_gpt.BATCH,
         forward_only=False,
     )
+    if reduces == "loop":
+        finalize_model_grads(model)
     gradients = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
     if optimizer is not None:
         optimizer.step()
-    if hooks == "off":
+    if hooks == "off" and model[0].use_forward_hook:
         for chunk in model:
             chunk.disable_forward_pre_hook()
     return gradients
@@ -166,6 +171,35 @@ def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
         assert len(first) == 1 and second == []
         assert "overlap_param_gather=True" in first[0]
         assert "disable_forward_pre_hook()" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("distributed", "overlap"), [(True, False), (True, True), (False, False), (False, True)]
+)
+@on_ranks(2)
+def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None:
+    """The loop reduces them with the schedule, itself, on a copy of the model's config only, or never."""
+    options = TinyModel(
+        use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, overlap_param_gather=False
+    )
+    weights, lines = {}, {}
+    for reduces in ("schedule", "loop", "copy", "never"):
+        model, optimizer = options.build()
+        copied = {"config": copy.copy(get_model_config(model[0])), "reduces": "schedule"}
+        how = copied if reduces == "copy" else {"reduces": reduces}
+        _, lines[reduces] = _warned(model, optimizer, tokens=(5, 5), **how)
+        weights[reduces] = torch.cat([p.detach().flatten() for p in model[0].parameters()])
+    assert lines["schedule"] == lines["loop"] == []
+    assert torch.equal(weights["schedule"], weights["loop"])
+    for reduces in ("copy", "never"):
+        assert not torch.allclose(weights["schedule"], weights[reduces], rtol=1e-3)
+        if reduces == "never" and not distributed and not overlap:
+            assert lines[reduces] == []  # a loop that reduces in a way of its own looks the same
+            continue
+        first, second = everywhere(lines[reduces])
+        assert second == [] and len(first) == 1
+        assert "finalize_model_grads_func=None" in first[0] and "2 data-parallel ranks" in first[0]
+        assert ("the model has a copy" in first[0]) is (reduces == "copy")
 
 
 @pytest.mark.parametrize("steps", [0, 3])
