@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.chunks import distinct_configs
 from ..common.scopes import Scope
 from ..engine.call import Call
 from ..reentry import forward_pre_hooks, training_warnings
-from ..reentry.guard import TrainGuard, interval_timer_started
+from ..reentry.guard import TrainGuard
+from ..reentry.running_calls import places_in_use
 from ..reentry.sync_functions import clear_installed, install_per_config
+from ..reentry.timers import interval_timer_started
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
 _MAX_DIFFERENCE = 0.1
@@ -27,14 +30,11 @@ def train(call: Call, timers: Any = None, installs: bool = True) -> Any:
         timers: Megatron's, where the loop leaves one running.
         installs: the loop installs the sync functions itself, see :class:`.TrainGuard`.
     """
-    model, optimizer = call["model"], call.get("optimizer")
-    config = call.get("config")
-    guard = TrainGuard(model, optimizer=optimizer, timers=timers, config=config, installs=installs)
-    if not call.options.warn:
-        with guard:
-            return call()
-    check_rollout_log_probs(call.get("data_iterator"))
-    with training_warnings.watched(model, optimizer), guard:
+    warn = call.options.warn
+    if warn:
+        check_rollout_log_probs(call.get("data_iterator"))
+    optimizer, config = call.get("optimizer"), call.get("config")
+    with TrainGuard(call["model"], optimizer, timers, config, installs, warn):
         return call()
 
 
@@ -53,7 +53,8 @@ def bridge_train(call: Call) -> Any:
 def forward_step(call: Call) -> Any:
     """Run one forward step, and count the tokens of its loss."""
     result = call()
-    training_warnings.note_tokens(result)
+    if call.options.warn:
+        training_warnings.note_tokens(call.get("model"), result)
     return result
 
 
@@ -83,7 +84,8 @@ def enable_forward_pre_hook(call: Call) -> None:
 
 def bridge_update_model_config_funcs(call: Call) -> Any:
     """Clear what a former call of Megatron-Bridge has installed, and install afresh."""
-    clear_installed(call["model"], call["model_config"])
+    model, config = call["model"], call["model_config"]
+    clear_installed(model, config, keep=places_in_use(*distinct_configs(model, config)))
     return call()
 
 

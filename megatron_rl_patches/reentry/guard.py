@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
-from ..common.chunks import SYNC_FUNCTIONS, Model, as_chunks, config_of, distinct_configs, modules_with_modes
-from ..common.scopes import restore, snapshot
+from ..common.chunks import Model, as_chunks, config_of
 from ..errors import MegatronRLPatchesError
 from . import router_replay
 from .recovery import recover, synchronize_interrupted
-from .sync_functions import belongs_to, clear_installed
+from .running_calls import RunningCall
+from .sync_functions import belongs_to
+from .training_warnings import Watch
 
 _log = logging.getLogger("megatron_rl_patches")
-#: The timer that Megatron's and Megatron-Bridge's train() start at entry and never stop. Timers assert that
-#: they are not started twice.
-INTERVAL_TIMER = "interval-time"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -37,6 +32,9 @@ class TrainGuard:
     config, modules, optimizer, timers and rerun state machine is as at entry too, outstanding collectives
     have been waited for, and bucket groups are reset; the exception propagates unchanged.
 
+    Calls may be nested, and may overlap in several threads. What a call that still runs has installed is left
+    alone: on a config that both models share the assertion on ``no_sync_func`` fires, as it does unguarded.
+
     Args:
         model: list of model chunks, or one chunk.
         optimizer: the ``MegatronOptimizer``, if there is one.
@@ -45,6 +43,8 @@ class TrainGuard:
         installs: whether the body installs ``no_sync_func``, which is then cleared at entry. Pass ``False``
             for a loop that relies on functions installed once by others (Megatron-Bridge): without them
             gradients would be reduced after every microbatch.
+        warn: whether to look for settings that silently spoil reinforcement learning, and to warn once of
+            each; see :func:`.training_warnings.reported`.
     """
 
     model: Any
@@ -52,40 +52,32 @@ class TrainGuard:
     timers: Any = None
     config: Any = None
     installs: bool = True
+    warn: bool = True
+
+    _calls: list[tuple[RunningCall, Watch | None]] = field(default_factory=list, init=False, repr=False)
 
     def __enter__(self) -> None:
-        self._model = model = as_chunks(self.model)
+        model = as_chunks(self.model)
         # This may raise, so it comes before the first change: nobody calls __exit__ then.
         synchronize_interrupted(model, self.optimizer)
         router_replay.finish_clearing(model)
-        self._gc_was_enabled = gc.isenabled()
-        self._configs = distinct_configs(model, self.config)
-        timers = (self.timers, *(getattr(config, "timers", None) for config in self._configs))
-        self._timers = next((each for each in timers if each is not None), None)
-        self._attributes_at_entry = [
-            *((config, snapshot(config, *SYNC_FUNCTIONS, "timers")) for config in self._configs),
-            *((chunk, snapshot(chunk, "force_all_reduce")) for chunk in model),
-            (self.optimizer, snapshot(self.optimizer, "step")),
-        ]
-        self._modes = modules_with_modes(model)
-        machine = _rerun_state_machine()
-        self._rerun = (machine, machine.state, machine.mode) if machine is not None else None
-        _reset_interval_timer(self._timers)
-        self._running_timers = _running(self._timers)
-        if self.installs:
-            clear_installed(model, *self._configs)
+        call = RunningCall(model, self.optimizer, self.timers, self.config, self.installs)
+        self._calls.append((call, Watch(model, self.optimizer, self.config) if self.warn else None))
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if gc.isenabled() != self._gc_was_enabled:
-            (gc.enable if self._gc_was_enabled else gc.disable)()
+        call, watch = self._calls.pop()
+        if watch is not None:
+            watch.end(failed=error is not None)
         if error is None:
-            self._warn_if_not_installed()
+            _put_back_what_was_not_installed(call)
+            call.end(failed=False)
             return
-        for clean_up in (
-            self._restore,
-            lambda: router_replay.clear(self._model),
-            lambda: recover(self._model, error),
-        ):
+        clean_ups: tuple[Callable[[], None], ...] = (
+            lambda: call.end(failed=True),
+            lambda: router_replay.clear(call.model),
+            lambda: recover(call.model, error),
+        )
+        for clean_up in clean_ups:
             try:
                 clean_up()
             except Exception as failure:
@@ -93,80 +85,30 @@ class TrainGuard:
                 message = "clean-up after an exception in train() failed: %s: %s"
                 _log.warning(message, type(failure).__name__, failure)
 
-    def _restore(self) -> None:
-        for owner, attributes in self._attributes_at_entry:
-            restore(owner, attributes)
-        for module, training in self._modes:
-            module.training = training
-        if self._rerun is not None:
-            machine, state, mode = self._rerun
-            machine.state, machine.mode = state, mode
-        elif (machine := _rerun_state_machine()) is not None:  # this call has created it
-            machine.state = type(machine.state).NOT_RUNNING_YET
-        _reset_started_since(self._running_timers, self._timers)
 
-    def _warn_if_not_installed(self) -> None:
-        for config, attributes in self._attributes_at_entry[: len(self._configs)]:
-            installed = attributes["no_sync_func"]
-            if config.no_sync_func is None and belongs_to(self._model, installed, "no_sync_func"):
-                config.no_sync_func = installed
-                _log.warning(
-                    "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
-                    "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
-                    "or guard the loop with reentrant_train(..., installs=False)."
-                )
-
-
-@contextmanager
-def interval_timer_started(timers: Any) -> Iterator[None]:
-    """Have the interval timer run for a body that stops it first and starts it last.
-
-    When the body raises, no timer is left running that was not running before.
-    """
-    before = _running(timers)
-    was_running = getattr(timers, "_timers", {}).get(INTERVAL_TIMER) in before
-    if not was_running:
-        timers(INTERVAL_TIMER, log_level=0).start()
-    try:
-        yield
-    except BaseException:
-        _reset_started_since(before, timers)
-        raise
-    finally:
-        if not was_running:
-            _reset_interval_timer(timers)
-
-
-def _running(timers: Any) -> list[Any]:
-    """Return the started timers of a ``megatron.core.timers.Timers``; for ``None`` an empty list."""
-    return [timer for timer in getattr(timers, "_timers", {}).values() if timer._started]
-
-
-def _reset_interval_timer(timers: Any) -> None:
-    """Reset the timer that a former call left running. ``Timer.reset`` keeps the time it was active for."""
-    timer = getattr(timers, "_timers", {}).get(INTERVAL_TIMER)
-    if timer is not None and timer._started:
-        timer.reset()
-
-
-def _reset_started_since(before: list[Any], timers: Any) -> None:
-    """Reset the running timers, but the interval timer, that were not running before."""
-    for timer in _running(timers):
-        if timer is not timers._timers.get(INTERVAL_TIMER) and not any(timer is other for other in before):
-            timer.reset()
-
-
-def _rerun_state_machine() -> Any:
-    # get_rerun_state_machine() would create one, and log that it did.
-    module = sys.modules.get("megatron.core.rerun_state_machine")
-    return getattr(module, "_GLOBAL_RERUN_STATE_MACHINE", None)
+def _put_back_what_was_not_installed(call: RunningCall) -> None:
+    for config in call.configs:
+        found = call.found(config)["no_sync_func"]
+        if config.no_sync_func is None and belongs_to(call.model, found, "no_sync_func"):
+            config.no_sync_func = found
+            _log.warning(
+                "a re-entrant train() did not install no_sync_func, which was set at entry: gradients "
+                "were reduced after every microbatch. Install it inside, as Megatron's own train() does, "
+                "or guard the loop with reentrant_train(..., installs=False)."
+            )
 
 
 @overload
 def reentrant_train(target: Function, **options: Any) -> Function: ...
 @overload
 def reentrant_train(
-    target: Any, *, optimizer: Any = None, timers: Any = None, config: Any = None, installs: bool = True
+    target: Any,
+    *,
+    optimizer: Any = None,
+    timers: Any = None,
+    config: Any = None,
+    installs: bool = True,
+    warn: bool = True,
 ) -> TrainGuard: ...
 def reentrant_train(target: Any, **options: Any) -> Any:
     """Make one's own training loop re-enterable, as decorator or context manager.

@@ -7,22 +7,28 @@ fires on what the first call installed (THUDM/slime#1779, #1857).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from ..common.chunks import SYNC_FUNCTIONS, Model, config_of, distinct_configs, is_data_parallel
 
+#: Where a value is: the id of its owner, and a name.
+Place = tuple[int, str]
 
-def clear_installed(model: Model, *configs: Any) -> None:
+
+def clear_installed(model: Model, *configs: Any, keep: Container[Place] = ()) -> None:
     """Clear the functions that a former call installed, so that the framework can install them afresh.
 
     ``no_sync_func`` becomes ``None`` when it consists only of ``no_sync`` methods of data-parallel chunks, of
     this model or of a former one. ``grad_sync_func`` and ``param_sync_func``, on which no framework asserts,
     become ``None`` when they belong to a former model. A foreign callable stays, and the framework's
     assertion fires on it as its authors intended. ``configs`` are cleared besides those of the chunks.
+    ``keep`` has the places that are left alone: the id of a config, and the attribute.
     """
     for config in distinct_configs(model, *configs):
         for attribute in SYNC_FUNCTIONS:
+            if (id(config), attribute) in keep:
+                continue
             functions = getattr(config, attribute, None)
             owners = _owners(functions, SYNC_FUNCTIONS[attribute], model)
             if owners and (attribute == "no_sync_func" or not belongs_to(model, functions, attribute)):

@@ -1,8 +1,9 @@
 """Warnings of settings that spoil reinforcement learning on Megatron without an error.
 
-The checks run around each call of ``train()``, until they have found something. Training goes on as it would
-without them: they start no collective, and an error in them is only logged. They read the config of the
-model, the number of tokens of the first microbatches, and the state of the parameter all-gather.
+The checks run in each guarded call, until they have found something. Training goes on as it would without
+them: they start no collective, and an error in them is only logged. They read the config of the model, the
+number of tokens of the first microbatches, what reductions of gradients have left at a step, and the state of
+the parameter all-gather. The number of tokens is seen where the patch ``reentrant-train`` is applied.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..common.chunks import Model, as_chunks, bucket_groups, distinct_configs
+from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, unwrap
 from ..common.ranks import is_rank_0
-from ..common.scopes import Scope
 
 _log = logging.getLogger("megatron_rl_patches")
 #: A call of ``train()`` is judged by its first microbatches, up to this number.
@@ -24,20 +24,80 @@ _MOST_MICROBATCHES = 64
 _found: dict[str, str] = {}
 
 
-class _Call:
-    """One call of ``train()``."""
+class Watch:
+    """What is looked at during one guarded call, which begins when this is made.
 
-    def __init__(self, configs: list[Any]) -> None:
-        self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in configs)
+    Args:
+        model: list of model chunks.
+        optimizer: the optimizer that the call steps, if it steps one.
+        config: the config that the framework works with, if it is not the chunks' own.
+    """
+
+    def __init__(self, model: Model, optimizer: Any = None, config: Any = None) -> None:
+        self.chunks = model
+        self.configs = distinct_configs(model)
+        self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in self.configs)
         self._counts: list[Any] = []
-        self.trained = False
+        self._optimizer = optimizer
+        self._other_configs = [
+            config,
+            *(unwrap(chunk).config for chunk in model if hasattr(unwrap(chunk), "config")),
+        ]
+        self._has_stepped = False
+        self._hooks: list[Any] = []
+        _watches.append(self)
+        with harmless():
+            _check_dropout(self.configs)
+        with harmless():
+            self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
 
     def note(self, count: Any) -> None:
-        self.trained = True
+        """Note the number of tokens of a microbatch that trains."""
+        # An optimizer without one of torch's, such as a mock, does not show when it steps.
+        self._has_stepped |= self._optimizer is not None and not self._hooks
         if not self._per_token and len(self._counts) < _MOST_MICROBATCHES:
             self._counts.append(count.detach())
 
-    def check_token_weights(self) -> None:
+    def end(self, failed: bool = False) -> None:
+        """End, and judge what was seen unless the call has failed."""
+        _watches.remove(self)
+        for hook in self._hooks:
+            hook.remove()
+        if failed:
+            return
+        with harmless():
+            self._check_token_weights()
+        with harmless():
+            if self._has_stepped:
+                _check_parameters_are_gathered(self.chunks)
+
+    def _before_step(self, *_: object) -> None:
+        self._has_stepped = True
+        with harmless():
+            self._check_gradients_are_reduced()
+
+    def _check_gradients_are_reduced(self) -> None:
+        """Report a step on gradients that no schedule has reduced, for want of a function."""
+        setting = "finalize_model_grads_func"
+        if was_reported(setting) or _installed(setting, config_of(self.chunks[0])):
+            return
+        stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
+        chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
+        is_elsewhere = any(_installed(setting, config) for config in self._other_configs)
+        groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
+        if any(_is_unreduced(group, is_elsewhere) for group in groups):
+            report(
+                f"{setting}=None: the config that Megatron's schedules read, get_model_config(model[0]), has "
+                f"no function that reduces gradients, and the optimizer takes a step on gradients that "
+                f"{max(map(_size, groups))} data-parallel ranks have not reduced. "
+                + ("Another config has one: the model has a copy. " if is_elsewhere else "")
+                + "Install it on the model's own config: get_model_config(model[0])."
+                f"{setting} = megatron.core.distributed.finalize_model_grads",
+                setting=setting,
+                log=is_first_of_stage(),
+            )
+
+    def _check_token_weights(self) -> None:
         """Report microbatches of different lengths, each of whose losses is divided by its own length."""
         if len(self._counts) < 2 or was_reported("calculate_per_token_loss"):
             return
@@ -57,7 +117,8 @@ class _Call:
             )
 
 
-_current: Scope[_Call] = Scope("train_call")
+#: The calls that are watched, in the order in which they began.
+_watches: list[Watch] = []
 
 
 def reported() -> list[str]:
@@ -83,41 +144,33 @@ def report(message: str, *, setting: str, log: bool) -> None:
             _log.warning("megatron_rl_patches: %s", message)
 
 
-@contextmanager
-def watched(model: Any, optimizer: Any = None) -> Iterator[None]:
-    """Check a call of ``train()``, which is the body.
-
-    Args:
-        model: list of model chunks, or one chunk.
-        optimizer: the optimizer that the call steps, if it steps one.
-    """
-    chunks = as_chunks(model)
-    configs = distinct_configs(chunks)
-    call = _Call(configs)
-    with harmless():
-        _check_dropout(configs)
-    with _current.enter(call):
-        yield
-    with harmless():
-        call.check_token_weights()
-        if call.trained and optimizer is not None:
-            _check_parameters_are_gathered(chunks)
-
-
-def note_tokens(forward_step_result: Any) -> None:
-    """Note the number of tokens that Megatron's ``forward_step`` returns beside its outputs.
+def note_tokens(chunk: Any, forward_step_result: Any) -> None:
+    """Note the number of tokens that Megatron's ``forward_step`` returns with the outputs of a chunk.
 
     It is zero where the loss function does not return one, and on all pipeline stages but the last.
     """
-    call = _current.get()
-    if call is None:
-        return
     with harmless():
         import torch
 
-        _, count = forward_step_result
-        if torch.is_grad_enabled():
-            call.note(count)
+        watch = _watch_of(chunk)
+        if watch is not None and torch.is_grad_enabled():
+            _, count = forward_step_result
+            watch.note(count)
+
+
+def _watch_of(chunk: Any) -> Watch | None:
+    """Return the innermost call that trains the chunk; failing that, the innermost with its config."""
+    watches = _watches[::-1]
+    of_chunk = (watch for watch in watches if any(each is chunk for each in watch.chunks))
+    of_config = (watch for watch in watches if any(each is config_of(chunk) for each in watch.configs))
+    return next(of_chunk, None) or next(of_config, None)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Return the optimizers of torch within one of Megatron, which may be a chain."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = (getattr(part, "optimizer", part) for part in parts)
+    return [each for each in inner if hasattr(each, "register_step_pre_hook")]
 
 
 @contextmanager
@@ -162,6 +215,31 @@ def _is_stale(group: Any) -> bool:
     if is_alone or not group.ddp_config.overlap_param_gather:
         return False
     return group.param_gather_handle is not None or not group.param_gather_dispatched
+
+
+def _installed(name: str, config: Any) -> bool:
+    return getattr(config, name, None) is not None
+
+
+def _size(group: Any) -> int:
+    """Return how many data-parallel ranks reduce the gradients of a bucket group."""
+    name = "intra_distributed_optimizer_instance_group"
+    process_group = getattr(group, name, None) or getattr(group, "data_parallel_group", None)
+    return int(process_group.size()) if process_group is not None else 1
+
+
+def _is_unreduced(group: Any, if_unknown: bool) -> bool:
+    """Return whether the gradients of a bucket group have not been reduced before a step.
+
+    A reduction that overlaps with backward leaves a handle, until somebody waits for it. One of the
+    distributed optimizer's leaves shards of the buffer from the first step on. Others leave no trace.
+    """
+    if group.grad_reduce_handle is not None:
+        return True
+    shards = getattr(group, "cached_grad_buffer_shard_list", None)
+    if group.ddp_config.use_distributed_optimizer and shards is not None:
+        return all(shard is None for shard in shards)
+    return if_unknown
 
 
 def is_first_of_stage() -> bool:

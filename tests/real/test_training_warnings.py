@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
-from megatron_rl_patches.reentry import training_warnings
+from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
@@ -32,11 +34,13 @@ def train(
     data_iterator: Any = None,
     tokens: tuple[int, ...] = TOKENS,
     hooks: str = "off",
+    config: Any = None,
+    reduces: str = "schedule",
 ) -> Any:
     """One step of a loop of one's own; its loss returns a number of tokens. Return the gradients."""
-    config = get_model_config(model[0])
-    config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = model[0].no_sync
+    if reduces == "schedule":
+        (config or get_model_config(model[0])).finalize_model_grads_func = finalize_model_grads
+    get_model_config(model[0]).no_sync_func = model[0].no_sync
     for chunk in model:
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
@@ -49,10 +53,12 @@ def train(
         micro_batch_size=tiny_gpt.BATCH,
         forward_only=False,
     )
+    if reduces == "loop":
+        finalize_model_grads(model)
     gradients = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
     if optimizer is not None:
         optimizer.step()
-    if hooks == "off":
+    if hooks == "off" and model[0].use_forward_hook:
         for chunk in model:
             chunk.disable_forward_pre_hook()
     return gradients
@@ -69,16 +75,30 @@ def _loss(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
     return losses_bs[0, :tokens].sum(), torch.tensor(tokens), {}
 
 
-def _warned(model: Any, *args: Any, warn: bool = True, **options: Any) -> tuple[Any, list[str]]:
-    """Two calls of ``train`` with the patch; return what the first returns, and all that was logged."""
+@contextmanager
+def _guarded(form: str, warn: bool) -> Iterator[Any]:
+    """Yield the loop as the patch guards it, decorated where there is the patch, or decorated alone."""
+    if form == "alone":
+        yield reentrant_train(train, warn=warn)
+        return
+    paths = PATHS if "patched" in form else ()
+    with applied("reentrant-train", settings=Settings(train_functions=paths, warn=warn)):
+        # In this module, the name stands for the patched function now.
+        yield reentrant_train(train, warn=warn) if "decorated" in form else train
+        assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
+
+
+def _warned(
+    model: Any, *args: Any, warn: bool = True, form: str = "patched", **options: Any
+) -> tuple[Any, list[str]]:
+    """Two calls of ``train``; return what the first returns, and all that was logged."""
     training_warnings.forget()
     handler = BufferingHandler(capacity=1000)
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
-    with applied("reentrant-train", settings=Settings(train_functions=PATHS, warn=warn)):
-        result = train(model, *args, **options)
-        train(model, *args, **options)
-        assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
+    with _guarded(form, warn) as guarded:
+        result = guarded(model, *args, **options)
+        guarded(model, *args, **options)
     logger.removeHandler(handler)
     messages = [record.getMessage() for record in handler.buffer]
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
@@ -107,20 +127,21 @@ def test_dropout(rate: float) -> None:
         assert "set --hidden-dropout 0" in lines[0]
 
 
+@pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated"])
 @on_ranks(1)
-def test_the_weight_of_a_token() -> None:
+def test_the_weight_of_a_token(form: str) -> None:
     right_model, wrong_model = (
         TinyModel(config={"calculate_per_token_loss": per_token}).build()[0] for per_token in (True, False)
     )
-    right, quiet = _warned(right_model)
-    wrong, [line] = _warned(wrong_model)
+    right, quiet = _warned(right_model, form=form)
+    wrong, [line] = _warned(wrong_model, form=form)
     assert quiet == []
     assert (wrong - right).norm() / right.norm() > 0.2
     assert "calculate_per_token_loss=False" in line
     assert "Microbatches had 3 to 11 tokens" in line
     assert "counts 3.7 times as much" in line
-    assert _warned(wrong_model, tokens=(5, 5))[1] == []
-    silenced, lines = _warned(wrong_model, warn=False)
+    assert _warned(wrong_model, tokens=(5, 5), form=form)[1] == []
+    silenced, lines = _warned(wrong_model, warn=False, form=form)
     assert torch.equal(silenced, wrong) and lines == []
 
 
@@ -133,11 +154,11 @@ def test_one_rank_of_the_last_stage_warns() -> None:
     assert everywhere(len(lines)) == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("hooks", ["off", "on"])
+@pytest.mark.parametrize(("hooks", "form"), [("off", "patched"), ("on", "patched"), ("on", "alone")])
 @on_ranks(2)
-def test_parameters_that_are_not_gathered(hooks: str) -> None:
+def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
     model, optimizer = TinyModel(config={"calculate_per_token_loss": True}).build()
-    _, lines = _warned(model, optimizer, hooks=hooks)
+    _, lines = _warned(model, optimizer, hooks=hooks, form=form)
     sent = torch.cat([p.detach().flatten() for p in model[0].parameters()])
     if hooks == "on":
         model[0].disable_forward_pre_hook()
@@ -150,6 +171,35 @@ def test_parameters_that_are_not_gathered(hooks: str) -> None:
         assert len(first) == 1 and second == []
         assert "overlap_param_gather=True" in first[0]
         assert "disable_forward_pre_hook()" in first[0]
+
+
+@pytest.mark.parametrize(
+    ("distributed", "overlap"), [(True, False), (True, True), (False, False), (False, True)]
+)
+@on_ranks(2)
+def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None:
+    """The loop reduces them with the schedule, itself, on a copy of the model's config only, or never."""
+    options = TinyModel(
+        use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, overlap_param_gather=False
+    )
+    weights, lines = {}, {}
+    for reduces in ("schedule", "loop", "copy", "never"):
+        model, optimizer = options.build()
+        copied = {"config": copy.copy(get_model_config(model[0])), "reduces": "schedule"}
+        how = copied if reduces == "copy" else {"reduces": reduces}
+        _, lines[reduces] = _warned(model, optimizer, tokens=(5, 5), **how)
+        weights[reduces] = torch.cat([p.detach().flatten() for p in model[0].parameters()])
+    assert lines["schedule"] == lines["loop"] == []
+    assert torch.equal(weights["schedule"], weights["loop"])
+    for reduces in ("copy", "never"):
+        assert not torch.allclose(weights["schedule"], weights[reduces], rtol=1e-3)
+        if reduces == "never" and not distributed and not overlap:
+            assert lines[reduces] == []  # a loop that reduces in a way of its own looks the same
+            continue
+        first, second = everywhere(lines[reduces])
+        assert second == [] and len(first) == 1
+        assert "finalize_model_grads_func=None" in first[0] and "2 data-parallel ranks" in first[0]
+        assert ("the model has a copy" in first[0]) is (reduces == "copy")
 
 
 @pytest.mark.parametrize("steps", [0, 3])

@@ -34,7 +34,7 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
 )
-from megatron_rl_patches.reentry import TrainGuard, training_warnings
+from megatron_rl_patches.reentry import TrainGuard
 from megatron_rl_patches.testing import TinyModel
 from tests.real import tiny_gpt
 
@@ -95,11 +95,7 @@ def re_entry(dtype: torch.dtype) -> None:
             return losses_bs.sum(), count, {"loss": losses_bs.detach().mean()}
 
         def train(*arguments: Any) -> None:
-            with (
-                patch.object(tiny_gpt, "_loss", loss),
-                training_warnings.watched(model, optimizer),
-                TrainGuard(model, optimizer),
-            ):
+            with patch.object(tiny_gpt, "_loss", loss), TrainGuard(model, optimizer):
                 tiny_gpt.train(model, optimizer, *arguments)
 
         microbatches = [2, 2]

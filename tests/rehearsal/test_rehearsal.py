@@ -20,7 +20,7 @@ _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
 _TIES = {"nonzero in topk.py:_largest": 1}
 _RE_ENTRY = {
     "_local_scalar_dense in recovery.py:_any_rank_was": 3,
-    "_to_copy in training_warnings.py:check_token_weights": 2,
+    "_to_copy in training_warnings.py:_check_token_weights": 2,
 }
 #: Where the CPU waits for the GPU, and how often in the case; the reasons are in CONTRIBUTING.md.
 WAITS: dict[str, dict[str, int]] = {

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches.reentry import guard, reentrant_train
+from megatron_rl_patches.reentry import guard, reentrant_train, running_calls
+from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockOptimizer
 
 PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
@@ -108,7 +109,7 @@ def test_a_clean_up_that_fails_is_logged_and_the_next_one_runs(
     mocker: MockerFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     chunk = MockDDP(**PLAIN)
-    mocker.patch.object(guard, "restore", side_effect=RuntimeError("hook of the framework"))
+    mocker.patch.object(running_calls, "restore", side_effect=RuntimeError("hook of the framework"))
     reset = mocker.spy(chunk.bucket_groups[0], "reset")
     with caplog.at_level(logging.WARNING), failing(chunk):
         pass
@@ -150,21 +151,21 @@ class Timers:
 
 @pytest.mark.parametrize("in_config", [False, True])
 def test_timers(in_config: bool) -> None:
-    timers = Timers(guard.INTERVAL_TIMER, "mine", "evaluate", running=(guard.INTERVAL_TIMER, "mine"))
+    timers = Timers(INTERVAL_TIMER, "mine", "evaluate", running=(INTERVAL_TIMER, "mine"))
     model = [MockDDP(**PLAIN), MockDDP(**PLAIN)]
     model[1].config.timers = timers if in_config else Timers(running=())
     with failing(model, timers=None if in_config else timers):
         assert timers.running() == {"mine"}
-        timers._timers[guard.INTERVAL_TIMER]._started = timers._timers["evaluate"]._started = True
-    assert timers.running() == {"mine", guard.INTERVAL_TIMER}
+        timers._timers[INTERVAL_TIMER]._started = timers._timers["evaluate"]._started = True
+    assert timers.running() == {"mine", INTERVAL_TIMER}
 
 
 def test_an_entry_that_fails_changes_nothing(mocker: MockerFixture) -> None:
     chunk = MockDDP(**PLAIN)
     chunk.config.no_sync_func = chunk.no_sync
-    chunk.config.timers = timers = Timers(guard.INTERVAL_TIMER, running=(guard.INTERVAL_TIMER,))
+    chunk.config.timers = timers = Timers(INTERVAL_TIMER, running=(INTERVAL_TIMER,))
     mocker.patch.object(guard, "synchronize_interrupted", side_effect=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError), reentrant_train(chunk):
         pass
     assert chunk.config.no_sync_func == chunk.no_sync
-    assert timers.running() == {guard.INTERVAL_TIMER}
+    assert timers.running() == {INTERVAL_TIMER}

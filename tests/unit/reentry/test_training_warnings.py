@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl_patches.reentry import training_warnings
-from megatron_rl_patches.reentry.training_warnings import note_tokens, reported, watched
+from megatron_rl_patches.reentry import TrainGuard, reentrant_train, training_warnings
+from megatron_rl_patches.reentry.training_warnings import note_tokens, reported
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +22,18 @@ def nothing_reported() -> Iterator[None]:
     training_warnings.forget()
 
 
+class Chunk(SimpleNamespace):
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def chunk(**config: Any) -> Any:
-    return SimpleNamespace(config=SimpleNamespace(**config))
+    return Chunk(config=SimpleNamespace(no_sync_func=None, **config))
 
 
 def train(model: Any, counts: list[int], optimizer: Any = None) -> None:
-    with watched(model, optimizer):
+    with reentrant_train(model, optimizer=optimizer):
         for count in counts:
-            note_tokens((None, torch.tensor(count)))
+            note_tokens(model, (None, torch.tensor(count)))
 
 
 def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -65,13 +70,41 @@ def test_microbatches_of_different_lengths(
 
 
 def test_neither_scoring_nor_calls_outside_count() -> None:
-    note_tokens((None, torch.tensor(1)))
-    with watched(chunk()):
-        note_tokens((None, torch.tensor(2)))
+    model, other = chunk(), chunk()
+    note_tokens(model, (None, torch.tensor(1)))
+    with reentrant_train(model):
+        note_tokens(model, (None, torch.tensor(2)))
+        note_tokens(other, (None, torch.tensor(3)))
         with torch.no_grad():
-            note_tokens((None, torch.tensor(3)))
-        note_tokens("megatron of another release")  # an error in a check stops no training
+            note_tokens(model, (None, torch.tensor(3)))
+        note_tokens(model, "megatron of another release")  # an error in a check stops no training
+    with reentrant_train(model, warn=False):
+        note_tokens(model, (None, torch.tensor(1)))
+        note_tokens(model, (None, torch.tensor(2)))
+    with suppress(ZeroDivisionError), reentrant_train(model):
+        note_tokens(model, (None, torch.tensor(1)))
+        note_tokens(model, (None, torch.tensor(2)))
+        raise ZeroDivisionError
     assert not reported()
+
+
+def test_tokens_count_for_the_innermost_call_that_trains_the_chunk() -> None:
+    """In whichever order calls end; a chunk that the guard does not know is known by its config."""
+    actor, critic = chunk(), chunk()
+    inside = Chunk(config=actor.config)
+    with reentrant_train([actor, critic]):
+        for model, count in ((actor, 5), (critic, 6)) * 2:
+            with reentrant_train(model):
+                note_tokens(inside if model is actor else critic, (None, torch.tensor(count)))
+    assert not reported()
+    guards = [TrainGuard(model) for model in (actor, critic)]
+    for guard in guards:
+        guard.__enter__()
+    for count in (5, 6):
+        note_tokens(actor, (None, torch.tensor(count)))
+    guards[0].__exit__(None, None, None)
+    assert "had 5 to 6 tokens" in reported()[0]
+    guards[1].__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(
