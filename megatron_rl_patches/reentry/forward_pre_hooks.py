@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Chunk, Model, as_chunks, bucket_groups
+from ..errors import InvalidInputError
 
 
 def enable(original: Callable[[], Any], chunk: Chunk) -> None:
@@ -69,6 +70,62 @@ def synchronize(chunk: Chunk) -> None:
 
 
 @contextmanager
+def gathered_parameters(model: Model) -> Iterator[None]:
+    """Run the body on complete parameters, and let the next training step gather them as it would have.
+
+    A forward pass between backward and the optimizer's step makes the hooks gather the old parameters and
+    mark them as gathered, and then nobody gathers those that the step has changed. Here each bucket group
+    gathers before the body, whether the hooks are on or off, and has its mark back afterwards. This is a
+    collective over the data-parallel group if an all-gather is in flight or was not dispatched.
+
+    Raises:
+        InvalidInputError: see :func:`why_not_gathered`.
+    """
+    if problem := why_not_gathered(model):
+        raise InvalidInputError(problem)
+    groups = [group for chunk in _with_hooks(model) for group in bucket_groups(chunk)]
+    were_dispatched = [group.param_gather_dispatched for group in groups]
+    try:
+        for group, was_dispatched in zip(groups, were_dispatched, strict=True):
+            if not was_dispatched:
+                group.start_param_sync()
+        for group in groups:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+        yield
+    finally:
+        for group, was_dispatched in zip(groups, were_dispatched, strict=True):
+            group.param_gather_dispatched = was_dispatched
+
+
+def why_not_gathered(model: Model) -> str | None:
+    """Return why the parameters of a chunk cannot be gathered now; ``None``: they can.
+
+    Parameters in mxfp8, and those of the layer-wise optimizer, are gathered through the gradient buffer. The
+    former can only be gathered where the training loop has copied them there, the latter leave it zero.
+    """
+    for chunk in _with_hooks(model):
+        config = chunk.ddp_config
+        groups = [group for group in bucket_groups(chunk) if not group.param_gather_dispatched]
+        buckets = [bucket for group in groups for bucket in group.buckets]
+        if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False) and groups:
+            why = "reuse_grad_buf_for_mxfp8_param_ag"
+        elif not config.use_distributed_optimizer and any(bucket.grad_data.any() for bucket in buckets):
+            why = "the layer-wise optimizer"
+        else:
+            continue
+        return (
+            "the parameters of a model in DDP have not been gathered since its last backward pass, and "
+            f"gathering them now would destroy gradients: {why} uses the gradient buffer for it. "
+            "Score the model between the first forward pass and the last backward pass of a step."
+        )
+    return None
+
+
+def _with_hooks(model: Model) -> list[Chunk]:
+    return [chunk for chunk in as_chunks(model) if getattr(chunk, "use_forward_hook", False)]
+
+
+@contextmanager
 def preserved_hooks(model: Model) -> Iterator[None]:
     """Restore the state of the forward pre-hooks after the body has returned or raised.
 
@@ -78,7 +135,7 @@ def preserved_hooks(model: Model) -> Iterator[None]:
     Args:
         model: list of model chunks, or one chunk; chunks without forward pre-hooks are left alone.
     """
-    chunks = [chunk for chunk in as_chunks(model) if getattr(chunk, "use_forward_hook", False)]
+    chunks = _with_hooks(model)
     were_on = [bool(chunk.remove_forward_pre_hook_handles) for chunk in chunks]
     try:
         yield

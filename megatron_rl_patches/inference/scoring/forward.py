@@ -51,7 +51,9 @@ def forward_log_probs(
 
     All ranks of a tensor- and pipeline-parallel group of ``megatron.core.parallel_state`` call it with the
     same microbatches, each data-parallel replica with its own, as many as it has. Afterwards, also if it
-    raises, no autograd graph and no activation is left, and training modes and config are as before.
+    raises, no autograd graph and no activation is left, and training modes and config are as before. A model
+    in DDP can be scored at any moment of a step: its parameters are gathered first, a collective over
+    data-parallel ranks, and training goes on as if it had not been scored.
 
     Args:
         model: model chunk, or list of them, as Megatron's ``get_model`` returns, inference-only or in DDP.

@@ -23,6 +23,7 @@ from ...losses.logits.deferred import hide_columns
 from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
+from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
 
@@ -93,6 +94,7 @@ def forward_only(
     hide = not (progress and is_rank_0())
     with (
         torch.no_grad(),
+        gathered_parameters(chunks),
         _evaluating(chunks),
         # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone by
         # a backward pass, which never comes here. Without equal shapes the stages tell each other the shape
