@@ -39,7 +39,8 @@ class Recorder(TorchDispatchMode):
             it holds, or that all rows do.
         waits: how often the CPU waited for the GPU, by function of the package and operation.
         products: how often a matrix product of some shapes was computed.
-        row_passes: how often a function went over a block of rows.
+        row_passes: how often a function went over a block of rows; ``plain_passes``: how often as plain
+            operators, which a GPU runs where nothing can be compiled.
         live: bytes of the tensors on the GPU; ``peak``: the most so far. Of a compiled pass over rows the
             results count alone, since its kernels hold intermediate values in registers.
     """
@@ -50,6 +51,7 @@ class Recorder(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
         self.products: Counter[str] = Counter()
         self.row_passes: Counter[str] = Counter()
+        self.plain_passes: Counter[str] = Counter()
         self.live = self.peak = 0
         self.is_compiled = False
         self._storages: set[int] = set()
@@ -89,6 +91,10 @@ class Recorder(TorchDispatchMode):
             if is_pinned:
                 self.pin(made)
         return result
+
+    def count_pass(self, function: str, is_compiled: bool) -> None:
+        self.row_passes[function] += 1
+        self.plain_passes[function] += not is_compiled
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result; of an operation whose result depends on values, one that could be."""
@@ -231,7 +237,7 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
     data_ptr, tolist = torch.UntypedStorage.data_ptr, FakeTensor.tolist
 
     def row_pass(block: Any, *args: Any) -> Any:
-        recorder.row_passes[block._function.__name__] += 1
+        recorder.count_pass(block._function.__name__, block.compiled)
         recorder.is_compiled = block.compiled
         try:
             return call(block, *args)
@@ -239,7 +245,7 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             recorder.is_compiled = False
 
     def buffered(*args: Any) -> Any:
-        recorder.row_passes[buffered_statistics.__name__] += 1
+        recorder.count_pass(buffered_statistics.__name__, is_compiled=False)
         return buffered_statistics(*args)
 
     def waiting(owner: Any, name: str) -> Any:
@@ -273,6 +279,8 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             (FakeTensor, "data_ptr", address_of_tensor),
             (FakeTensor, "tolist", lambda tensor: tolist(tensor.cpu())),  # in one copy, as torch does it
             (torch.nn.Module, "_apply", _apply),
+            # The functions run as Python, see stand_ins.py, on the blocks of compiled ones.
+            (compiling, "_is_disabled", lambda: False),
             (compiling.BlockFunction, "__call__", row_pass),
             (softmax, "buffered_statistics", buffered),
             (compiling.BlockFunction, "_give_up", _raise),  # and do not go on with plain operators

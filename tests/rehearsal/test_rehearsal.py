@@ -13,7 +13,7 @@ import torch
 from benchmarks.page import fill
 from megatron_rl_patches.losses.logits import tiles
 from tests.rehearsal import stand_ins
-from tests.rehearsal.cases import CASES, DTYPES
+from tests.rehearsal.cases import CASES, DTYPES, PLAIN
 
 ROOT = Path(__file__).parents[2]
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
@@ -78,6 +78,7 @@ def test_a_gpu_would_run_it(rehearsed: dict[str, Any], case: str, dtype: str) ->
     assert not record["error"], record["error"]
     assert record["waits"] == WAITS.get(case, {})
     assert CASES[case][1] in (None, record["products"])
+    assert (record["plain passes"] > 0) == (case in PLAIN), "what a GPU compiles is not rehearsed"
 
 
 @pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")

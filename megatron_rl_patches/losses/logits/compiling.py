@@ -73,12 +73,19 @@ class BlockFunction:
 
 
 def _is_worthwhile(rows: SelectedRows) -> bool:
-    if any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES):
-        # torch.compile would return the functions as they are. They are slower than those with buffers, and
-        # need several tensors of the size of a block, which is larger for compiled functions.
+    if _is_disabled():
         return False
     large = (rows.num_logits or rows.n * rows.logits.shape[1]) >= WORTHWHILE_ELEMENTS
     return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
+
+
+def _is_disabled() -> bool:
+    """Return whether torch.compile would return the functions as they are.
+
+    They are slower than those with buffers, and need several tensors of the size of a block, which is larger
+    for compiled functions.
+    """
+    return any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
 
 
 @cache
