@@ -242,11 +242,11 @@ class Installer(Listener):
         """
         group = [r for r in self._records.values() if r.group == name and not r.is_reverted]
         imported = {record for record in group if record.is_imported}
-        statuses = all_or_nothing({record: record.judge(record in imported) for record in group})
-        fitting = [r for r in group if statuses[r].state == "fits" and r in imported]
+        statuses = all_or_nothing({record.site: record.judge(record in imported) for record in group})
+        fitting = [r for r in group if statuses[r.site].state == "fits" and r in imported]
         try:
             for record in fitting:
-                statuses[record] = self._wrap(record, statuses[record])
+                statuses[record.site] = self._wrap(record, statuses[record.site])
         except BaseException:  # KeyboardInterrupt, say
             for record in reversed(fitting):
                 self._moved += record.unwrap()
@@ -255,8 +255,10 @@ class Installer(Listener):
             for record in reversed(group):
                 self._moved += record.unwrap()
             statuses = all_or_nothing(statuses)
-        for record, status in statuses.items():
-            record.settle(status)
+        for record in reversed(group):
+            if statuses[record.site].state == "not needed":  # what it helps was imported later, and is not
+                self._moved += record.unwrap()
+            record.settle(statuses[record.site])
         return [status for status in statuses.values() if status.is_fault]
 
     def _wrap(self, record: Record, status: SiteStatus) -> SiteStatus:

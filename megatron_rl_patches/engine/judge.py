@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from ..errors import PatchError
 from . import target_source
@@ -18,7 +18,6 @@ from .settings import Settings
 from .sources import Source
 from .target_source import TargetSource
 
-K = TypeVar("K")
 #: How the reason begins of a site that fits, and has the state of another site of its patch.
 IN_COMPANY = "another site cannot take effect"
 
@@ -140,6 +139,8 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
         return "drifted", f"it no longer takes {', '.join(absent)}"
     if absent := [name for name in site.requires_names if not target.mentions(name)]:
         return "drifted", f"its body no longer uses {', '.join(absent)}"
+    if site.helps:
+        return "fits", f"helps {', '.join(site.helps)}"
     return "fits", "has the bug that the patch fixes"
 
 
@@ -181,18 +182,33 @@ def judge_all(source: Source, patches: Iterable[Patch], settings: Settings) -> l
     return statuses
 
 
-def all_or_nothing(statuses: Mapping[K, SiteStatus]) -> dict[K, SiteStatus]:
-    """Return the statuses of one patch in one framework; if one is a fault, the others share that state."""
+def all_or_nothing(statuses: Mapping[Site, SiteStatus]) -> dict[Site, SiteStatus]:
+    """Return the statuses of one patch in one framework, each of which depends on the others.
+
+    A site that only helps others is not needed where none of them is, whatever its own code looks like. If a
+    site that is needed is a fault, the others share that state.
+    """
+    statuses = {site: _with_those_helped(site, statuses) for site in statuses}
     fault = next((status for status in statuses.values() if status.is_fault), None)
     if fault is None:
-        return dict(statuses)
+        return statuses
     reason = f"{IN_COMPANY}: {fault.target}: {fault.reason}"
     others = {
-        key: replace(status, state=fault.state, reason=reason, fingerprint="")
-        for key, status in statuses.items()
+        site: replace(status, state=fault.state, reason=reason, fingerprint="")
+        for site, status in statuses.items()
         if status.state in ("fits", "applied")
     }
     return {**statuses, **others}
+
+
+def _with_those_helped(site: Site, statuses: Mapping[Site, SiteStatus]) -> SiteStatus:
+    status = statuses[site]
+    helped = [statuses[other] for other in statuses if other.qualname in site.helps]
+    is_idle = bool(helped) and all(one.state == "not needed" for one in helped)
+    if status.state == "not needed" or not is_idle:
+        return status
+    reason = f"it only helps {helped[0].target}, which is not needed: {helped[0].reason}"
+    return replace(status, state="not needed", reason=reason)
 
 
 def refuse_faults(statuses: Iterable[SiteStatus]) -> None:

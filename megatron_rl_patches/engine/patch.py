@@ -37,6 +37,8 @@ class Site:
         introduced_with: a name that came to the module together with the fault. In a release whose module
             does not contain it, a missing target is ``not needed``; elsewhere it is ``missing``.
         optional_module: some releases do not have the module, and then have nothing to patch there.
+        helps: qualified names of other sites of the same patch and framework, without which this one has no
+            work: where none of them is needed, this one is ``not needed`` either.
         detail: returns what the adapter has done so far, which ``status()`` shows; empty if nothing.
         patch: name of the patch; :class:`Patch` fills it in.
     """
@@ -49,8 +51,14 @@ class Site:
     skip_if: SkipIf | None = None
     introduced_with: str = ""
     optional_module: bool = False
+    helps: tuple[str, ...] = ()
     detail: Callable[[], str] | None = None
     patch: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "requires_names", "helps"):  # one name as text, and lists, will do
+            names = getattr(self, name)
+            object.__setattr__(self, name, (names,) if isinstance(names, str) else tuple(names))
 
     @property
     def framework(self) -> str:

@@ -149,6 +149,7 @@ for _function, _adapter in (
         f".frameworks.verl_distillation:{_adapter}",
         parameters=("loss_name",),
         optional_module=True,
+        helps=("compute_forward_kl_topk",),
     )
 patch.wrap(
     "verl.trainer.distillation.megatron.losses",
@@ -171,4 +172,5 @@ patch.wrap(
         else "its workers have no distillation"
     ),
     optional_module=True,
+    helps=("compute_forward_kl_topk",),
 )

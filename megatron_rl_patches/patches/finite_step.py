@@ -108,6 +108,7 @@ patch.wrap(
     "get_megatron_optimizer",
     ".frameworks.skipped_steps:get_megatron_optimizer",
     parameters=("model_chunks",),
+    helps=tuple(f"{name}.step" for name in _OPTIMIZERS),
 )
 patch.wrap(
     [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS],
@@ -129,6 +130,7 @@ patch.wrap(
     "MegatronEngine.lr_scheduler_step",
     ".frameworks.skipped_steps:verl_lr_scheduler_step",
     requires_names=("lr_scheduler",),
+    skip_if=_does_not_advance,
     optional_module=True,
 )
 for _module, _method in (

@@ -4,7 +4,7 @@
 framework      function                            for a role that only scores  left alone when
 =============  ==================================  ===========================  ===========================
 slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   can build without DDP
-slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``            can build without DDP
+slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``
 slime, miles   ``train``                           refuses
 slime          ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
 Megatron-LM    ``get_model``                       no DDP
@@ -33,6 +33,7 @@ from ..engine.target_source import TargetSource
 from ..frameworks import SLIME_LIKE, WITH_MEGATRON_UTILS
 
 _MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
+_BUILDERS = ("initialize_model_and_optimizer", "setup_model_and_optimizer")
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ patch.wrap(
     _MODELS,
     "get_optimizer_param_scheduler",
     ".frameworks.inference_roles:get_optimizer_param_scheduler",
-    skip_if=_framework_leaves_ddp_out,
+    helps=_BUILDERS,
 )
-patch.wrap(_MODELS, "train", ".frameworks.inference_roles:train", parameters=("model",))
+patch.wrap(_MODELS, "train", ".frameworks.inference_roles:train", parameters=("model",), helps=_BUILDERS)
 patch.wrap(
     [f"{framework}.backends.megatron_utils.model" for framework in SLIME_LIKE],
     "setup_model_and_optimizer",

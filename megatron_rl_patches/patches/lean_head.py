@@ -61,6 +61,11 @@ class LeanHeadOptions:
 #: Functions of frameworks' losses that take deferred logits if `lean-loss` patches them.
 _LOG_PROB_FUNCTIONS = ("get_log_probs_and_entropy", "vocab_parallel_log_probs_from_logits")
 _MATERIALIZED = "the logits are materialized"
+_MODELS = (
+    ("gpt.gpt_model", "GPTModel"),
+    ("mamba.mamba_model", "MambaModel"),
+    ("hybrid.hybrid_model", "HybridModel"),
+)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -89,11 +94,7 @@ patch = Patch(
 )
 
 
-for _module, _model_class in (
-    ("gpt.gpt_model", "GPTModel"),
-    ("mamba.mamba_model", "MambaModel"),
-    ("hybrid.hybrid_model", "HybridModel"),
-):
+for _module, _model_class in _MODELS:
     patch.wrap(
         f"megatron.core.models.{_module}",
         f"{_model_class}.forward",
@@ -110,10 +111,12 @@ patch.wrap(
     ".frameworks.megatron_models:column_parallel_forward",
     parameters=("input_", "weight", "runtime_gather_output"),
     requires_names=("_forward_impl", "sequence_parallel"),
+    helps=tuple(f"{name}.forward" for _, name in _MODELS),
 )
 patch.wrap(
     "megatron.core.models.common.language_module.language_module",
     "LanguageModule.compute_language_model_loss",
     ".frameworks.megatron_models:loss_of_labels",
     parameters=("labels", "logits"),
+    helps=tuple(f"{name}.forward" for _, name in _MODELS),
 )

@@ -4,8 +4,7 @@
 framework     function                                  in its place                 left alone when
 ============  ========================================  ===========================  =========================
 slime, miles  ``loss_function``                         not reentrant                it is not reentrant
-slime, miles  ``get_log_probs_and_entropy``             rows are named, not copied   the module computes
-                                                                                     log-probs itself
+slime, miles  ``get_log_probs_and_entropy``             rows are named, not copied
 slime, miles  ``calculate_log_probs_and_entropy``       one pass for all samples
 slime, miles  ``allgather_cp_redistribute``             entropy metric: no backward  its placeholder already
                                                         collective                   follows the values
@@ -58,14 +57,6 @@ def _placeholder_follows_values(target: TargetSource) -> str | None:
     return None if always else "its placeholder requires grad when the values do"
 
 
-def _computes_itself(target: TargetSource) -> str | None:
-    """Return why the site is left alone if the module itself defines the function, as in slime up to v0.1.
-
-    That function has no ``tp_group``.
-    """
-    return f"the module has a {_CALCULATE} of its own" if target.defines(_CALCULATE) else None
-
-
 # --- sites
 
 patch = Patch(
@@ -88,7 +79,7 @@ patch.wrap(
     ".frameworks.slime_losses:get_log_probs_and_entropy",
     parameters=("logits", "args"),
     requires_names=(_CALCULATE,),
-    skip_if=_computes_itself,
+    helps=(_CALCULATE,),
 )
 patch.wrap(
     [*_SLIME_UTILS, f"{_MILES}.loss_hub.math_utils"],

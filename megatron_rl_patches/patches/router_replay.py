@@ -13,8 +13,8 @@ verl           ``MegatronEngine...forward_backward_batch``    the same
 =============  =============================================  ==============================================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. What happens is
-in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. In releases of megatron-core without
-replay no model has such routers, and the functions do nothing.
+in :mod:`..reentry.router_replay` and :mod:`..frameworks.routing_replay`. Where the router of megatron-core
+replays nothing, none of its functions is patched.
 
 That a model that only scores is left out of the list is part of :func:`..inference.models.model.freeze`, and
 that a ``train()`` that raised leaves nothing, of ``TrainGuard``.
@@ -26,6 +26,7 @@ from ..engine.patch import Patch
 from ..engine.target_source import TargetSource
 from ..frameworks import WITH_MEGATRON_UTILS
 
+_ROUTER = ("TopKRouter.__init__",)
 _SCHEDULES = ("no_pipelining", "pipelining_with_interleaving", "pipelining_without_interleaving")
 
 
@@ -48,17 +49,20 @@ patch.wrap(
     "TransformerBlock.__init__",
     ".frameworks.routing_replay:initialize_block",
     parameters=("config",),
+    helps=_ROUTER,
 )
 patch.wrap(
     "megatron.core.transformer.transformer_block",
     "TransformerBlock.forward",
     ".frameworks.routing_replay:forward",
+    helps=_ROUTER,
 )
 patch.wrap(
     "megatron.core.transformer.multi_token_prediction",
     "MultiTokenPredictionBlock.forward",
     ".frameworks.routing_replay:forward",
     optional_module=True,
+    helps=_ROUTER,
 )
 patch.wrap(
     "megatron.core.transformer.moe.router",
@@ -72,6 +76,7 @@ for _schedule in _SCHEDULES:
         f"forward_backward_{_schedule}",
         ".frameworks.routing_replay:forward_backward",
         parameters=("model",),
+        helps=_ROUTER,
     )
 patch.wrap(
     [f"{framework}.backends.megatron_utils.actor" for framework in WITH_MEGATRON_UTILS],

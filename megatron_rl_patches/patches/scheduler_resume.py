@@ -47,4 +47,5 @@ patch.wrap(
     "load_checkpoint",
     ".frameworks.training:load_checkpoint",
     parameters=("opt_param_scheduler",),
+    helps=("initialize_model_and_optimizer",),
 )

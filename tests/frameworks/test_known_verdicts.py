@@ -21,17 +21,16 @@ COMMITS = [known for known in KNOWN if known.commit]
 @pytest.mark.slow
 @pytest.mark.parametrize("known", RELEASES, ids=lambda known: known.source)
 def test_releases(known: Known, packages: Packages) -> None:
-    assert verdicts.judge_release(known.source, packages) == known
+    assert verdicts.judged_anew(known, packages, ()) == known
 
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("known", COMMITS, ids=lambda known: known.source)
-def test_commits(known: Known) -> None:
-    assert known.commit is not None
-    repository = next((r for r in repositories() if verdicts.has_commit(r, known.commit)), None)
-    if repository is None:
+def test_commits(known: Known, packages: Packages) -> None:
+    anew = verdicts.judged_anew(known, packages, repositories())
+    if anew is None:
         pytest.skip("no repository is given that has the commit")
-    assert verdicts.judge_commit(known.source, repository, known.commit) == known
+    assert anew == known
 
 
 def test_the_table_names_each_source_once() -> None:

@@ -2,8 +2,10 @@
 
     python -m tests.frameworks.verdicts                                      # write the page
     python -m tests.frameworks.verdicts "verl 0.9.1" "slime v0.4.0=~/slime@v0.4.0"   # judge and record, too
+    FRAMEWORK_REPOSITORIES=~/slime:~/verl python -m tests.frameworks.verdicts --anew # all sources on record
 
-A source is a package with its version, or NAME=REPOSITORY@REVISION.
+A source is a package with its version, or NAME=REPOSITORY@REVISION. With ``--anew``, a commit that none of
+the repositories has keeps its verdicts, and is named.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megatron_rl_patches import Settings
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.judge import SiteStatus, judge_all
 from megatron_rl_patches.engine.sources import open_source
+from tests.frameworks.checkouts import repositories
 from tests.frameworks.packages import Packages, built_on
 
 TABLE = Path(__file__).with_name("verdicts.json")
@@ -92,6 +95,14 @@ def judge_commit(source: str, repository: str, revision: str) -> Known:
     return Known(source, commit, date, judge(f"{repository}@{commit}"))
 
 
+def judged_anew(known: Known, packages: Packages, repositories: Sequence[str]) -> Known | None:
+    """Judge a source on record by the patches of today; ``None`` of a commit that no repository has."""
+    if known.commit is None:
+        return judge_release(known.source, packages)
+    repository = next((one for one in repositories if has_commit(one, known.commit)), None)
+    return None if repository is None else judge_commit(known.source, repository, known.commit)
+
+
 def has_commit(repository: str, commit: str) -> bool:
     command = ["git", "-C", repository, "cat-file", "-e", f"{commit}^{{commit}}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -108,7 +119,13 @@ def main(sources: Sequence[str]) -> None:
     table = {one.source: one for one in load()} if TABLE.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         packages = Packages(Path(folder))
-        for source in sources:
+        for known in load() if "--anew" in sources else ():
+            anew = judged_anew(known, packages, repositories())
+            if anew is None:
+                print(f"{known.source} is as it was: no repository has {known.commit}")
+            elif anew != known:  # else the order of the patches on record stays
+                table[known.source] = anew
+        for source in (source for source in sources if source != "--anew"):
             name, _, place = source.partition("=")
             if place:
                 repository, _, revision = place.rpartition("@")

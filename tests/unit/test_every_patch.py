@@ -10,10 +10,37 @@ import pytest
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import available
 from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.judge import State, all_or_nothing, status_of
 from megatron_rl_patches.engine.patch import Patch, imported
 
 PATCHES = registry.patches()
 SITES = [site for patch in PATCHES.values() for site in patch.sites]
+_OWN_SAVINGS = "it holds more memory than it needs in every release"
+_SERVES_OTHERS = "it does nothing unless a framework above Megatron is patched, and that is judged by itself"
+_MODELS = "megatron.core.models"
+_VERL = "verl.utils.megatron.tensor_parallel"
+#: Sites without a reason against them: patch and target -> why they are wanted wherever they are.
+WANTED_EVERYWHERE = {
+    ("reentrant-train", "megatron.core.pipeline_parallel.schedules.forward_step"): _SERVES_OTHERS,
+    ("inference-only", "megatron.training.training.get_model"): _SERVES_OTHERS,
+    ("inference-only", "megatron.training.checkpointing.load_checkpoint"): _SERVES_OTHERS,
+    ("inference-only", "megatron.core.optimizer.get_megatron_optimizer"): _SERVES_OTHERS,
+    ("inference-only", "megatron.bridge.models.model_provider.get_model"): _SERVES_OTHERS,
+    ("lean-head", f"{_MODELS}.gpt.gpt_model.GPTModel.forward"): _OWN_SAVINGS,
+    ("lean-head", f"{_MODELS}.mamba.mamba_model.MambaModel.forward"): _OWN_SAVINGS,
+    ("lean-head", f"{_MODELS}.hybrid.hybrid_model.HybridModel.forward"): _OWN_SAVINGS,
+    ("lean-loss", "slime.utils.ppo_utils.calculate_log_probs_and_entropy"): _OWN_SAVINGS,
+    ("lean-loss", "vime.utils.ppo_utils.calculate_log_probs_and_entropy"): _OWN_SAVINGS,
+    (
+        "lean-loss",
+        "miles.backends.training_utils.loss_hub.math_utils.calculate_log_probs_and_entropy",
+    ): _OWN_SAVINGS,
+    ("lean-loss", "slime.utils.ppo_utils.compute_log_probs"): _OWN_SAVINGS,
+    ("lean-loss", "vime.utils.ppo_utils.compute_log_probs"): _OWN_SAVINGS,
+    ("lean-loss", f"{_VERL}.vocab_parallel_log_probs_from_logits"): _OWN_SAVINGS,
+    ("lean-loss", f"{_VERL}.vocab_parallel_entropy"): _OWN_SAVINGS,
+    ("lean-loss", f"{_VERL}.vocab_parallel_entropy_with_chunking"): _OWN_SAVINGS,
+}
 TESTS = Path(__file__).parents[1]
 
 by_patch = pytest.mark.parametrize("patch", PATCHES.values(), ids=list(PATCHES))
@@ -37,6 +64,31 @@ def test_targets_are_distinct_and_none_is_in_a_root_package(patch: Patch) -> Non
     targets = [site.target for site in patch.sites]
     assert len(targets) == len(set(targets))
     assert all("." in site.module for site in patch.sites)
+
+
+def test_a_site_has_a_reason_against_it_or_names_the_sites_that_it_helps() -> None:
+    """Without either, a site fits any code that has a function of its name.
+
+    Few sites are wanted wherever the function is: :data:`WANTED_EVERYWHERE` has the reason for each. A new
+    one fails here until its patch or that table says what it is.
+    """
+    undecided = {
+        f"{site.patch}: {site.target}"
+        for site in SITES
+        if not (site.skip_if or site.helps or PATCHES[site.patch].explicit)
+    }
+    assert undecided == {f"{patch}: {target}" for patch, target in WANTED_EVERYWHERE}
+
+
+@by_patch
+def test_where_nothing_else_is_needed_no_helping_site_is(patch: Patch) -> None:
+    for framework in {site.framework for site in patch.sites}:
+        sites = [site for site in patch.sites if site.framework == framework]
+        mains = {site.qualname for site in sites if not site.helps}
+        assert all(set(site.helps) & mains for site in sites if site.helps)
+        states: dict[bool, State] = {False: "not needed", True: "drifted"}
+        judged = {site: status_of(site, states[bool(site.helps)], "") for site in sites}
+        assert {status.state for status in all_or_nothing(judged).values()} == {"not needed"}
 
 
 @pytest.mark.filterwarnings("ignore")  # those of torch and Megatron, which may be imported here first

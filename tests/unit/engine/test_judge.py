@@ -230,6 +230,46 @@ def test_every_site_of_every_patch_is_judged(framework: Framework, tmp_path: Pat
     assert [bool(f.fingerprint) for f in statuses] == [False, False, True, False]
 
 
+def test_a_site_that_only_helps_is_not_needed_where_what_it_helps_is_not(
+    framework: Framework, tmp_path: Path, engine: Engine
+) -> None:
+    name = framework()
+    patch = engine["tagging"] = patch_of(name, "train", skip_if=lambda code: "it is fine")
+    patch.wrap(f"{name}.model", "save", helps=["train", "gone"])(tag)
+    patch.wrap(f"{name}.model", "moved", helps="train")(tag)
+    apply("tagging")
+    module = importlib.import_module(f"{name}.model")
+    helping = f"it only helps {name}.model.train, which is not needed: it is fine"
+    for statuses in judge_all(open_source(str(tmp_path)), [patch], Settings()), status():
+        assert [s.state for s in statuses] == ["not needed"] * 3
+        assert [s.reason for s in statuses] == ["it is fine", helping, helping]
+    assert vars(module)["save"].__class__.__name__ == "function"
+
+    # Where one of the sites that it helps is needed, it has to fit.
+    patch.wrap(f"{name}.model", "Trainer.step")(tag)
+    patch.wrap(f"{name}.model", "Trainer.fit", helps=("train", "Trainer.step"))(tag)
+    statuses = judge_all(open_source(str(tmp_path)), [patch], Settings())
+    assert [s.state for s in statuses] == ["not needed"] * 3 + ["missing"] * 2
+
+
+def test_what_only_helps_is_taken_away_when_what_it_helps_turns_out_not_to_be_needed(
+    framework: Framework, engine: Engine, tmp_path: Path
+) -> None:
+    name = framework()
+    patch = engine["tagging"] = patch_of(
+        name, "train", skip_if=lambda code: None if code.mentions("model") else "it is fine"
+    )
+    patch.wrap(f"{name}.actor", "evaluate", helps="train")(tag)
+    (tmp_path / name / "actor.py").write_text("def evaluate(): return 1")
+    apply()
+    actor = importlib.import_module(f"{name}.actor")
+    assert [s.state for s in status()] == ["waiting", "applied"]
+    (tmp_path / name / "model.py").write_text("def train(): ...")  # as a generated module is
+    importlib.import_module(f"{name}.model")
+    assert [s.state for s in status()] == ["not needed"] * 2
+    assert actor.evaluate() == 1 and type(actor.evaluate).__name__ == "function"
+
+
 class TestLost:
     def test_overwritten(self, patched: Any) -> None:
 

@@ -61,13 +61,7 @@ def test_frameworks_without_all_gather_cp() -> None:
     assert (state, "does not contain allgather_cp" in reason) == ("not needed", True)
 
 
-def test_the_first_slime_scores_in_the_module_itself() -> None:
-    source = """
-        def calculate_log_probs_and_entropy(logits, tokens, with_entropy=False): ...
-        def get_log_probs_and_entropy(logits, *, args):
-            return calculate_log_probs_and_entropy(logits, args.tokens)
-    """
-    assert verdict(f"{LOSS}.get_log_probs_and_entropy", source)[0] == "not needed"
+def test_the_first_slime_scores_in_the_module_of_its_loss() -> None:
     state, _ = verdict(f"{PPO_UTILS}.calculate_log_probs_and_entropy", "def compute_log_probs(logits): ...")
     assert state == "not needed"
 
