@@ -114,10 +114,12 @@ def check(
     Exit codes:
 
     - 0: everything fits or needs no patch
-    - 1: some site is missing, drifted, or cannot be judged
+    - 1: some site is missing, drifted, or cannot be judged. Patches that only their name selects count where
+      the variable names them
     - 2: a source cannot be read, or none of them contains a framework
     """
-    settings, patches = choice_of().settings, registry.patches().values()
+    choice, patches = choice_of(), registry.patches().values()
+    settings = choice.settings
     if sources:
         judged = _judge(sources, settings)
     else:
@@ -133,7 +135,8 @@ def check(
         show_json([{"source": source, **asdict(s)} for source, statuses in judged.items() for s in statuses])
     else:
         _show_judged(judged)
-    if any(status.is_fault for statuses in judged.values() for status in statuses):
+    wanted = {patch.name for patch in patches if not patch.explicit or patch.name in choice.patches}
+    if any(s.is_fault and s.patch in wanted for statuses in judged.values() for s in statuses):
         raise typer.Exit(FOUND_FAULTS)
 
 

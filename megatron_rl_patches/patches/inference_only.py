@@ -3,7 +3,8 @@
 =============  ==================================  ===========================  ===========================
 framework      function                            for a role that only scores  left alone when
 =============  ==================================  ===========================  ===========================
-slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   can build without DDP
+slime, miles   ``initialize_model_and_optimizer``  no optimizer, no scheduler   can build without DDP,
+                                                                                or knows no roles
 slime, miles   ``get_optimizer_param_scheduler``   ``NullScheduler``
 slime, miles   ``train``                           refuses
 slime          ``setup_model_and_optimizer``       ``--num-rollout 0``: no DDP  has no evaluation-only mode
@@ -51,7 +52,15 @@ class InferenceOnlyOptions:
 
 
 def _framework_leaves_ddp_out(target: TargetSource) -> str | None:
-    has_own = any(call.keywords.get("wrap_with_ddp") is False for call in target.calls(in_module=True))
+    """Return why the site is left alone; ``None`` if every role's model gets DDP.
+
+    A module that calls ``get_model`` without DDP may wrap the model itself, as slime did before v0.2.
+    """
+    if target.parameters == {"args"}:
+        return "it builds one model, and that one trains"
+    builds_without = any(call.keywords.get("wrap_with_ddp") is False for call in target.calls(in_module=True))
+    wraps = any(target.calls(name, in_module=True) for name in ("DDP", "DistributedDataParallel"))
+    has_own = builds_without and not wraps
     return "the framework has a way of its own to build a model without DDP" if has_own else None
 
 

@@ -139,4 +139,5 @@ patch.wrap(
     requires_names=(_VERL_LOG_PROBS,),
     skip_if=lambda target: None if target.mentions("clone") else "it does not clone the logits",
     introduced_with="_lm_head_logits_processor",
+    optional_module=True,
 )

@@ -83,6 +83,7 @@ patch.wrap(
     "MegatronTrainRayActor.train_actor",
     ".frameworks.routing_replay:train_actor",
     skip_if=_clears_routes,
+    introduced_with="clear_all",
 )
 patch.wrap(
     "verl.workers.engine.megatron.transformer_impl",

@@ -95,6 +95,16 @@ class TestCheck:
         (status,) = invoke_json("check", code=1)
         assert (status["source"], status["state"]) == ("this environment", "drifted")
 
+    def test_a_patch_that_nobody_names_is_shown_and_no_fault(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        explicit = Patch("extra", "it trains otherwise", upstream=("owner/project#2",), explicit=True)
+        explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
+        monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
+        assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
+        monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
+        invoke("check", tmp_path, code=1)
+
     def test_colored_on_a_terminal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FORCE_COLOR", "1")
         assert "\x1b[32mfits" in invoke("check", framework(tmp_path)).stdout

@@ -36,7 +36,22 @@ def test_a_framework_with_a_way_of_its_own_does_not() -> None:
     assert (state, "way of its own" in reason) == ("not needed", True)
 
 
-def test_a_framework_without_roles_has_drifted() -> None:
+def test_a_framework_that_wraps_in_ddp_itself_has_no_such_way() -> None:
+    own = """
+    def setup_model_and_optimizer(args, role="actor"):
+        model = get_model(get_model_provider_func(args, role), wrap_with_ddp=False)
+        model = [DDP(config, ddp_config, chunk) for chunk in model]
+    """
+    assert verdict(f"{MODEL}.initialize_model_and_optimizer", INITIALIZE + own)[0] == "fits"
+
+
+def test_a_framework_with_one_model_needs_nothing() -> None:
+    source = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
+    state, reason = verdict(f"{MODEL}.initialize_model_and_optimizer", source)
+    assert (state, reason) == ("not needed", "it builds one model, and that one trains")
+
+
+def test_a_framework_that_names_roles_otherwise_has_drifted() -> None:
     source = "def initialize_model_and_optimizer(args, model_name): ..."
     assert verdict(f"{MODEL}.initialize_model_and_optimizer", source) == (
         "drifted",

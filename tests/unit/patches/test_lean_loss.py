@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from megatron_rl_patches.engine.judge import judge
 from megatron_rl_patches.patches.lean_loss import patch
 
 from .judging import judged
@@ -99,6 +100,11 @@ def test_candidates(body: str, state: str) -> None:
 
 
 ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngineWithLMHead._lm_head_logits_processor"
+
+
+def test_verl_before_its_engine_has_nothing_to_clone() -> None:
+    [site] = [site for site in patch.sites if site.target == ENGINE]
+    assert judge(site, None).state == "not needed"
 
 
 @pytest.mark.parametrize(("kept", "state"), [("logits.clone()", "fits"), ("logits", "not needed")])
