@@ -66,16 +66,18 @@ test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile $(PYTEST_ARGS) tests/real tests/faults \
 	    $(addprefix tests/unit/,engine patches reentry inference losses frameworks test_every_patch.py)
 
+# The newest also rehearses the losses for a GPU, beside the other tests: 10 seconds. The models take longer.
 NEWEST := $(VENV)-newest
 test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
-	    tests/unit tests/real
-	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2
+	    tests/unit tests/real tests/rehearsal --deselect=$(REHEARSED_MODELS)
+	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
 # a C compiler, and no GPU.
+REHEARSED_MODELS := tests/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_models
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
 	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/rehearsal || exit 1; done
 

@@ -1,4 +1,4 @@
-"""What is rehearsed: ``python -m tests.rehearsal.cases`` prints a record of each case and size as JSON.
+"""What is rehearsed: ``python -m tests.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
 
 A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
 that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -198,7 +199,7 @@ def on_model(dtype: torch.dtype, case: str) -> None:
 
 #: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
 #: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
-CASES: dict[str, tuple[Case, int | None]] = {
+LOSSES: dict[str, tuple[Case, int | None]] = {
     "log-probs and entropy": (materialized, 3),
     "log-probs and entropy, in place": (partial(materialized, inplace_backward=True), 3),
     "log-probs and entropy, plain operators": (partial(materialized, fused=False), 3),
@@ -232,11 +233,14 @@ CASES: dict[str, tuple[Case, int | None]] = {
     "distillation, top-k": (partial(distillation, is_full=False), 4),
     "distillation, whole vocabulary": (partial(distillation, is_full=True), 8),
     "tensor parallel": (tensor_parallel, 4 + 1 + 4 + 6),
+}
+MODELS: dict[str, tuple[Case, int | None]] = {
     "lean-head, main_grad of DDP": (partial(on_model, case="lean_head"), None),
     "re-entry": (partial(on_model, case="re_entry"), None),
     "re-entry, another rank broke off": (partial(on_model, case="re_entry"), None),
     "TeacherPool": (partial(on_model, case="teachers"), None),
 }
+CASES = LOSSES | MODELS
 #: In these nothing is compiled; a model of the tests has too few logits.
 PLAIN = {
     "log-probs and entropy, plain operators",
@@ -267,8 +271,17 @@ def record(name: str, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def records(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {f"{name}, {key}": record(name, dtype) for name in names for key, dtype in DTYPES.items()}
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "losses": partial(records, LOSSES),
+    "models": partial(records, MODELS),
+    "counted": counted.part,
+}
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    records = {f"{name}, {key}": record(name, dtype) for name in CASES for key, dtype in DTYPES.items()}
-    print(json.dumps({"cases": records, "counted": counted.part()}), flush=True)
+    print(json.dumps(PARTS[sys.argv[1]]()), flush=True)
     os._exit(0)  # an orderly end would release streams that are not there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from benchmarks.page import fill
 from megatron_rl_patches.losses.logits import tiles
 from tests.rehearsal import stand_ins
-from tests.rehearsal.cases import CASES, DTYPES, PLAIN
+from tests.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 
 ROOT = Path(__file__).parents[2]
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
@@ -62,29 +63,39 @@ WAITS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def rehearsed() -> dict[str, Any]:
+@cache
+def rehearsed(part: str) -> Any:
     if torch.version.cuda is None:
         pytest.skip("torch is not built with CUDA")
     if torch.cuda.is_available() or not shutil.which("cc"):
         pytest.skip("there is a GPU, or no C compiler")
-    return stand_ins.rehearsed()
+    return stand_ins.rehearsed(part)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
-def test_a_gpu_would_run_it(rehearsed: dict[str, Any], case: str, dtype: str) -> None:
-    record = rehearsed["cases"][f"{case}, {dtype}"]
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_gpu_would_run_the_losses(case: str, dtype: str) -> None:
+    check(rehearsed("losses"), case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", MODELS)
+def test_a_gpu_would_run_the_models(case: str, dtype: str) -> None:
+    check(rehearsed("models"), case, dtype)
+
+
+def check(records: dict[str, Any], case: str, dtype: str) -> None:
+    record, products = records[f"{case}, {dtype}"], CASES[case][1]
     assert not record["error"], record["error"]
     assert record["waits"] == WAITS.get(case, {})
-    assert CASES[case][1] in (None, record["products"])
+    assert products in (None, record["products"])
     assert (record["plain passes"] > 0) == (case in PLAIN), "what a GPU compiles is not rehearsed"
 
 
 @pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
-def test_the_page_of_the_head_has_what_is_counted(rehearsed: dict[str, Any]) -> None:
+def test_the_page_of_the_head_has_what_is_counted() -> None:
     page = stand_ins.PAGE.read_text("utf-8")
-    assert fill(page, {"counted": rehearsed["counted"]}) == page, "run: python -m tests.rehearsal.stand_ins"
+    assert fill(page, {"counted": rehearsed("counted")}) == page, "run: python -m tests.rehearsal.stand_ins"
 
 
 def test_every_wait_has_a_reason() -> None:
