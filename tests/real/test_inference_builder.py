@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.errors import InferenceOnlyError
@@ -123,6 +123,13 @@ def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
     config, provider = options.transformer_config(), options.provider
     reference = options.chunks(config)
     described = [_described(chunk) for chunk in reference]
+    model_parallel_cuda_manual_seed(options.seed)  # again, so that the same weights are drawn
+    streams = random_streams()
+    initialized = build_inference_model(provider, config, dtype=dtype, perform_initialization=True)
+    for ours, theirs in zip(initialized, reference, strict=True):
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters())), "other weights than get_model's"
+    assert random_streams() == streams, "a random stream has moved"
+    del initialized, ours, theirs
     policy = in_ddp(reference, config)
     for name in SYNC_FUNCTIONS:
         setattr(config, name, print)

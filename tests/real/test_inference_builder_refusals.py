@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import build_inference_model
@@ -140,6 +140,11 @@ def test_arguments_and_what_is_no_model() -> None:
     on_meta = "perform_initialization=True with device='meta'"
     invalid(on_meta, provider, device="meta", perform_initialization=True)
     invalid("virtual_pipeline_size: 2", provider, virtual_pipeline_size=2)
+    divided = copy.copy(config)
+    divided.tensor_model_parallel_size = 2
+    tensor_parallel.get_cuda_rng_tracker().reset()
+    unseeded = "perform_initialization=True with tensor-parallel size 2 .* streams are not seeded"
+    invalid(unseeded, provider, config=divided, perform_initialization=True)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda *args: (7, 0)):
         invalid("dtype is 'bf16', which CPU does not compute with", provider, dtype="bf16")
 

@@ -114,6 +114,12 @@ def cuda_rng_tracker() -> Any:
     return getattr(random_module, "_CUDA_RNG_STATE_TRACKER", None)
 
 
+def rng_tracker_is_seeded() -> bool:
+    """Return whether Megatron's RNG tracker has streams, without which it cannot fork."""
+    tracker = cuda_rng_tracker()
+    return tracker is not None and bool(tracker.get_states())
+
+
 @contextmanager
 def rng_tracker_that_does_not_fork() -> Iterator[None]:
     """Make ``fork()`` of Megatron's RNG tracker do nothing, in this thread, which may not have seeded it."""

@@ -13,7 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...errors import one_line
-from .isolation import original_of, replaced_in_this_thread, rng_tracker_that_does_not_fork
+from .isolation import (
+    original_of,
+    replaced_in_this_thread,
+    rng_tracker_is_seeded,
+    rng_tracker_that_does_not_fork,
+)
 
 
 class NeedsValuesError(RuntimeError):
@@ -55,7 +60,8 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
             # next model makes one. Only the method is replaced: other threads may call isinstance().
             replace(torch.cuda.Stream, "__new__", lambda *args, **kwargs: None)
         stack.enter_context(_CudaIfReal(use_cuda))
-        stack.enter_context(rng_tracker_that_does_not_fork())
+        if on_meta or not rng_tracker_is_seeded():
+            stack.enter_context(rng_tracker_that_does_not_fork())
         yield created
 
 

@@ -21,7 +21,7 @@ from ...common.chunks import as_chunks
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
 from ...reentry import router_replay
-from .isolation import preserved_rng, replaced_in_this_thread
+from .isolation import preserved_rng, replaced_in_this_thread, rng_tracker_is_seeded
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
     DTYPES,
@@ -94,14 +94,15 @@ def build_inference_model(
             hooks that load Hugging Face weights. Returns the chunks to go on with, or ``None``.
         perform_initialization: construct the parameters on ``device`` and initialize them, as ``get_model``
             does, for a provider that needs their values. Collectives of constructors (tied embeddings) run.
+            Weights that ranks divide are drawn from Megatron's seeded streams, as in training.
         with_mtp: build the layers of multi-token prediction that ``config`` asks for; no score needs them.
 
     Returns:
         One module per virtual pipeline stage; a list of one without virtual stages.
 
     Raises:
-        InvalidInputError: a dtype, device or virtual pipeline size that does not fit, or a provider that
-            returns no module.
+        InvalidInputError: a dtype, device or virtual pipeline size that does not fit; a provider that
+            returns no module; or streams that are not seeded where weights are initialized.
         InferenceOnlyError: Megatron's parallel groups do not exist; the provider wraps in DDP, returns
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
@@ -126,6 +127,8 @@ def build_inference_model(
         raise InvalidInputError(
             "perform_initialization=True with device='meta', which has no memory for weights"
         )
+    if perform_initialization:
+        _require_random_streams(config)
     stages = _virtual_stages(virtual_pipeline_size, config, pg_collection)
     own = inference_copy(config, dtype)
     own.virtual_pipeline_model_parallel_size = stages
@@ -199,6 +202,18 @@ def _stay_frozen(role: str, setting: str, chunk: Module, requires_grad: bool = T
     if requires_grad:
         _refuse(role, setting, "requires_grad_(True)")
     return Module.requires_grad_(chunk, False)
+
+
+def _require_random_streams(config: Any) -> None:
+    """Refuse to initialize weights that ranks divide if every rank would draw the same part."""
+    sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
+    if max(sizes) > 1 and not config.use_cpu_initialization and not rng_tracker_is_seeded():
+        raise InvalidInputError(
+            f"perform_initialization=True with tensor-parallel size {sizes[0]} and expert-parallel size "
+            f"{sizes[1]}, but Megatron's random streams are not seeded: all ranks would draw the same "
+            "weights: call megatron.core.tensor_parallel.model_parallel_cuda_manual_seed first, or set "
+            "use_cpu_initialization in the config"
+        )
 
 
 def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> int | None:

@@ -24,7 +24,7 @@ from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
-from ..models.isolation import cuda_rng_tracker, rng_tracker_that_does_not_fork
+from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -254,9 +254,7 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             chunk.eval()
         # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no dropout
         # in eval mode, so nothing is lost if the tracker does not fork.
-        tracker = cuda_rng_tracker()
-        unseeded = tracker is None or not tracker.get_states()
-        with rng_tracker_that_does_not_fork() if unseeded else nullcontext():
+        with nullcontext() if rng_tracker_is_seeded() else rng_tracker_that_does_not_fork():
             yield
     finally:
         for module, training in modes:
