@@ -38,6 +38,7 @@ class Watch:
         self.configs = distinct_configs(model)
         self._per_token = any(getattr(config, "calculate_per_token_loss", False) for config in self.configs)
         self._counts: list[Any] = []
+        self._is_counted: bool | None = None  # None as long as there was no loss
         self._optimizer = optimizer
         self._other_configs = [
             config,
@@ -51,12 +52,16 @@ class Watch:
         with harmless():
             self._hooks += [each.register_step_pre_hook(self._before_step) for each in _parts(optimizer)]
 
-    def note(self, count: Any) -> None:
-        """Note the number of tokens of a microbatch that trains."""
+    def note(self, count: Any, is_last_stage: bool) -> None:
+        """Note the number of tokens of a microbatch that trains, as ``forward_step`` returned it."""
         # An optimizer without one of torch's, such as a mock, does not show when it steps.
         self._has_stepped |= self._optimizer is not None and not self._hooks
         if not self._per_token and len(self._counts) < _MOST_MICROBATCHES:
             self._counts.append(count.detach())
+        elif self._per_token and is_last_stage and self._is_counted is not True:
+            # Without a count of the loss function, forward_step returns a zero in host memory.
+            is_number = isinstance(count, int | float)
+            self._is_counted = is_number or count.device.type != "cpu" or count.item() != 0
 
     def end(self, failed: bool = False) -> None:
         """End, and judge what was seen unless the call has failed."""
@@ -67,6 +72,9 @@ class Watch:
             return
         with harmless():
             self._check_token_weights()
+        with harmless():
+            if self._is_counted is False:
+                _check_auxiliary_losses(self.configs)
         with harmless():
             if self._has_stepped:
                 _check_parameters_are_gathered(self.chunks)
@@ -144,10 +152,15 @@ def report(message: str, *, setting: str, log: bool) -> None:
             _log.warning("megatron_rl_patches: %s", message)
 
 
-def note_tokens(chunk: Any, forward_step_result: Any) -> None:
+def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = False) -> None:
     """Note the number of tokens that Megatron's ``forward_step`` returns with the outputs of a chunk.
 
     It is zero where the loss function does not return one, and on all pipeline stages but the last.
+
+    Args:
+        chunk: the model chunk of the step.
+        forward_step_result: what it returned.
+        is_last_stage: whether the chunk is known to have the loss.
     """
     with harmless():
         import torch
@@ -155,7 +168,7 @@ def note_tokens(chunk: Any, forward_step_result: Any) -> None:
         watch = _watch_of(chunk)
         if watch is not None and torch.is_grad_enabled():
             _, count = forward_step_result
-            watch.note(count)
+            watch.note(count, is_last_stage)
 
 
 def _watch_of(chunk: Any) -> Watch | None:
@@ -194,6 +207,44 @@ def _check_dropout(configs: list[Any]) -> None:
                 setting=setting,
                 log=is_rank_0(),
             )
+
+
+def _check_auxiliary_losses(configs: list[Any]) -> None:
+    """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it again."""
+    if names := sorted({name for config in configs for name in _auxiliary_losses(config)}):
+        report(
+            "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients are "
+            f"not divided by it, but Megatron has multiplied the auxiliary loss of {' and '.join(names)} by "
+            "it: that loss counts thousands of times too much. Return the sum over the tokens, "
+            "their number, and the metrics, or leave out --calculate-per-token-loss "
+            "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where context_parallel_size is "
+            "above 1",
+            setting="number_of_tokens",
+            log=is_first_of_stage(),
+        )
+
+
+def _auxiliary_losses(config: Any) -> Iterator[str]:
+    """Yield the settings that add an auxiliary loss."""
+
+    def value(name: str) -> Any:
+        return getattr(config, name, None) or 0
+
+    def listed(name: str) -> list[Any]:
+        return value(name) if isinstance(value(name), list) else [value(name)]
+
+    if value("num_moe_experts"):
+        kinds = zip(listed("moe_router_load_balancing_type"), listed("moe_aux_loss_coeff"), strict=True)
+        if any(str(kind).endswith("aux_loss") and coefficient > 0 for kind, coefficient in kinds):
+            yield "moe_aux_loss_coeff"
+        if value("moe_z_loss_coeff") > 0:
+            yield "moe_z_loss_coeff"
+    if value("mtp_num_layers"):
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        # Without labels, some releases do not train these layers.
+        if MTPLossLoggingHelper.tracker:
+            yield "mtp_num_layers"
 
 
 def _check_parameters_are_gathered(chunks: Model) -> None:

@@ -36,6 +36,7 @@ def train(
     hooks: str = "off",
     config: Any = None,
     reduces: str = "schedule",
+    loss: Any = None,
 ) -> Any:
     """One step of a loop of one's own; its loss returns a number of tokens. Return the gradients."""
     if reduces == "schedule":
@@ -45,7 +46,7 @@ def train(
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
     get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=partial(_forward_step, loss=loss or _loss),
         data_iterator=[microbatches],
         model=model,
         num_microbatches=len(tokens),
@@ -64,15 +65,24 @@ def train(
     return gradients
 
 
-def _forward_step(microbatches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+def _forward_step(microbatches: Iterator[Any], model: Any, loss: Any) -> tuple[Any, Any]:
     batch, tokens = next(microbatches)
     losses_bs, _ = tiny_gpt.forward_step(iter([batch]), model)
-    return losses_bs, partial(_loss, tokens=tokens)
+    return losses_bs, partial(loss, tokens=tokens)
 
 
 def _loss(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
     """The sum over the first tokens of the first sample."""
     return losses_bs[0, :tokens].sum(), torch.tensor(tokens), {}
+
+
+def _mean(losses_bs: Any, tokens: int) -> tuple[Any, dict[str, Any]]:
+    """The mean over all tokens, which returns no number of tokens."""
+    return losses_bs.mean(), {}
+
+
+def _sum(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
+    return losses_bs.sum(), torch.tensor(losses_bs.numel()), {}
 
 
 @contextmanager
@@ -143,6 +153,38 @@ def test_the_weight_of_a_token(form: str) -> None:
     assert _warned(wrong_model, tokens=(5, 5), form=form)[1] == []
     silenced, lines = _warned(wrong_model, warn=False, form=form)
     assert torch.equal(silenced, wrong) and lines == []
+
+
+AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "moe_aux_loss_coeff": ("moe", {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}),
+    "moe_z_loss_coeff": ("moe", {"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": 0.01}),
+    "mtp_num_layers": ("mtp", {}),
+}
+
+
+@pytest.mark.parametrize("setting", [*AUXILIARY, None])
+@on_ranks(1)
+def test_the_weight_of_an_auxiliary_loss(setting: str | None) -> None:
+    """Microbatches have the same number of tokens, so the option makes no difference.
+
+    Some releases count the last token of a sequence for multi-token prediction, and others do not.
+    """
+    kind, config = AUXILIARY.get(str(setting), ("moe", {"moe_router_load_balancing_type": "none"}))
+    gradients, lines = {}, {}
+    for per_token in (True, False):
+        for loss in (_sum, _mean):
+            model = TinyModel(kind=kind, config={**config, "calculate_per_token_loss": per_token}).build()[0]
+            key = per_token, loss.__name__
+            gradients[key], lines[key] = _warned(model, tokens=(16, 16), loss=loss)
+    right, wrong = gradients[False, "_mean"], gradients[True, "_mean"]
+    assert (gradients[True, "_sum"] - right).norm() < (0.05 if kind == "mtp" else 1e-5) * right.norm()
+    assert not any(lines[key] for key in lines if key != (True, "_mean"))
+    if setting is None:
+        assert lines[True, "_mean"] == []
+        return
+    assert (wrong - right).norm() > 0.5 * right.norm()
+    [line] = lines[True, "_mean"]
+    assert f"the auxiliary loss of {setting} by it" in line
 
 
 @pytest.mark.slow
