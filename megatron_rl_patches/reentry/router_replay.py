@@ -35,14 +35,23 @@ def routers(model: Any) -> list[Any]:
 def leave_out(model: Any) -> None:
     """Take the model's routers off the list of the process: that of a policy goes on without a teacher's."""
     for replay in routers(model):
-        _remove(replay)
+        remove(replay)
+
+
+def replay_class() -> Any:
+    """Return the class of routers' replays; ``None`` in releases of megatron-core that have none."""
+    try:
+        from megatron.core.transformer.moe.router_replay import RouterReplay
+    except ImportError:
+        return None
+    return RouterReplay
 
 
 def remove_with(router: Any) -> None:
     """Take the router's replay off the list of the process when the router is deleted."""
     replay = getattr(router, "router_replay", None)
     if replay is not None:
-        weakref.finalize(router, _remove, replay).atexit = False
+        weakref.finalize(router, remove, replay).atexit = False
 
 
 def clear(model: Any) -> None:
@@ -109,7 +118,8 @@ def check_not_fused(config: Any) -> None:
         )
 
 
-def _remove(replay: Any) -> None:
+def remove(replay: Any) -> None:
+    """Take a router's replay off the list of the process."""
     # In place, since the list is an attribute of the class that others may hold.
     listed = type(replay).global_router_replay_instances
     listed[:] = [other for other in listed if other is not replay]

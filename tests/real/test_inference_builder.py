@@ -284,6 +284,14 @@ def test_on_the_meta_device_without_cuda() -> None:
     build_inference_model(provider, config, device="meta")
     [small] = build_inference_model(provider, config, device="cpu")
     [initialized] = build_inference_model(provider, config, device="cpu", perform_initialization=True)
+    config.moe_enable_routing_replay = True
+
+    def failing(pre_process: bool, post_process: bool, config: Any) -> Any:
+        provider(pre_process, post_process, config)
+        raise KeyError("of the provider")
+
+    with pytest.raises(KeyError, match="of the provider"):
+        build_inference_model(failing, config, device="cpu", dtype="fp32")
     after = _attributes_of_megatron()
     assert [name for name in before | after if not _is_unchanged(name, before, after)] == []
     assert {p.device.type for p in (*small.parameters(), *initialized.parameters())} == {"cpu"}

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
+from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.reentry import reentrant_train, router_replay
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
@@ -139,6 +140,13 @@ def test_a_teacher_is_left_out_and_freed() -> None:
     policy = list(RouterReplay.global_router_replay_instances)
     teacher = tiny_gpt.inference_model(options(), device="cpu")
     assert RouterReplay.global_router_replay_instances == policy == router_replay.routers(model)
+
+    def reading(pre_process: bool, post_process: bool, config: Any) -> Any:
+        return options().provider(pre_process, post_process, config).output_layer.weight.sum().item()
+
+    with pytest.raises(InferenceOnlyError, match="pass perform_initialization=True"):
+        build_inference_model(reading, options().transformer_config(), dtype="fp32", device="cpu")
+    assert RouterReplay.global_router_replay_instances == policy
     of_teacher = router_replay.routers(teacher)
     assert len(of_teacher) == len(policy) and not set(map(id, of_teacher)) & set(map(id, policy))
     RouterReplay.set_replay_data([routes(number, 0, 8) for number in range(len(policy))])

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ...errors import one_line
+from ...reentry import router_replay
 from .isolation import (
     original_of,
     replaced_in_this_thread,
@@ -35,7 +36,8 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
     they are made. A torch function that needs the values of a meta tensor raises :class:`NeedsValuesError`.
 
     Megatron's constructors ask for the current CUDA device. Without ``use_cuda`` the answer is the CPU, and
-    unless CUDA is initialized they get no CUDA streams, so that no CUDA context comes into being.
+    unless CUDA is initialized they get no CUDA streams, so that no CUDA context comes into being. The
+    routers of mixtures of experts are not on Megatron's list of the routers of the process.
     """
     created: list[Parameter] = []
 
@@ -53,6 +55,13 @@ def construction(*, on_meta: bool, use_cuda: bool) -> Iterator[list[Parameter]]:
 
         replace(Parameter, "__new__", new)
         replace(torch.distributed, "all_reduce", _all_reduce_if_real)
+        if (replay_class := router_replay.replay_class()) is not None:
+
+            def new_replay(replay: Any, *args: Any, **kwargs: Any) -> None:
+                original_of(replay_class, "__init__")(replay, *args, **kwargs)
+                router_replay.remove(replay)  # at once, since nobody else could do it if the build fails
+
+            replace(replay_class, "__init__", new_replay)
         if not use_cuda:
             replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
         if not use_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
