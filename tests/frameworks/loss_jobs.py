@@ -179,17 +179,12 @@ class LossJob:
             "gradient": padded[self.rows][:, self.columns],
         }
 
-    def loss(self, dense: bool = False) -> dict[str, Any]:
-        """Through the framework's ``loss_function``, with its own policy loss.
-
-        ``dense``: its log-probabilities and entropies are computed in float64 on the whole vocabulary.
-        """
-        module = importlib.import_module(LOSSES[self.framework])
+    def batch(self) -> dict[str, Any]:
+        """A microbatch for ``loss_function``, with ratios next to 1, so that hardly anything is clipped."""
         denominators = [torch.tensor(float(length)) for length in self.responses]
-        # A ratio next to 1, so that hardly anything is clipped.
         lengths = [len(weights) for weights in self.local(self.weights)]
         log_probs = self.dense(self.args.rollout_temperature)["log_probs"].float().split(lengths)
-        batch = {
+        return {
             "unconcat_tokens": self.tokens,
             "total_lengths": list(self.totals),
             "response_lengths": list(self.responses),
@@ -202,6 +197,14 @@ class LossJob:
                 for values, weights in zip(log_probs, self.local(self.weights), strict=True)
             ],
         }
+
+    def loss(self, dense: bool = False, batch: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Through the framework's ``loss_function``, with its own policy loss.
+
+        ``dense``: its log-probabilities and entropies are computed in float64 on the whole vocabulary.
+        """
+        module = importlib.import_module(LOSSES[self.framework])
+        batch = self.batch() if batch is None else batch
         logits = self.logits(whole_vocabulary=dense)
         with _with_dense_scores(self.framework) if dense else nullcontext():
             returned = call(

@@ -10,6 +10,32 @@ from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
+@torch.compile(dynamic=True)
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
+) -> Tensor:
+    difference = log_probs.float() - log_probs_base.float()
+    if kl_loss_type == "k1":
+        kl = difference
+    elif kl_loss_type == "k2":
+        kl = difference**2 / 2.0
+    else:
+        kl = (-difference).exp() - 1 + difference
+    if importance_ratio is not None:
+        kl = importance_ratio * kl
+    return kl.clamp(-10, 10) if kl_loss_type == "low_var_kl" else kl
+
+
+@torch.compile(dynamic=True)
+def compute_policy_loss(
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
+    ratio = (-ppo_kl).exp()
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    return torch.maximum(unclipped, clipped), (clipped > unclipped).float()
+
+
 def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ...utils.ppo_utils import calculate_log_probs_and_entropy
+from ...utils.ppo_utils import calculate_log_probs_and_entropy, compute_approx_kl, compute_policy_loss
+
+Reduction = Callable[[Tensor], Tensor]
 
 
 def get_log_probs_and_entropy(
@@ -45,10 +49,62 @@ def get_log_probs_and_entropy(
     return torch.empty(0), res
 
 
+def policy_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
+) -> tuple[Tensor, dict[str, Tensor]]:
+    advantages = torch.cat(batch["advantages"])
+    old_log_probs = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"]
+    _, scores = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=True,
+    )
+    log_probs, old = torch.cat(scores["log_probs"]), torch.cat(old_log_probs)
+    pg_loss, _ = compute_policy_loss(old - log_probs, advantages, args.eps_clip, args.eps_clip_high)
+    if args.use_tis:
+        tis = (torch.cat(batch["log_probs"]) - torch.cat(batch["rollout_log_probs"])).exp()
+        pg_loss = pg_loss * tis.clamp(args.tis_clip_low, args.tis_clip)
+    entropy = sum_of_sample_mean(torch.cat(scores["entropy"]))
+    loss = sum_of_sample_mean(pg_loss) - args.entropy_coef * entropy
+    log = {"entropy_loss": entropy.detach(), "ppo_kl": sum_of_sample_mean(old - log_probs).detach()}
+    if args.use_kl_loss:
+        ratio = torch.exp(log_probs - old) if args.use_unbiased_kl else None
+        kl = compute_approx_kl(log_probs, torch.cat(batch["ref_log_probs"]), args.kl_loss_type, ratio)
+        log["kl_loss"] = sum_of_sample_mean(kl)
+        loss = loss + args.kl_loss_coef * log["kl_loss"]
+        log["kl_loss"] = log["kl_loss"].detach()
+    return loss, {"loss": loss.detach(), **log}
+
+
+def value_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
+) -> tuple[Tensor, dict[str, Tensor]]:
+    values, end = [], 0
+    for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
+        end += total
+        values.append(logits[0, end - response - 1 : end - 1, 0])
+    loss = sum_of_sample_mean((torch.cat(values) - torch.cat(batch["returns"])) ** 2)
+    return loss, {"value_loss": loss.detach()}
+
+
+def _sum_of_sample_mean(batch: dict[str, Any]) -> Reduction:
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        parts = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
+        return torch.stack([(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
+
+    return sum_of_sample_mean
+
+
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    function = custom_loss(args)
+    function: Any = custom_loss(args) if args.custom_loss_function_path else None
+    if function is None:
+        own = {"policy_loss": policy_loss_function, "value_loss": value_loss_function}[args.loss_type]
+        function = partial(own, sum_of_sample_mean=_sum_of_sample_mean(batch))
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits, use_reentrant=False)
     else:

@@ -10,6 +10,29 @@ from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.nan_to_num(nan=0.0).clamp(-20, 20)
+
+
+@torch.compile(dynamic=True)
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
+) -> Tensor:
+    log_ratio = _clamped(log_probs_base - log_probs)
+    kl = log_ratio.exp() - 1 - log_ratio
+    return kl if importance_ratio is None else importance_ratio * kl
+
+
+@torch.compile(dynamic=True)
+def compute_policy_loss(
+    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
+) -> tuple[Tensor, Tensor]:
+    ratio = _clamped(-ppo_kl).exp()
+    unclipped = -ratio * advantages
+    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    return torch.maximum(unclipped, clipped), (clipped > unclipped).float()
+
+
 def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 

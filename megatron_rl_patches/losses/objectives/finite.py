@@ -1,0 +1,98 @@
+"""Log-probs, ratios and KL terms of one token each, kept from turning a gradient into NaN.
+
+A ratio ``exp(x)`` beyond the range of float32 is infinite, and its gradient times zero is NaN. The zero comes
+from a mask, an advantage, a clamp or a coefficient, and the NaN reaches every weight. These functions change
+such tokens alone; all other values and gradients keep their bits.
+
+Tensors are ``[n]``, one number per token of this rank, and no collective runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+#: float32 ends at ``e^88.7``. A factor of up to 6,000, such as an advantage, must not carry a ratio past it.
+MAX_LOG_RATIO = 80.0
+#: What a greater log-ratio counts as, without a gradient; miles bounds log-ratios by the same number (#1363).
+BOUND = 20.0
+
+
+def counted_tokens(reduce: Callable[[Tensor], Tensor], n: int, device: torch.device) -> Tensor:
+    """Return which tokens a linear reduction ``[n] -> []`` counts, whatever the layout that it knows.
+
+    These are the tokens at which its gradient is not zero.
+    """
+    # A checkpoint around the loss, whose hooks these take the place of, must not recompute for this backward.
+    with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+        ones_n = torch.ones(n, device=device, requires_grad=True)
+        total = reduce(ones_n)
+        if not isinstance(total, Tensor) or not total.requires_grad:  # there are no samples
+            return torch.ones(n, dtype=torch.bool, device=device)
+        return torch.autograd.grad(total, ones_n)[0] != 0
+
+
+def finite_where_masked(values_n: Tensor, counted_n: Tensor) -> Tensor:
+    """Return the values, with zeros in place of ``inf`` and ``nan`` at tokens that are not counted."""
+    return torch.where(counted_n | values_n.isfinite(), values_n, 0.0)
+
+
+def comparable_where_masked(log_probs: list[Tensor], counted_n: Tensor) -> list[Tensor]:
+    """Return log-probs of the same tokens under several policies, whose ratios do not overflow where masked.
+
+    A token that is not counted gets the log-prob 0 under all of them if a ratio of two would overflow.
+    """
+    overflows_n = ~counted_n & _overflows(log_probs)
+    return [torch.where(overflows_n, 0.0, values_n) for values_n in log_probs]
+
+
+def kept_near(log_probs_n: Tensor, others: list[Tensor], counted_n: Tensor) -> Tensor:
+    """Return the log-probs in training, without a gradient at masked tokens whose ratios would overflow.
+
+    Such a token gets the first of the other log-probs, which :func:`comparable_where_masked` returned.
+    """
+    constant_n = others[0] if others else torch.zeros_like(log_probs_n)
+    overflows_n = ~counted_n & _overflows([log_probs_n, *others])
+    return torch.where(overflows_n, constant_n.to(log_probs_n.dtype), log_probs_n)
+
+
+def near_old(log_probs_n: Tensor, old_n: Tensor) -> Tensor:
+    """Return log-probs whose ratios to the old ones do not overflow; bounded ones have no gradient."""
+    bounded_n = (old_n.detach() + BOUND).to(log_probs_n.dtype)
+    return torch.where(log_probs_n - old_n > MAX_LOG_RATIO, bounded_n, log_probs_n)
+
+
+def bounded_log_ratio(log_ratio_n: Tensor) -> Tensor:
+    """Return log-ratios that can be exponentiated; bounded ones have no gradient."""
+    return torch.where(log_ratio_n > MAX_LOG_RATIO, BOUND, log_ratio_n)
+
+
+def bounded_kl_arguments(
+    log_probs_n: Tensor, base_n: Tensor, importance_ratio_n: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments of the estimator k3, bounded where its value would overflow.
+
+    That is where ``importance_ratio * exp(base - log_probs)`` does; a bounded token has no gradient.
+    """
+    log_ratio_n = (base_n - log_probs_n).detach().float()
+    if importance_ratio_n is not None:
+        log_ratio_n = log_ratio_n + importance_ratio_n.detach().float().log().clamp(min=0)
+    overflows_n = log_ratio_n > MAX_LOG_RATIO
+    if importance_ratio_n is not None:
+        smaller_n = importance_ratio_n.detach().clamp(max=torch.tensor(BOUND).exp().item())
+        importance_ratio_n = torch.where(overflows_n, smaller_n, importance_ratio_n)
+    return (
+        torch.where(overflows_n, -BOUND, log_probs_n),
+        torch.where(overflows_n, 0.0, base_n),
+        importance_ratio_n,
+    )
+
+
+def _overflows(log_probs: list[Tensor]) -> Tensor:
+    """Return where some log-prob is not finite, or some ratio of two of them overflows."""
+    stacked = torch.stack([values_n.detach().float() for values_n in log_probs])
+    distance_n = stacked.amax(0) - stacked.amin(0)
+    return ~((distance_n <= MAX_LOG_RATIO) & stacked.isfinite().all(0))

@@ -1,0 +1,211 @@
+"""``finite-loss`` on a stand-in; ``test_real_finite_loss.py`` checks the same of frameworks themselves.
+
+Unpatched, a masked token of which some number is not finite makes gradients NaN. Patched, the loss and the
+gradient are bit for bit those of the batch in which that token is as good as the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches import apply, applied, revert
+from tests.frameworks.rollouts import states_of
+from tests.frameworks.test_real_lean_loss import EAGER
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
+
+PATCH = "finite-loss"
+KL = {"use_kl_loss": True, "kl_loss_type": "low_var_kl"}
+#: For all of them; the stand-in then takes its own policy loss.
+OPTIONS = {
+    "custom_loss_function_path": "",
+    "eps_clip_c": None,
+    "kl_loss_coef": 0.1,
+    "opsm_delta": 1e-4,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+}
+#: Options of the policy loss, by what they are about.
+LOSSES: dict[str, dict[str, Any]] = {
+    "policy gradient alone": {},
+    "with the entropy": {"entropy_coef": 0.1},
+    "KL with the coefficient 0": {**KL, "kl_loss_coef": 0.0},
+    "low_var_kl": KL,
+    "k1": {**KL, "kl_loss_type": "k1"},
+    "k2": {**KL, "kl_loss_type": "k2"},
+    "k3": {**KL, "kl_loss_type": "k3"},
+    "unbiased KL": {**KL, "use_unbiased_kl": True, "entropy_coef": 0.1},
+    "unbiased k3": {**KL, "kl_loss_type": "k3", "use_unbiased_kl": True},
+    "GSPO": {"advantage_estimator": "gspo", **KL},
+    "CISPO": {"advantage_estimator": "cispo", **KL},
+    "OPSM, dual clip": {"use_opsm": True, "eps_clip_c": 3.0},
+    "TIS": {"use_tis": True, **KL, "use_unbiased_kl": True},
+    "old policy of the rollout": {"use_rollout_logprobs": True, **KL, "use_unbiased_kl": True},
+}
+NOT_COMPARABLE = (math.inf, -math.inf, math.nan, 1e3, -1e3, -1e30)
+#: What may be wrong with masked tokens: values of tensors of the batch.
+SPOILT: list[dict[str, float]] = [
+    *[
+        {name: value}
+        for name in ("log_probs", "ref_log_probs", "rollout_log_probs")
+        for value in NOT_COMPARABLE
+    ],
+    *[{"advantages": value} for value in (math.inf, math.nan)],
+]
+SPOILT_TOGETHER = [
+    {"log_probs": one, "ref_log_probs": other, "rollout_log_probs": third, "advantages": math.nan}
+    for one, other, third in zip(NOT_COMPARABLE, NOT_COMPARABLE[1:], NOT_COMPARABLE[2:], strict=False)
+]
+
+
+def microbatch(job: Any) -> dict[str, Any]:
+    """Return a batch with masked tokens, a sample that is wholly masked, and all log-probs."""
+    batch = job.batch()
+    masks = [mask.clone() for mask in batch["loss_masks"]]
+    masks[0][1] = masks[1][4] = 0
+    masks[2][:] = 0
+    batch["loss_masks"] = masks
+    batch["rollout_mask_sums"] = [mask.sum().float() for mask in masks]
+    batch["ref_log_probs"] = [values - 0.2 for values in batch["log_probs"]]
+    batch["rollout_log_probs"] = [values + 0.1 for values in batch["log_probs"]]
+    return batch
+
+
+def spoilt(job: Any, values: dict[str, float], places: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the batch with other values at response tokens (sample, place), on the ranks that have them."""
+    batch = microbatch(job)
+    marks = [torch.zeros(length) for length in job.responses]
+    for sample, place in places:
+        marks[sample][place] = 1
+    for name, value in values.items():
+        parts = zip(job.local(marks), batch[name], strict=True)
+        batch[name] = [torch.where(mark == 1, value, part) for mark, part in parts]
+    return batch
+
+
+MASKED, COUNTED = [(0, 1), (1, 4), (2, 0)], [(1, 2)]
+
+
+def is_finite(run: dict[str, Any]) -> bool:
+    return bool(run["gradient"].isfinite().all() and run["loss"].isfinite())
+
+
+def is_same(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bit for bit, metrics included."""
+    return (
+        torch.equal(run["gradient"], other["gradient"])
+        and torch.equal(run["loss"], other["loss"])
+        and run["metrics"] == other["metrics"]
+    )
+
+
+def check_masked_tokens(
+    framework: str, losses: dict[str, Any] = LOSSES, spoilt_by: Any = SPOILT_TOGETHER, **layout: Any
+) -> int:
+    """Check all losses and all values of masked tokens; return how many were not finite without the patch."""
+    from tests.frameworks.loss_jobs import LossJob
+
+    poisoned = 0
+    for label, options in losses.items():
+        job = LossJob(framework, **{**OPTIONS, **layout, **options})
+        unpatched = job.loss(batch=microbatch(job))
+        batches = [spoilt(job, values, MASKED) for values in spoilt_by]
+        poisoned += sum(not is_finite(job.loss(batch=dict(batch))) for batch in batches)
+        with applied(PATCH):
+            for batch in [microbatch(job), *batches]:
+                assert is_same(job.loss(batch=batch), unpatched), label
+    return poisoned
+
+
+def check_policy(
+    framework: str, with_lean_loss: bool, losses: dict[str, Any] = LOSSES, **layout: Any
+) -> None:
+    """The policy itself gives masked tokens a log-prob of -1000 or of minus infinity.
+
+    slime's own entropy of logits that are minus infinity has no gradient but NaN; that of ``lean-loss`` has.
+    """
+    from tests.frameworks.loss_jobs import LossJob
+
+    with applied("lean-loss") if with_lean_loss else nullcontext():
+        for label, options in losses.items():
+            for value in (-1e3, -math.inf) if with_lean_loss or "entropy_coef" not in options else (-1e3,):
+                job = LossJob(framework, **{**OPTIONS, **layout, **options})
+                batch = microbatch(job)
+                clean = job.loss(batch=batch)
+                ends = torch.tensor(job.totals).cumsum(0).tolist()
+                for i, place in MASKED:
+                    row = ends[i] - job.responses[i] - 1 + place
+                    job.whole[row, job.tokens[i][place - job.responses[i]]] = value
+                with applied(PATCH):
+                    run = job.loss(batch=batch)
+                assert torch.equal(run["gradient"], clean["gradient"]), (label, value)
+                if not layout.get("allgather_cp"):  # slime then adds the sum of all logits, times zero
+                    assert torch.equal(run["loss"], clean["loss"]), (label, value)
+
+
+def check_counted_tokens(framework: str, losses: dict[str, Any] = LOSSES, **layout: Any) -> None:
+    """A ratio that overflows at a token that counts is bounded there, and changes nothing elsewhere."""
+    from tests.frameworks.loss_jobs import LossJob
+
+    for label, options in losses.items():
+        job = LossJob(framework, **{**OPTIONS, **layout, **options})
+        clean = job.loss(batch=microbatch(job))
+        for name, value in (("log_probs", -500.0), ("ref_log_probs", 500.0), ("rollout_log_probs", -500.0)):
+            with applied(PATCH):
+                run = job.loss(batch=spoilt(job, {name: value}, COUNTED))
+            assert is_finite(run), (label, name)
+            if label not in ("GSPO", "OPSM, dual clip"):  # in which tokens share a ratio or a mask
+                changed = (run["gradient"] != clean["gradient"]).any(-1)
+                assert changed.sum() <= len(COUNTED), (label, name)
+
+
+def check_value_loss(framework: str) -> None:
+    """Returns and old values of masked tokens may be anything."""
+    from tests.frameworks.loss_jobs import LossJob
+
+    job = LossJob(framework, vocabulary=1, **OPTIONS, loss_type="value_loss", value_clip=0.2)
+
+    def run(spoilt_value: float | None = None) -> dict[str, Any]:
+        batch = microbatch(job) | {name: [w.clone() for w in job.weights] for name in ("returns", "values")}
+        for name, (sample, place) in itertools.product(("returns", "values"), MASKED):
+            if spoilt_value is not None:
+                batch[name][sample][place] = spoilt_value
+        return job.loss(batch=batch)
+
+    clean = run()
+    for value in (math.inf, math.nan):
+        assert not is_finite(run(value))
+        with applied(PATCH):
+            assert is_same(run(value), clean)
+            assert is_same(run(), clean)
+
+
+#: What the stand-in has.
+IN_SHORT = ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS")
+
+
+def states() -> set[str]:
+    return set(states_of("slime", patch=PATCH).values())
+
+
+@on_ranks(1, env=EAGER)
+def test_tokens() -> None:
+    from tests.frameworks.loss_jobs import initialize
+
+    initialize()
+    losses = {name: LOSSES[name] for name in IN_SHORT}
+    assert check_masked_tokens("slime", losses) > 10
+    check_policy("slime", True, losses)
+    check_counted_tokens("slime", losses)
+    check_masked_tokens("slime", losses, deferred=True, recompute_loss_function=True)
+    check_value_loss("slime")
+    apply(PATCH)
+    assert states() == {"applied"}
+    revert(PATCH)
