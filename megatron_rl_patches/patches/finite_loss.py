@@ -62,6 +62,8 @@ patch = Patch(
     name="finite-loss",
     summary="masked tokens, overflowing ratios and terms with the coefficient 0 leave gradients finite",
     upstream=("THUDM/slime#2258", "THUDM/slime#2198", "radixark/miles#1363"),
+    # Until the runs of real slime with this patch are recorded, only its name selects it.
+    explicit=True,
 )
 
 for _name, _parameters in (
@@ -76,7 +78,12 @@ for _name, _parameters in (
         skip_if=_leaves_out_masked_tokens,
         introduced_with=_name,
     )
-patch.wrap(_SLIME, "get_log_probs_and_entropy", f"{_ADAPTERS}:get_log_probs_and_entropy")
+patch.wrap(
+    _SLIME,
+    "get_log_probs_and_entropy",
+    f"{_ADAPTERS}:get_log_probs_and_entropy",
+    helps=("policy_loss_function",),
+)
 _RATIOS: dict[str, tuple[str, ...]] = {
     "compute_approx_kl": ("log_probs", "log_probs_base", "kl_loss_type"),
     "compute_policy_loss": ("ppo_kl",),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches import apply, applied, revert
+from megatron_rl_patches import applied, apply, revert
 from tests.frameworks.rollouts import states_of
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.ranks import on_ranks
