@@ -27,8 +27,12 @@ def initialize_router(call: Call) -> Any:
 
 
 def forward(call: Call) -> Any:
-    """Run a block of layers, which leaves nothing for backward if it ran without gradients."""
-    result = call()
+    """Run a block of layers, and note whether a backward pass will need its routes."""
+    try:
+        result = call()
+    except BaseException:
+        router_replay.end_forward(call.instance, failed=True)
+        raise
     router_replay.end_forward(call.instance)
     return result
 
@@ -38,7 +42,7 @@ def forward_backward(call: Call) -> Any:
     try:
         return call()
     finally:
-        router_replay.end_step(call["model"])
+        router_replay.end_step(call["model"], bool(call.get("forward_only")))
 
 
 def train_actor(call: Call) -> Any:

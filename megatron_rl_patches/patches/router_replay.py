@@ -3,8 +3,8 @@
 =============  =============================================  ==============================================
 framework      function                                       what is around it
 =============  =============================================  ==============================================
-megatron-core  ``forward`` of ``TransformerBlock`` and        a pass without gradients leaves nothing for
-               ``MultiTokenPredictionBlock``                  backward
+megatron-core  ``forward`` of ``TransformerBlock`` and        what a pass without gradients queues is kept
+               ``MultiTokenPredictionBlock``                  until a pass uses other routes
 megatron-core  ``forward_backward_...``                       a step leaves nothing for the next one
 megatron-core  ``TransformerBlock.__init__``                  refuses a fused router with replay
 megatron-core  ``TopKRouter.__init__``                        a router that is deleted is taken off the list

@@ -13,8 +13,10 @@ from typing import Any
 from ..common.chunks import as_chunks, distinct_configs
 from ..errors import InvalidInputError
 
-#: Attribute of a router's replay: the experts that a forward pass with gradients has used last.
-_USED_WITH_GRADIENTS = "_used_with_gradients"
+#: Attributes of a router's replay: its routes, which the pass that used them has marked, and those in the
+#: queue that no backward pass will read unless a training pass shares them.
+_MARKED = "_marked_routes"
+_UNCLAIMED = "_unclaimed_routes"
 #: Chunks whose routers are being cleared. A second Ctrl-C may interrupt that.
 _unfinished: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -63,6 +65,7 @@ def clear(model: Any) -> None:
     for replay in replays:
         replay.clear_indices()
         replay.clear_router_replay_action()
+        vars(replay).update({_MARKED: None, _UNCLAIMED: None})
     _unfinished.difference_update(chunks)
 
 
@@ -73,33 +76,49 @@ def finish_clearing(model: Any) -> None:
             clear(chunk)
 
 
-def end_forward(block: Any) -> None:
-    """Take what a forward pass without gradients has queued off the queues of backward.
+def end_forward(block: Any, failed: bool = False) -> None:
+    """Note who has used the routes of a forward pass, and drop routes that no backward pass will read.
+
+    Routes of a pass without gradients stay in the queue, since a training pass may share them, until a pass
+    has used others. The same holds for a pass that failed, which may be tried again.
 
     Args:
         block: a module that has just run, and contains every recomputed part that it has. In such a part
             gradients are off, too, so a router cannot tell.
+        failed: whether it raised.
     """
     if not getattr(block.config, "moe_enable_routing_replay", False):
         return
     import torch
 
+    is_claimed = torch.is_grad_enabled() and not failed
     for replay in routers(block):
         target = replay.target_topk_idx
-        if torch.is_grad_enabled():
-            setattr(replay, _USED_WITH_GRADIENTS, target)
+        if target is None or getattr(replay.router_replay_action, "name", "") != "REPLAY_FORWARD":
             continue
-        queued = replay.replay_backward_list
-        was_used = getattr(replay, _USED_WITH_GRADIENTS, None) is target
-        if target is not None and not was_used and queued and queued[-1] is target:
-            for queue in _queues(replay):
-                queue.pop()
+        if target is not getattr(replay, _MARKED, None):
+            _drop(replay, getattr(replay, _UNCLAIMED, None))
+            setattr(replay, _UNCLAIMED, target)
+            # An alias is the mark, so that the same tensor can be set again. Backward cannot use one that was
+            # made in inference mode.
+            with torch.inference_mode(False):
+                replay.target_topk_idx = target.detach()
+            setattr(replay, _MARKED, replay.target_topk_idx)
+        if is_claimed:
+            setattr(replay, _UNCLAIMED, None)
 
 
-def end_step(model: Any) -> None:
-    """Empty the queues of backward: after the last backward pass of a step nothing will be recomputed."""
+def end_step(model: Any, forward_only: bool = False) -> None:
+    """Empty the queues of backward: after the last backward pass of a step nothing will be recomputed.
+
+    Args:
+        model: list of model chunks, or one chunk.
+        forward_only: whether no backward pass has run. Then routes stay that a block has marked.
+    """
     for replay in routers(model):
-        setattr(replay, _USED_WITH_GRADIENTS, None)
+        if forward_only and replay.target_topk_idx is getattr(replay, _MARKED, None):
+            continue
+        setattr(replay, _UNCLAIMED, None)
         for queue in _queues(replay):
             queue.clear()
 
@@ -125,6 +144,14 @@ def remove(replay: Any) -> None:
     listed[:] = [other for other in listed if other is not replay]
 
 
+def _drop(replay: Any, routes: Any) -> None:
+    """Take routes off the queues that are followed by newer ones."""
+    older = replay.replay_backward_list[:-1]
+    places = [place for place, queued in enumerate(older) if routes is not None and queued is routes]
+    for queue in _queues(replay) if places else ():
+        del queue[places[-1]]
+
+
 def _queues(replay: Any) -> list[list[Any]]:
-    """Return the queue of experts, and those of the same length that a subclass has beside it."""
+    """Return the queue of experts, and those of the same length that a subclass has."""
     return [value for name, value in vars(replay).items() if name.startswith("replay_backward_")]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
@@ -25,6 +26,7 @@ except ImportError:
     pytest.skip("this release has no router replay", allow_module_level=True)
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pp": 2},
     "VPP 2": {"pp": 2, "vpp": 2},
@@ -73,8 +75,6 @@ def replaying(model: Sequence[Any]) -> Iterator[list[int]]:
 def forward_only(model: Sequence[Any], of: TinyModel, through_schedule: bool) -> None:
     """Score one microbatch with routes of its own."""
     if through_schedule:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         with torch.no_grad(), replaying(model):
             get_forward_backward_func()(
                 forward_step_func=tiny_gpt.forward_step,
@@ -121,6 +121,88 @@ def test_scoring_leaves_nothing_that_training_would_read(through_schedule: bool)
             right, queued = gradients(options(recompute), True, through_schedule)
             assert error(right, expected) < 1e-6, recompute
             assert set(queued) == {0}
+
+
+PROGRAMS = (
+    "set 0, score, train",
+    "set 0, score through the schedule, train",
+    "set 0, score, score, train",
+    "set 0, score, set 0, train, set 1, train",
+    "set 0, score, set 1, score, set 2, train",
+    "set 0, score, set 1, score through the schedule, set 1, train",
+    "set 0, score in inference mode, train, score, set 1, score, train, score",
+    "set 0, fail, train, set 1, fail, set 2, train",
+    "set 0, score, set 1, fail, set 1, train, set 2, train",
+)
+
+
+def run_program(program: str, model: list[Any]) -> torch.Tensor:
+    """Return the gradients that the training passes of a program add up to, without Megatron's schedule."""
+    [chunk] = model
+    chunk.zero_grad_buffer()
+
+    def forward() -> Any:
+        for replay in router_replay.routers(model):
+            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        return tiny_gpt.forward_step(tiny_gpt.SyntheticData(), chunk)[0]
+
+    for step in program.split(", "):
+        if step.startswith("set"):
+            tensors = TENSORS[int(step[-1])]
+            for replay, tensor in zip(router_replay.routers(model), tensors, strict=True):
+                replay.set_target_indices(tensor)
+        elif step == "train":
+            losses = forward()
+            for replay in router_replay.routers(model):
+                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            losses.mean().backward()
+        elif step == "fail":
+            last = router_replay_modules(chunk)[-1]
+            with (
+                mock.patch.object(last, "forward", side_effect=ZeroDivisionError),
+                suppress(ZeroDivisionError),
+            ):
+                forward()
+        elif step == "score through the schedule":
+            with torch.no_grad():
+                get_forward_backward_func()(
+                    forward_step_func=lambda data, chunk: (forward(), lambda output: (output.mean(), {})),
+                    data_iterator=None,
+                    model=model,
+                    num_microbatches=2,
+                    seq_length=tiny_gpt.SEQUENCE,
+                    micro_batch_size=tiny_gpt.BATCH,
+                    forward_only=True,
+                )
+        else:
+            with torch.inference_mode() if "inference" in step else torch.no_grad():
+                forward()
+    return torch.cat([p.main_grad.flatten() for p in chunk.parameters()]).clone()
+
+
+def router_replay_modules(chunk: Any) -> list[Any]:
+    return [module for module in chunk.modules() if getattr(module, "router_replay", None) is not None]
+
+
+TENSORS = [
+    [routes(number, use, tiny_gpt.BATCH * tiny_gpt.SEQUENCE) for number in range(tiny_gpt.LAYERS)]
+    for use in range(3)
+]
+
+
+@pytest.mark.parametrize("recompute", [RECOMPUTE, MOE_RECOMPUTE], ids=["full", "selective"])
+@on_ranks(1)
+def test_passes_may_share_routes(recompute: dict[str, Any]) -> None:
+    """Whatever runs between them, training passes use the routes that were set last."""
+    sizes = {"overlap_grad_reduce": False}
+    plain, recomputing = options(**sizes), options(config=recompute, **sizes)
+    model, _ = plain.build()
+    expected = [run_program(program, model) for program in PROGRAMS]
+    model, _ = recomputing.build()
+    with applied("router-replay"):
+        for program, gradient in zip(PROGRAMS, expected, strict=True):
+            assert error(run_program(program, model), gradient) < 1e-6, program
+            router_replay.clear(model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
