@@ -25,24 +25,22 @@ def checked_source(
 ) -> LogitSource:
     """Return the rows of the logits that a loss reads; reject logits, rows and a mask that do not fit.
 
-    What deferred logits are divided by becomes part of the temperature.
+    Deferred logits are read undivided; what they are divided by becomes part of the options.
     """
     _check_logits(logits)
     index = _valid_rows(rows, logits)
     source: LogitSource
-    divisor = 1.0
-    if isinstance(logits, DeferredLogits):
-        divisor = logits.divisor
-        options = replace(options, temperature=options.temperature * divisor)
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        if options.tp_size == 1:
+            options = replace(options, temperature=options.temperature * logits.divisor)
+        else:
+            options = replace(options, divisor=logits.divisor)
         source = logits.source(index, options)
     else:
         if isinstance(logits, DeferredLogits):
             # Other code has written to them, and may do so again before backward reads them.
             logits = logits.clone()
-        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
         logits = dense(logits, to_write=options.inplace_backward)
-        logits = logits if divisor == 1 else logits * divisor
         check_not_overwritten(logits)
         source = SelectedRows(logits, index, options)
     if keep_mask is not None:

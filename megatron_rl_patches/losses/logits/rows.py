@@ -43,7 +43,7 @@ class LogitSource(ABC):
 
     Attributes:
         index: which of the ``T`` rows.
-        options: how they are read; the temperature is that of these logits.
+        options: how they are read; their scale is that of these logits.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 
@@ -282,8 +282,8 @@ class SelectedRows(LogitSource):
         return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
 
     def temperature(self) -> Tensor | None:
-        """Return the temperature as a :meth:`scalar`, or ``None`` where it is 1."""
-        return None if self.options.temperature == 1 else self.scalar(self.options.temperature)
+        """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
+        return None if self.options.scale == 1 else self.scalar(self.options.scale)
 
     def scalar(self, number: float) -> Tensor:
         """Return a number as a tensor without dimensions, in the dtype of the computation.
