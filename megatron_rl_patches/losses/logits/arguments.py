@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
 from .options import VocabParallelOptions
 from .overwriting import check_not_overwritten
-from .rows import LogitSource, RowIndex, SelectedRows, as_slice
+from .rows import LogitSource, RowIndex, SelectedRows, as_slice, check_no_transform
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -56,11 +56,7 @@ def _check_logits(logits: Tensor) -> None:
         )
     if logits.dtype not in _FLOATS:
         raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(logits):
-        raise InvalidInputError(
-            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
-            "torch.autograd.grad"
-        )
+    check_no_transform(logits)
 
 
 def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:

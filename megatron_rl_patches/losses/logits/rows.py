@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import InvalidInputError
 from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
 
@@ -315,6 +316,15 @@ def as_slice(rows: Tensor) -> RowIndex:
     first = int(rows[0])
     consecutive = torch.equal(rows, torch.arange(first, first + len(rows)))
     return slice(first, first + len(rows)) if consecutive else rows
+
+
+def check_no_transform(*tensors: Tensor | None) -> None:
+    """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
+    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise InvalidInputError(
+            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
+            "torch.autograd.grad"
+        )
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
