@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..common.agreement import raise_everywhere
 from ..common.chunks import unwrap
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
@@ -228,16 +228,6 @@ def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) 
     """
     pairs = zip(distributions, names, strict=True)
     return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
-
-
-def raise_everywhere(problem: str | None) -> None:
-    """Raise :class:`InvalidInputError` on all ranks if one has a problem, so that none waits for another."""
-    problems: list[str | None] = [problem]
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if first := next(filter(None, problems), None):
-        raise InvalidInputError(first)
 
 
 #: The actor that trains, from ``train_actor`` to the functions that it calls.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.agreement import raise_everywhere
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..errors import InvalidInputError, first
@@ -31,7 +32,6 @@ from ..losses.logits.distributions import NO_ENTRY
 from ..losses.logits.divergences import RULED_OUT, DivergenceName, divergence_named
 from ..losses.objectives.topk_divergences import of_buckets
 from .distillation_loss import LARGEST_SUM, with_tail
-from .distillation_teachers import raise_everywhere
 from .verl_losses import tensor_parallel_group
 
 _log = logging.getLogger(__name__)

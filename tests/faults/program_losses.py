@@ -87,6 +87,7 @@ class Data:
             self.ids[place, 1] = self.ids[place, 0] if loss.wrong == "duplicate" else self.vocabulary
         self.log_q = (self.teacher.double() / loss.temperature).log_softmax(1)
 
+    @property
     def teacher_at_ids(self) -> TopKDistribution:
         ids = self.ids.clamp(0, self.vocabulary - 1)
         others = self.log_q.scatter(1, ids, -math.inf).logsumexp(1)
@@ -103,7 +104,8 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
         return logits.sum()[None]
     if loss.kind in OF_MICROBATCH:
         per_token = _policy if loss.kind == "policy" else _distillation
-        return torch.stack([per_token(loss, data, logits)[data.mask].sum(), data.mask.sum().double()])
+        # What does not count takes no part: zero times infinity is NaN.
+        return torch.stack([per_token(loss, data, logits[data.mask]).sum(), data.mask.sum().double()])
     options: dict[str, Any] = {"rows": data.rows, "temperature": temperature}
     if loss.kind == "scores":
         return torch.stack(dense_log_probs_and_entropy(logits, data.targets, **options))
@@ -135,9 +137,9 @@ def _divergence(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _policy(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     """PPO with a KL penalty (k3) and an entropy bonus."""
-    targets = data.targets.clamp(0, data.vocabulary - 1)
+    targets = data.targets.clamp(0, data.vocabulary - 1)[data.mask]
     log_prob, entropy = dense_log_probs_and_entropy(logits, targets, temperature=loss.temperature)
-    advantage, old, ref = data.per_token
+    advantage, old, ref = data.per_token[:, data.mask]
     ratio, gap = (log_prob - old).exp(), log_prob - ref
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return -surrogate + _POLICY.kl_coef * ((-gap).exp() - 1 + gap) - _POLICY.entropy_coef * entropy
@@ -145,13 +147,13 @@ def _policy(loss: Loss, data: Data, logits: Tensor) -> Tensor:
 
 def _distillation(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     if data.is_full:
-        return _divergence(loss.divergence, (logits / loss.temperature).log_softmax(1), data.log_q)
-    ids = data.ids.clamp(0, data.vocabulary - 1)
+        log_q = data.log_q[data.mask]
+        return _divergence(loss.divergence, (logits / loss.temperature).log_softmax(1), log_q)
+    ids = data.ids.clamp(0, data.vocabulary - 1)[data.mask]
     student = dense_log_probs_at(logits, ids, temperature=loss.temperature)
-    teacher = data.teacher_at_ids() if not loss.wrong else None
-    others = student if teacher is None else (teacher.log_probs, teacher.tail_log_prob)
-    log_p, log_q = (torch.cat([at_ids, tail[:, None]], 1) for at_ids, tail in (student, others))
-    return _divergence(loss.divergence, log_p, log_q)
+    teacher = data.teacher_at_ids
+    log_q = torch.cat([teacher.log_probs, teacher.tail_log_prob[:, None]], 1)[data.mask]
+    return _divergence(loss.divergence, torch.cat([student[0], student[1][:, None]], 1), log_q)
 
 
 # --- ours
@@ -217,13 +219,11 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         batch = PolicyBatch(*(split(x) for x in (data.per_token[0], data.mask, *data.per_token[1:])))
         loss_func = make_loss_func(tokens, layout, batch, _POLICY, **options)
     else:
-        teacher: Any = data.teacher_at_ids if not data.is_full else None
+        whole: Any = data.teacher_at_ids
         if data.is_full:
             # The teacher's hidden states select the rows of logits that are given.
             head = OutputHead(data.teacher[:, columns].T.contiguous())
-            whole: Any = FullDistribution.of(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
-        else:
-            whole = teacher()
+            whole = FullDistribution.of(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
         distillation = DistillationBatch([whole.split(RESPONSES)], split(data.mask))
         how = DistillationOptions(divergence=loss.divergence, beta=BETA)
         loss_func = make_distillation_loss_func(layout, distillation, how, **options)

@@ -18,12 +18,19 @@ from torch import Tensor
 B, S, H, TOTALS, RESPONSES = 2, 8, 4, (6, 5), (4, 3)
 
 _KEEPS_VALUES = ("slice", "index", "rows", "cat", "reshape", "transpose", "split", "detach", "clone", "look")
-_OFTEN = (*_KEEPS_VALUES[:-1], "divide", "convert", "columns")
+_OFTEN = (*_KEEPS_VALUES[:-1], "divide", "divide", "convert", "columns", "columns")
 _RARELY = ("write", "write alias", "divide in place", "look", "hook", "function", "no_grad", "inference")
 #: What one tensor-parallel rank may do alone: no rank waits for the others, or for their gradients.
 _ALONE = ("columns", "divide", "clone", "write", "write alias", "divide in place", "look", "hook", "function")
 _MASKS = (-torch.inf, -1e5, torch.finfo(torch.float32).min)
-DIVERGENCES = ("reverse_kl", "forward_kl", "jensen_shannon", "skewed_forward_kl", "skewed_reverse_kl")
+DIVERGENCES = (
+    "reverse_kl",
+    "forward_kl",
+    "forward_kl",
+    "jensen_shannon",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+)
 
 
 class _Printed:
@@ -40,7 +47,7 @@ class Step(_Printed):
     """Appends a tensor made of one before, or changes one.
 
     Attributes:
-        of: which tensor, modulo their number.
+        of: which tensor, modulo their number; -1 is the last.
         draw: seed of what is drawn: which rows, which columns, which number.
         alone: the tensor-parallel rank that does it; the others go on with the tensor itself.
     """
@@ -58,7 +65,7 @@ class Loss(_Printed):
     Attributes:
         kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``; of the microbatch ``policy`` and
             ``distillation``.
-        of: which tensor, modulo their number.
+        of: which tensor, as in a step.
         draw: seed of targets, ids, masks and teachers.
         within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.
         wrong: what all ranks must refuse: an ``id`` outside of the vocabulary, a ``duplicate`` one.
@@ -82,6 +89,7 @@ class Program(_Printed):
         tp: number of tensor-parallel ranks, ``cp`` of context-parallel ranks.
         made: ``deferred``, ``existing`` (deferred rows of logits that exist), ``ordinary``.
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
+        masked: what the bias of the second half of the vocabulary is, if not zero.
         close: logits around 15 in float32 without a rounding, and teachers next to the student.
         gradients: whether hidden states, weight and bias require one.
     """
@@ -91,6 +99,7 @@ class Program(_Printed):
     cp: int = 1
     made: str = "deferred"
     within: str = ""
+    masked: float = 0.0
     close: bool = False
     tile_bytes: int = 128
     gradients: tuple[bool, bool, bool] = (True, True, True)
@@ -109,10 +118,13 @@ def drawn(seed: int, ranks: int = 1) -> Program:
     tp = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
     close = draw.random() < 0.15
 
+    def which() -> int:
+        return draw.choice([-1, draw.randrange(8)])
+
     def step() -> Step:
         kind = draw.choice(_KEEPS_VALUES if close else _OFTEN * 2 + _RARELY)
         alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
-        return Step(kind, draw.randrange(8), draw.randrange(1000), alone)
+        return Step(kind, which(), draw.randrange(1000), alone)
 
     def loss(last: bool) -> Loss:
         kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
@@ -122,7 +134,7 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         if kind not in ("policy", "distillation") or (kind == "policy" and wrong == "duplicate"):
             wrong = ""
         return Loss(
-            *(kind, draw.randrange(8), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])),
+            *(kind, which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])),
             *(draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"]), wrong),
         )
 
@@ -136,8 +148,9 @@ def drawn(seed: int, ranks: int = 1) -> Program:
         cp=ranks // tp,
         made=made,
         within=within,
+        masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
         close=close,
-        tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 512, 1 << 20]),
+        tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
         gradients=gradients,
         steps=tuple(step() for _ in range(draw.randrange(0, 8))),
         losses=tuple(loss(n == number - 1) for n in range(number)),

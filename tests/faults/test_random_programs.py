@@ -23,11 +23,38 @@ from megatron_rl_patches.losses import deferred_logits
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
 from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
-from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, drawn, run_step
+from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, Step, drawn, run_step
 from tests.ranks import on_ranks
 
 #: Programs in the default suite and in the slow one, by the number of ranks.
 PROGRAMS = {1: (150, 3000), 2: (60, 1500), 4: (0, 500)}
+#: What programs have found, shortened, by the number of ranks.
+FOUND: dict[str, tuple[int, Program]] = {
+    "one rank writes out of place to what all have divided": (
+        2,
+        Program(
+            0,
+            tp=2,
+            steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)),
+            losses=(Loss("at", -1, 0),),
+        ),
+    ),
+    "made in a reentrant checkpoint": (1, Program(0, within="reentrant", losses=(Loss("at", 0, 0),))),
+    "a temperature that is no power of two": (
+        1,
+        Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
+    ),
+    "a large finite mask over a rank": (
+        2,
+        Program(0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)),
+    ),
+    "an id that one rank scores": (2, Program(0, cp=2, losses=(Loss("policy", 0, 0, wrong="id"),))),
+    "an id that one rank compares": (2, Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="id"),))),
+    "an id that a teacher has twice": (
+        2,
+        Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="duplicate"),)),
+    ),
+}
 REFUSED = "refused"
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 _RESPONSE_ROWS = torch.cat(
@@ -109,11 +136,13 @@ def leaves_of(program: Program, place: Place) -> Leaves:
         )
     else:
         hidden, weight = random(B, S, H), random(program.width * program.tp, H)
-    bias = None if program.close else random(len(weight))[columns].clone()
+    bias = random(len(weight))
+    if program.masked:
+        bias[len(weight) // 2 :] = program.masked
     # Zigzag: each rank has a chunk from the front and one from the back.
     chunks = hidden.chunk(2 * program.cp, 1)
     part = torch.cat([chunks[place.cp_rank], chunks[-1 - place.cp_rank]], 1) if program.cp > 1 else hidden
-    leaves = part.to(dtype), weight[columns].to(dtype), bias
+    leaves = part.to(dtype), weight[columns].to(dtype), None if program.close else bias[columns].clone()
     for leaf, has_gradient in zip(leaves, program.gradients, strict=True):
         if leaf is not None:
             leaf.requires_grad_(has_gradient and not (program.close and leaf is leaves[0]))
@@ -230,20 +259,21 @@ def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
         yield (tp, ranks // tp), Place(rank % tp, rank // tp, groups[0], groups[1] if tp < ranks else None)
 
 
-def check_all(ranks: int, seeds: range) -> None:
+def check_all(ranks: int, seeds: range, found: bool = False) -> None:
+    """Check the programs of some seeds, and those of this number of ranks that were found before."""
     by_layout = dict(places(ranks)) if ranks > 1 else {(1, 1): Place()}
-    for seed in seeds:
-        program = drawn(seed, ranks)
+    shortened = [program for number, program in FOUND.values() if found and number == ranks]
+    for program in [*shortened, *(drawn(seed, ranks) for seed in seeds)]:
         check(program, by_layout[program.tp, program.cp])
 
 
 def test_on_one_rank() -> None:
-    check_all(1, range(PROGRAMS[1][0]))
+    check_all(1, range(PROGRAMS[1][0]), found=True)
 
 
 @on_ranks(2, megatron=False, timeout=60)
 def test_on_two_ranks() -> None:
-    check_all(2, range(PROGRAMS[2][0]))
+    check_all(2, range(PROGRAMS[2][0]), found=True)
 
 
 @pytest.mark.slow

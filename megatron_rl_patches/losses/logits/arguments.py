@@ -98,10 +98,14 @@ def valid_indices(indices: Tensor, source: LogitSource) -> Tensor:
 
 def _valid_ids(name: str, ids: Tensor, source: LogitSource, meaning: str) -> Tensor:
     _check_device(name, ids, source.device)
-    vocab_size, ignore_index = source.vocab_size, source.options.ignore_index
+    check_ids(name, ids, source.vocab_size, source.options.ignore_index, meaning)
+    return ids.long()
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int, ignore_index: int, meaning: str) -> None:
+    """Reject ids outside of the vocabulary, but for ``ignore_index``."""
     in_vocabulary = ((ids >= 0) & (ids < vocab_size)) | (ids == ignore_index)
     _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
-    return ids.long()
 
 
 def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:

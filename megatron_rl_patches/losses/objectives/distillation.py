@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..logits.arguments import check_ids
 from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
+from ..logits.options import VocabParallelOptions
 from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
@@ -194,6 +196,10 @@ def comparison(
 
     def compare(logits: Tensor) -> Tensor:
         ids = tokens.teachers[0].indices
+        if len(ids) < len(tokens.all_ids):
+            # A rank that refused its own ids alone would leave the others waiting for its values.
+            vocab_size = logits.shape[1] * VocabParallelOptions(how["tp_group"]).tp_size
+            check_ids("indices", tokens.all_ids, vocab_size, NO_ENTRY, "for no entry")
         at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
         return _per_token(*at_ids, tokens, options)
 
@@ -204,24 +210,34 @@ def comparison(
 
 
 class _Tokens(NamedTuple):
-    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values."""
+    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values.
+
+    ``all_ids`` are those of all responses, also of tokens that other context-parallel ranks compare.
+    """
 
     teachers: list[TopKDistribution]
     old: TopKDistribution | None
     mask: Tensor
+    all_ids: Tensor
 
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
-        mask = on_device(torch.cat(list(batch.loss_masks)), device)[index] != 0
+        counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
+        mask = counts[index]
+
+        def joined(distributions: Sequence[Distribution]) -> TopKDistribution:
+            return TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)
+
+        all_ids = joined(batch.teachers[0]).indices.masked_fill(~counts[:, None], NO_ENTRY)
+        ids = all_ids[index]
 
         def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
-            topk = TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)[index]
-            ids = topk.indices.masked_fill(~mask[:, None], NO_ENTRY)
+            topk = joined(distributions)[index]
             return TopKDistribution(ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask))
 
         teachers = [selected(teacher) for teacher in batch.teachers]
-        return cls(teachers, None if batch.old is None else selected(batch.old), mask)
+        return cls(teachers, None if batch.old is None else selected(batch.old), mask, all_ids)
 
 
 def _masked(values: Tensor, mask_n: Tensor) -> Tensor:
