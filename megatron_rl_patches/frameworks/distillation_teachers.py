@@ -188,7 +188,8 @@ class TeacherScorer:
         indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
         with torch.no_grad():
             at_ids = vocab_parallel_log_probs_at(layout.rows_of(logits), indices, with_tail=True, **options)
-        return TopKDistribution(indices, *at_ids).to("cpu").split(layout.local_lengths)
+        topk = TopKDistribution(indices, *at_ids, temperature=options["temperature"])
+        return topk.to("cpu").split(layout.local_lengths)
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""

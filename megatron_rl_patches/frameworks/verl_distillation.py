@@ -284,6 +284,9 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
             f"the probabilities of a teacher's {k} ids add up to {first(wrong)}, expected at most 1: look "
             "for NaN or missing log-probabilities in what its server returns"
         )
+    ordered = ids.sort(-1).values
+    if wrong := ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]].tolist():
+        return f"a teacher names the ids {first(wrong)} twice for a token, expected each at most once"
     return None
 
 

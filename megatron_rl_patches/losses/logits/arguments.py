@@ -108,6 +108,14 @@ def check_ids(name: str, ids: Tensor, vocab_size: int, ignore_index: int, meanin
     _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
 
 
+def check_distinct(name: str, ids: Tensor) -> None:
+    """Reject an id that a row ``[K]`` has twice; negative ones are none."""
+    ordered = ids.sort(1).values
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    expected = f"{name}: each id at most once per token, since its probability would count twice"
+    _require(~is_repeated, f"{expected}; -100 stands for no entry", ordered[:, 1:])
+
+
 def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:
     """Return the rows; reject numbers that are not of rows, or of one row twice."""
     size = logits.shape[0]

@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import check_ids
-from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
+from ..logits.arguments import check_distinct, check_ids
+from ..logits.distributions import (
+    NO_ENTRY,
+    Distribution,
+    TopKDistribution,
+    check_same_indices,
+    one_temperature,
+)
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from ..logits.options import VocabParallelOptions
@@ -69,8 +75,8 @@ class DistillationBatch:
     """The data of a distillation loss, besides the logits, for the responses of one microbatch.
 
     The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
-    at the same indices, or :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under
-    context parallelism every rank has the full responses.
+    at the same indices, in any order and each once per token, or :class:`FullDistribution`. Otherwise
+    :class:`InvalidInputError` is raised. Under context parallelism every rank has the full responses.
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
@@ -192,6 +198,9 @@ def comparison(
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
+    one_temperature(
+        [one for scored in (*batch.teachers, batch.old or ()) for one in scored], how["temperature"]
+    )
     tokens = _Tokens.of(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
@@ -230,11 +239,12 @@ class _Tokens(NamedTuple):
             return TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)
 
         all_ids = joined(batch.teachers[0]).indices.masked_fill(~counts[:, None], NO_ENTRY)
+        check_distinct("indices", all_ids)
         ids = all_ids[index]
 
         def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
             topk = joined(distributions)[index]
-            return TopKDistribution(ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask))
+            return topk.with_tensors([ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask)])
 
         teachers = [selected(teacher) for teacher in batch.teachers]
         return cls(teachers, None if batch.old is None else selected(batch.old), mask, all_ids)
