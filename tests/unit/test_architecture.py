@@ -16,8 +16,7 @@ PACKAGE = ROOT / "megatron_rl_patches"
 # Part -> parts that it may import; parts are folders of the package, or modules of it.
 HELPERS = {"common", "errors"}
 ARROWS: dict[str, set[str]] = {
-    "errors": set(),
-    "common": {"errors"},
+    **{part: set() for part in ("common", "errors")},
     "reentry": HELPERS,
     "inference": {*HELPERS, "losses", "reentry"},
     "losses": HELPERS,
