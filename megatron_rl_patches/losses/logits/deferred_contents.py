@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .rows import LogitSource, SelectedRows, check_no_transform
+from .rows import LogitSource, SelectedRows
 
 
 @dataclass(eq=False)
@@ -38,7 +38,6 @@ class Origin:
     is_shared: bool = False
 
     def __post_init__(self) -> None:
-        check_no_transform(*self.all_rows.inputs)
         self._versions = self._current_versions()
 
     @property
