@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
 from megatron_rl_patches.inference import (
     TeacherPool,
     estimate_memory,
+    forward_hidden_states,
     forward_log_probs,
     load_inference_checkpoint,
     memory_report,
     output_head,
 )
+from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import checkpoints, tiny_gpt
@@ -112,3 +119,41 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
     with pool.use("b") as model, pool.use("a"), pool.use("b"):
         assert _equal(_bits(model), expected["b"][1])
     assert _equal(_bits(pool.model), expected["d"][1])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("moe", "mla", "mtp", "hybrid"))],
+)
+@on_ranks(1)
+def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
+    options = TinyModel(kind=kind, bf16=True)
+    options.initialize()
+    batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "lengths": [8]}
+    tiny_gpt.inference_model(options)  # Megatron's classes keep what the first model of a process makes
+    gc.collect()
+    gc.disable()
+    try:
+        model = tiny_gpt.inference_model(options)
+        _initialize(model, 0)
+        freed = [weakref.ref(parameter) for parameter in model[0].parameters()]
+        pool = TeacherPool(model)
+        pool.add("math")
+        with pool.use("math"):
+            scores = forward_log_probs(model, [batch], progress=False)
+            hidden = forward_hidden_states(model, [batch], progress=False)
+        head = pool.head("math")
+        freed += map(weakref.ref, (pool, head.weight, hidden[0], scores.log_probs[0]))
+        with pytest.raises(InvalidInputError, match="do not fit"):
+            forward_log_probs(model, [{**batch, "lengths": [9]}], progress=False)
+        assert model[0].requires_grad_(False) is model[0]
+        del model, pool, scores, hidden, head
+        assert [tensor() for tensor in freed if tensor() is not None] == []
+    finally:
+        gc.enable()
+    layer = torch.nn.Linear(2, 2)
+    freeze([layer], "teacher", "a test")
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    with pytest.raises(InferenceOnlyError, match=r"requires_grad_\(True\)"):
+        copied.requires_grad_()
+    assert copied.requires_grad_(False) is copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -181,7 +182,7 @@ def freeze(model: Sequence[Module], role: str, setting: str) -> None:
         setattr(chunk, _ROLE, (role, setting))
         for name in _TRAINING_METHODS:
             setattr(chunk, name, partial(_refuse, role, setting, name))
-        chunk.requires_grad_ = partial(_stay_frozen, role, setting, chunk)  # type: ignore[method-assign]
+        chunk.requires_grad_ = _StayFrozen(role, setting, chunk)  # type: ignore[method-assign, assignment]
 
 
 def refuse_to_train(model: Any, action: str) -> None:
@@ -198,10 +199,24 @@ def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> 
     )
 
 
-def _stay_frozen(role: str, setting: str, chunk: Module, requires_grad: bool = True) -> Module:
-    if requires_grad:
-        _refuse(role, setting, "requires_grad_(True)")
-    return Module.requires_grad_(chunk, False)
+class _StayFrozen:
+    """``requires_grad_`` of a chunk that only scores.
+
+    It holds the chunk weakly. In a cycle, a deleted teacher would keep its memory until Python's cyclic
+    collector runs.
+    """
+
+    def __init__(self, role: str, setting: str, chunk: Module) -> None:
+        self._role, self._setting, self._chunk = role, setting, weakref.ref(chunk)
+
+    def __call__(self, requires_grad: bool = True) -> Module | None:
+        if requires_grad:
+            _refuse(self._role, self._setting, "requires_grad_(True)")
+        chunk = self._chunk()
+        return None if chunk is None else Module.requires_grad_(chunk, False)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of the chunk refer to themselves
+        return _StayFrozen, (self._role, self._setting, self._chunk())
 
 
 def _require_random_streams(config: Any) -> None:

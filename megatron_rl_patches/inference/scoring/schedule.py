@@ -69,7 +69,7 @@ def forward_only(
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     device = next(chunks[-1].parameters()).device
     batches: list[Microbatch] = []
-    refusal = None
+    refusal: str | None = None
     try:
         batches = parse_microbatches(
             microbatches,
@@ -84,7 +84,7 @@ def forward_only(
         if check is not None:
             _raise_on_all_stages(check(batches) if on_last_stage else None)
     except InvalidInputError as error:
-        refusal = error
+        refusal = str(error)  # the error itself would keep this frame, and the model in it, in a cycle
     # The interleaved schedule takes full groups.
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     schedule = _filled(batches, len(batches) + -len(batches) % group_size)
@@ -172,9 +172,7 @@ def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
     return batches + smallest * (length - len(batches))
 
 
-def _agreed_by_replicas(
-    schedule: list[Microbatch], refusal: InvalidInputError | None, config: Any
-) -> list[Microbatch]:
+def _agreed_by_replicas(schedule: list[Microbatch], refusal: str | None, config: Any) -> list[Microbatch]:
     """Raise what this replica refuses; else return as many microbatches as other replicas have.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
@@ -190,9 +188,9 @@ def _agreed_by_replicas(
         group = parallel_state.get_expert_model_parallel_group()
         gathered = [None] * group.size()
         shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
-        torch.distributed.all_gather_object(gathered, (refusal and str(refusal), shapes), group=group)
+        torch.distributed.all_gather_object(gathered, (refusal, shapes), group=group)
     if refusal is not None:
-        raise refusal
+        raise InvalidInputError(refusal)
     for rank, (text, _) in enumerate(gathered):
         if text is not None:
             raise InvalidInputError(f"expert-parallel rank {rank} refuses its microbatches: {text}")
