@@ -2,8 +2,9 @@
 
 megatron-core looks at gradients before they are reduced (``check_for_nan_in_grad``), and under a loss scale.
 If neither is on, it writes a NaN into every weight and returns success. Here the norm decides that ``step()``
-reduces anyway, for clipping and metrics, so no collective is added and all ranks decide alike. An optimizer
-that is not chained and does not clip computes no norm, and its steps are not looked at.
+reduces anyway, for clipping and metrics, so no collective is added and all ranks decide alike; one is added
+for each group of parameters that has a norm of its own, if nothing is clipped. An optimizer that is not
+chained and does not clip computes no norm, and its steps are not looked at.
 """
 
 from __future__ import annotations
@@ -80,18 +81,23 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
 
         return call
 
+    noted_grad_norm = noted(optimizer.get_grad_norm)
+
+    def get_grad_norm() -> Any:
+        norms.extend(_norms_without_clipping(optimizer))
+        return noted_grad_norm()
+
     step_with_ready_grads = optimizer.step_with_ready_grads
 
     def step_if_finite() -> Any:
         nonlocal bad_norm
-        # From 0.19 on some parameters, such as those of MTP, have a norm of their own.
         norms.extend(getattr(optimizer, "grad_norms_by_group", {}).values())
         bad_norm = next((norm for norm in norms if norm is not None and not math.isfinite(norm)), None)
         return step_with_ready_grads() if bad_norm is None else False
 
     with replaced(
         optimizer,
-        get_grad_norm=noted(optimizer.get_grad_norm),
+        get_grad_norm=get_grad_norm,
         clip_grad_norm=noted(optimizer.clip_grad_norm),
         step_with_ready_grads=step_if_finite,
     ):
@@ -160,6 +166,20 @@ def schedule_waits(scheduler: Any, optimizer: Any) -> Iterator[None]:
 
     with replaced(scheduler, step=call):
         yield
+
+
+def _norms_without_clipping(optimizer: Any) -> list[Any]:
+    """Return the norms of parameters that have one of their own, if Megatron does not compute them.
+
+    From 0.19 on the norm leaves out some parameters, such as those of MTP with detached heads. Megatron
+    computes theirs for clipping alone. Which ranks clip follows from the configuration.
+    """
+    compute = getattr(optimizer, "_compute_grad_norms_by_group", None)
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if compute is None or any(part.config.clip_grad > 0 for part in parts):
+        return []
+    with replaced(optimizer, grad_norms_by_group={}):
+        return list(compute().values())
 
 
 def _report(optimizer: Any, history: History, norm: Any) -> None:

@@ -39,7 +39,7 @@ A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs t
 CONFORMANCE = "needs a checkout of Megatron-LM; tests/unit/testing/test_megatron_tests.py has one made up"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
-    ("docs/demo.md", "megatron_rl_patches 0.2.0: finite-step"): A_RECORD,
+    ("docs/demo.md", "megatron_rl_patches 0.2.0: expert-norm"): A_RECORD,
     ("docs/demo.md", "rollout   1  routed, top-k: ascending"): A_RECORD,
     ("docs/demo.md", "rollout   1  reward"): A_RECORD,
     **{

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl_patches import Settings, applied, status
 from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
-from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
 from tests.real import tiny_gpt
 
@@ -203,3 +203,28 @@ def layer_wise(model: Sequence[Any], optimizer: Any) -> Any:
     adam = torch.optim.Adam([parameter for chunk in model for parameter in chunk.parameters()], lr=5e-3)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return LayerWiseDistributedOptimizer([adam], optimizer.config, groups)
+
+
+@pytest.mark.parametrize("clip_grad", [0.0, 1.0])
+@on_ranks(2)
+def test_parameters_that_have_a_norm_of_their_own(clip_grad: float) -> None:
+    try:
+        options = tiny_model("mtp", pp=2, config={"mtp_detach_heads": True, "num_layers": 2}, **PLAIN)
+        options.transformer_config()
+    except TypeError:
+        pytest.skip("this release has no norm for groups of parameters")
+    model, optimizer = options.build()
+    for part in optimizer.chained_optimizers:
+        part.config.clip_grad = clip_grad
+    gradients(model, bad=False)
+    before = state_of(model, optimizer)
+    for name, parameter in model[0].named_parameters():
+        if ".mtp." in name:  # on the last stage alone
+            parameter.main_grad.fill_(float("nan"))
+    with applied("finite-step"):
+        succeeded, norm, _ = optimizer.step()
+        assert not succeeded and norm == norm
+        assert all(map(torch.equal, before, state_of(model, optimizer)))
+        gradients(model, bad=False)
+        assert optimizer.step()[0]
+        assert bool(optimizer.grad_norms_by_group) == (clip_grad > 0)

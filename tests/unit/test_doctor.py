@@ -114,8 +114,21 @@ def test_problems_of(
 @pytest.mark.parametrize(
     ("value", "selected"),
     [
-        ("1", ["finite-step", "inference-only", "reentrant-train", "router-replay", "scheduler-resume"]),
-        ("all,-inference-only", ["finite-step", "reentrant-train", "router-replay", "scheduler-resume"]),
+        (
+            "1",
+            [
+                "expert-norm",
+                "finite-step",
+                "inference-only",
+                "reentrant-train",
+                "router-replay",
+                "scheduler-resume",
+            ],
+        ),
+        (
+            "all,-inference-only",
+            ["expert-norm", "finite-step", "reentrant-train", "router-replay", "scheduler-resume"],
+        ),
         ("lean-loss,reentrant-train", ["reentrant-train"]),
         ("lean-loss", []),
     ],

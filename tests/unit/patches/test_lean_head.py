@@ -45,7 +45,7 @@ def statuses(**states: Any) -> list[SiteStatus]:
         ),
         (
             {"slime": "absent", "verl": "absent"},
-            ["the logits are materialized, but for losses of this package: `lean-loss` knows no others here"],
+            ["the logits are materialized, but for losses of this package; no others are known"],
         ),
         ({"megatron": "absent", "slime": "absent", "verl": "absent"}, []),
     ],

@@ -51,6 +51,24 @@ def test_the_norm_of_a_group_counts(optimizer: Optimizer) -> None:
     assert not finite_step.step(optimizer)[0]
 
 
+@pytest.mark.parametrize(("clip_grad", "is_computed"), [(0.0, True), (1.0, False)])
+def test_the_norm_of_a_group_counts_without_clipping(
+    optimizer: Optimizer, clip_grad: float, is_computed: bool
+) -> None:
+    computed: list[bool] = []
+
+    def compute() -> dict[str, float]:
+        computed.append(True)
+        optimizer.grad_norms_by_group = {"mtp": math.nan}
+        return optimizer.grad_norms_by_group
+
+    optimizer.norms = (1.0,)
+    vars(optimizer).update(_compute_grad_norms_by_group=compute, config=SimpleNamespace(clip_grad=clip_grad))
+    assert finite_step.step(optimizer)[0] is not is_computed
+    assert computed == [True] * is_computed
+    assert optimizer.grad_norms_by_group == {}
+
+
 def test_the_limit_counts_skips_in_a_row(optimizer: Optimizer) -> None:
     nan = math.nan
     optimizer.norms = (nan, 1.0, nan, nan, nan)
