@@ -202,4 +202,4 @@ def _show_sites(console: Console, statuses: Sequence[SiteStatus], selected: Sequ
     if by_patch:
         show_table(rows, console)
     if idle := [patch for patch in grouped(statuses) if patch not in by_patch]:
-        _show(console, f"no framework for these is here: {', '.join(idle)}", "dim")
+        _show(console, f"without a framework: {', '.join(idle)}", "dim")

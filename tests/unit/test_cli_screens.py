@@ -64,7 +64,7 @@ def test_a_row_for_each_patch_and_framework_and_reasons_for_the_rest() -> None:
         "patch      framework      sites",
         "lean-loss  slime          2 fit, 1 not needed",
         "lean-head  megatron.core  2 drifted (not selected)",
-        "no framework for these is here: distillation",
+        "without a framework: distillation",
         "lean-head: GPT.forward is drifted: it is gone",
         "why a site is not needed: megatron-rl-patches check",
         "",

@@ -140,14 +140,14 @@ def test_the_variable(parse: Parse, variable: str, selected: bool) -> None:
     assert ("lean-loss" in choice.patches) is (variable != NAME)
 
 
-def test_check_says_that_only_its_name_selects_it() -> None:
+def test_check_says_which_patches_only_their_names_select() -> None:
     from typer.testing import CliRunner
 
     from megatron_rl_patches.cli.commands import app
 
     lines = CliRunner().invoke(app, ["check"]).stdout.splitlines()
     explicit = [line.partition(" ")[0] for line in lines if " (only where it is named): " in line]
-    assert explicit == [NAME]
+    assert explicit == [NAME, "finite-loss"]
 
 
 def test_helpers_for_a_run_without_rewards() -> None:
