@@ -27,7 +27,7 @@ from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, Ste
 from tests.ranks import on_ranks
 
 #: Programs in the default suite and in the slow one, by the number of ranks.
-PROGRAMS = {1: (150, 3000), 2: (60, 1500), 4: (0, 500)}
+PROGRAMS = {1: (150, 1500), 2: (40, 400), 4: (0, 100)}
 #: What programs have found, shortened, by the number of ranks.
 FOUND: dict[str, tuple[int, Program]] = {
     "one rank writes out of place to what all have divided": (
