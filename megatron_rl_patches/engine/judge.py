@@ -114,7 +114,7 @@ def judge(site: Site, target: TargetSource | None) -> SiteStatus:
         return without_source(site)
     try:
         state, reason = _judge(site, target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # of skip_if
         state, reason = "failed", f"judging it raised {type(error).__name__}: {error}"
     return status_of(site, state, reason, target.fingerprint)
 

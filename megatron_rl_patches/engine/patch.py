@@ -123,7 +123,7 @@ class Patch:
         """
         try:
             configured = self.configured(options) if self.configured else ()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             reason = f"its function `configured` raised {type(error).__name__}: {error}"
             raise PatchError(f"patch {self.name!r} is left out: {reason}") from error
         known = {site.target for site in self.sites}

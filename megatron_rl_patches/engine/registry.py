@@ -34,8 +34,9 @@ def patches() -> dict[str, Patch]:
             if not isinstance(patch, Patch):
                 raise TypeError(f"expected a Patch, got {type(patch).__name__}")
             _check(patch, registered)
-        except Exception as error:
-            _log.warning("patch %s of %s could not be loaded: %s", entry.name, entry.value, error)
+        except (Exception, SystemExit) as error:  # a module that calls sys.exit() must not end training
+            reason = f"it called sys.exit({error.code!r})" if isinstance(error, SystemExit) else error
+            _log.warning("patch %s of %s could not be loaded: %s", entry.name, entry.value, reason)
         else:
             registered[patch.name] = patch
     return registered
