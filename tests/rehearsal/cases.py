@@ -279,6 +279,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "losses": partial(records, LOSSES),
     "models": partial(records, MODELS),
     "counted": counted.part,
+    "compiling fails": counted.where_compiling_fails,
 }
 
 if __name__ == "__main__":

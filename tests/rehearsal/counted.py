@@ -28,10 +28,11 @@ def deferred_keeping(share: float, hidden: Tensor, weight: Tensor) -> Tensor:
     return deferred_logits(hidden, weight, keep_bytes=share_of_logits(len(hidden), weight, share))
 
 
+PLAIN = f"{DEFERRED}, plain operators"
 HEADS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
     BASE: (logits_of, {"inplace_backward": True}),
     DEFERRED: (deferred_logits, {}),
-    f"{DEFERRED}, plain operators": (deferred_logits, {"fused": False}),
+    PLAIN: (deferred_logits, {"fused": False}),
     **{name: (partial(deferred_keeping, share), {}) for name, share in KEPT.items()},
 }
 
@@ -46,10 +47,10 @@ class Count:
     row_passes: Counter[str]
 
 
-def count(setup: Setup, head: str) -> Count:
+def count(setup: Setup, head: str, compiling_fails: bool = False) -> Count:
     """Count log-probabilities and entropies at a temperature, forward and backward, of all rows."""
     make, options = HEADS[head]
-    with recording() as recorder:
+    with recording(compiling_fails=compiling_fails) as recorder:
         shapes = (setup.rows, setup.hidden), (setup.vocabulary, setup.hidden)
         hidden, weight = (
             torch.empty(shape, device="cuda", dtype=setup.dtype, requires_grad=True) for shape in shapes
@@ -68,6 +69,13 @@ def part() -> str:
     """Return the part of the page, in Markdown."""
     counts = {(setup, head): count(setup, head) for setup in SETUPS for head in HEADS}
     return join(table(_memory(counts)), table(_products(counts)))
+
+
+def where_compiling_fails() -> list[tuple[int, dict[str, int]]]:
+    """Return peak and row passes where the compiler fails, and those of plain operators."""
+    setup = SETUPS[1]
+    counts = count(setup, DEFERRED, compiling_fails=True), count(setup, PLAIN)
+    return [(counted.peak, counted.row_passes) for counted in counts]
 
 
 def _memory(counts: dict[tuple[Setup, str], Count]) -> Iterator[dict[str, str]]:

@@ -230,7 +230,7 @@ def _raise(block: Any, error: Exception) -> None:
 
 
 @contextmanager
-def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
+def recording(conditions_hold: bool = False, compiling_fails: bool = False) -> Iterator[Recorder]:
     """Let the code inside make fake tensors on the device ``cuda``; the stand-ins must be loaded."""
     recorder = Recorder(conditions_hold)
     call, buffered_statistics = compiling.BlockFunction.__call__, softmax.buffered_statistics
@@ -247,6 +247,9 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
     def buffered(*args: Any) -> Any:
         recorder.count_pass(buffered_statistics.__name__, is_compiled=False)
         return buffered_statistics(*args)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("there is no C compiler")
 
     def waiting(owner: Any, name: str) -> Any:
         function = getattr(owner, name)
@@ -279,11 +282,15 @@ def recording(conditions_hold: bool = False) -> Iterator[Recorder]:
             (FakeTensor, "data_ptr", address_of_tensor),
             (FakeTensor, "tolist", lambda tensor: tolist(tensor.cpu())),  # in one copy, as torch does it
             (torch.nn.Module, "_apply", _apply),
-            # The functions run as Python, see stand_ins.py, on the blocks of compiled ones.
+            # Under the modes of a rehearsal the functions run as Python, on the blocks of compiled ones.
             (compiling, "_is_disabled", lambda: False),
             (compiling.BlockFunction, "__call__", row_pass),
             (softmax, "buffered_statistics", buffered),
-            (compiling.BlockFunction, "_give_up", _raise),  # and do not go on with plain operators
+            (compiling, "_no_retry_before", 0.0),
+            # Where it need not fail, do not go on with plain operators.
+            (compiling, "_call_compiled", fail)
+            if compiling_fails
+            else (compiling.BlockFunction, "_give_up", _raise),
             # A fake parameter is a FakeTensor, which the output layer would not take for a parameter.
             (output_layer, "type", lambda x: Tensor if isinstance(x, FakeTensor) else type(x)),
         ):

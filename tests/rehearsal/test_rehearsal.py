@@ -98,6 +98,12 @@ def test_the_page_of_the_head_has_what_is_counted() -> None:
     assert fill(page, {"counted": rehearsed("counted")}) == page, "run: python -m tests.rehearsal.stand_ins"
 
 
+def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() -> None:
+    (peak, passes), plain = rehearsed("compiling fails")
+    assert passes.pop("block_statistics") == 1  # the one that fails
+    assert [peak, passes] == plain
+
+
 def test_every_wait_has_a_reason() -> None:
     places = {wait.partition(" in ")[2] for waits in WAITS.values() for wait in waits}
     section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("### Rehearsed without a GPU")[2]

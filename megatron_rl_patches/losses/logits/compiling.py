@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -32,58 +33,79 @@ class BlockFunction:
     """A function to be called for one block of rows after the other.
 
     With ``fused=True`` it is compiled, and what the compiler raises is raised. With ``"auto"`` it is compiled
-    for large logits where there is a compiler, unless an environment variable of torch forbids it. If that
-    fails, for instance since a disk is full, a warning names the cause, and this and later blocks run as
-    plain operators; some minutes later compiling is tried again. What fails does so before any logits are
+    for large logits where there is a compiler. If that fails, for instance since a disk is full, a warning
+    names the cause, and this block and later ones run as plain operators, on the smaller blocks that are made
+    for them; some minutes later compiling is tried again. What fails does so before any logits of a block are
     overwritten with their gradient: the first kernel that writes there is the last one. So a block can always
-    be computed again.
+    be computed again. ::
+
+        for block in call.blocks(blocks_for_compiled, blocks_for_plain):
+            with call.attempt():  # where compiling fails, the rows of this block come again
+                result[block] = call(logits[block])
+
+    Nothing is compiled where an environment variable of torch forbids it.
 
     Attributes:
-        compiled: whether the function is called without buffers, since the compiler needs none. If compiling
-            fails, this stays true, and plain operators allocate what they need.
+        compiled: whether the function is compiled; false from the moment on when compiling fails.
     """
 
     def __init__(self, function: Callable[..., Any], rows: SelectedRows) -> None:
         fused = rows.options.fused
         self._function, self._required = function, fused is True
-        self.compiled = self._required or (fused == "auto" and _is_worthwhile(rows))
-        self._try = self.compiled
+        wanted = self._required or (fused == "auto" and _is_worthwhile(rows))
+        self.compiled = wanted and not _is_disabled()
 
     def __call__(self, *args: Any) -> Any:
-        if self._try:
-            try:
-                return _call_compiled(self._function, *args)
-            except torch.OutOfMemoryError:
+        return _call_compiled(self._function, *args) if self.compiled else self._function(*args)
+
+    def blocks(self, compiled: Sequence[slice], plain: Sequence[slice]) -> Iterator[slice]:
+        """Yield ranges that cover the same rows: those for a compiled function, or those for plain operators.
+
+        Where compiling fails, the rest of the rows, that block included, comes as ranges for plain operators.
+        """
+        done = -1  # rows; there may be a block without rows
+        for block in compiled if self.compiled else ():
+            yield block
+            if not self.compiled:
+                break
+            done = block.stop
+        for block in plain:
+            if block.stop > done:
+                yield slice(max(block.start, done), block.stop)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Leave the body early if compiling fails, see :meth:`blocks`."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self._required or not self.compiled:
                 raise
-            except Exception as error:
-                if self._required:
-                    raise
-                self._give_up(error)
-        return self._function(*args)
+            self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         global _no_retry_before
-        self._try, _no_retry_before = False, time.monotonic() + RETRY_SECONDS
+        self.compiled, _no_retry_before = False, time.monotonic() + RETRY_SECONDS
         _log.warning(
             "torch.compile failed for %s, which goes on with plain operators: %s: %s",
             self._function.__name__,
             type(error).__name__,
-            error,
+            str(error),  # not the error, with which a record that is stored would hold tensors
         )
 
 
 def _is_worthwhile(rows: SelectedRows) -> bool:
-    if _is_disabled():
-        return False
     large = (rows.num_logits or rows.n * rows.logits.shape[1]) >= WORTHWHILE_ELEMENTS
     return large and time.monotonic() >= _no_retry_before and _has_compiler(rows.logits.device.type)
 
 
 def _is_disabled() -> bool:
-    """Return whether torch.compile would return the functions as they are.
+    """Return whether torch would not compile now.
 
-    They are slower than those with buffers, and need several tensors of the size of a block, which is larger
-    for compiled functions.
+    Where it is forbidden, torch.compile returns functions as they are. These are slower than plain operators
+    on buffers, and need several tensors of the size of a block, which is larger for compiled functions.
     """
     return any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
 

@@ -38,7 +38,7 @@ from .tiles import OutputLayerRows
 _MINUS_INF, _INF = float("-inf"), float("inf")
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
-# four times as large, and no more: if compiling fails, they run as plain operators on these blocks.
+# four times as large.
 _BUFFERS = 2
 
 #: Restores the rows of a teacher or of the old policy from so many saved tensors.
@@ -138,10 +138,11 @@ class _FullDivergence(LogitFunction):
             result = tile.logits.new_gradient(in_place)
             call = BlockFunction(_block_derivative, tile.logits)
             what = options.of(call, tile.logits)
-            for block in pairs.blocks(tile, call.compiled, result):
+            for block in pairs.blocks(tile, call, result):
                 of_rows = normalizers[:, block.rows], expected[block.rows, None], weights[block.rows]
-                call(block.xs, block.out, block.preparation, of_rows, *what, self.masks_ruled_out)
-                block.read_from.write(result[:, block.columns], block.place, block.out)
+                with call.attempt():
+                    call(block.xs, block.out, block.preparation, of_rows, *what, self.masks_ruled_out)
+                    block.read_from.write(result[:, block.columns], block.place, block.out)
             return result
 
         return source.gradients(of_tile, needed)
@@ -198,13 +199,13 @@ class _Pairs(NamedTuple):
     others: Sequence[LogitSource]
     options: DivergenceOptions
 
-    def blocks(self, tile: Tile, compiled: bool, gradient: Tensor | None = None) -> Iterator[_Block]:
+    def blocks(self, tile: Tile, call: BlockFunction, gradient: Tensor | None = None) -> Iterator[_Block]:
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
         of_each = [one.options.temperature for one in (self.student, *self.others)]
         temperatures = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
-        cut = stretches if compiled and gradient is None else lambda x: x
+        cut = stretches if call.compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):
             part = tile.logits.of(rows, columns)
             whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
@@ -213,8 +214,8 @@ class _Pairs(NamedTuple):
             preparation = _Preparation(temperatures, is_id if is_id is None else cut(is_id), part.dtype)
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
             of_rows = tile.logits.of(rows, slice(None))
-            blocks = of_rows.blocks(1, widest, scale=2) if compiled else of_rows.blocks(_BUFFERS, widest)
-            for place in blocks or [slice(0, 0)]:
+            blocks = of_rows.blocks(1, widest, scale=2), of_rows.blocks(_BUFFERS, widest)
+            for place in call.blocks(*(of_one or [slice(0, 0)] for of_one in blocks)):
                 if gradient is None:
                     x = out = part.read(place, None)
                 else:
@@ -254,15 +255,21 @@ def _reduced(
 ) -> Tensor:
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
-    def of_blocks(tile: Tile) -> Iterator[tuple[slice, Tensor]]:
-        call = BlockFunction(of_block, tile.logits)
+    def of_blocks(tile: Tile, call: BlockFunction) -> Iterator[tuple[slice, Tensor]]:
         what = pairs.options.of(call, tile.logits)
-        for block in pairs.blocks(tile, call.compiled):
+        for block in pairs.blocks(tile, call):
             of_rows = None if normalizers is None else normalizers[:, block.rows]
             yield block.rows, call(block.xs, block.preparation, of_rows, *what)
 
-    tiles = pairs.student.tiles()
-    of_tiles = ((tile.rows, reduced(of_blocks(tile), merge)) for tile in tiles)
+    def of_tile(tile: Tile) -> Tensor:
+        call = BlockFunction(of_block, tile.logits)
+        result: Tensor | None = None
+        while result is None:  # again where compiling fails: blocks of other columns must have the same rows
+            with call.attempt():
+                result = reduced(of_blocks(tile, call), merge)
+        return result
+
+    of_tiles = ((tile.rows, of_tile(tile)) for tile in pairs.student.tiles())
     return merge(all_gather(reduced(of_tiles, merge), pairs.student.options.tp_group, claim).unbind())
 
 

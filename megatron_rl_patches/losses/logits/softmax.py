@@ -15,7 +15,7 @@ single terms ``exp(z)``, whose relative error grows with ``-z``, to 4e-6 for pro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -98,33 +98,38 @@ def statistics(rows: SelectedRows, local_target: Tensor, keep_mask: Tensor | Non
     temperature = rows.temperature()
     call = BlockFunction(block_statistics, rows)
     buffers = 1 + options.with_entropy
-    blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
-    scratch = None if call.compiled else stretches(rows.scratch(blocks, buffers))
-    for block in blocks:
+    for block, work in _blocks(call, rows, buffers):
         of_block = [(mask if mask is None else mask[block], with_entropy) for mask, with_entropy in passes]
-        if scratch is None:
-            values = call(source.read(block, None), of_block, temperature)
-        else:
-            work = scratch[:, : block.stop - block.start]
-            values = [
-                buffered_statistics(source.read(block, work[0]), one_pass, temperature, work)
-                for one_pass in of_block
-            ]
-        for result, of_pass in zip(results, values, strict=True):
-            for total, value in zip(result, of_pass, strict=True):
-                total[block] = value
+        with call.attempt():
+            if work is None:
+                values = call(source.read(block, None), of_block, temperature)
+            else:
+                work = stretches(work)
+                values = [
+                    buffered_statistics(source.read(block, work[0]), one_pass, temperature, work)
+                    for one_pass in of_block
+                ]
+            for result, of_pass in zip(results, values, strict=True):
+                for total, value in zip(result, of_pass, strict=True):
+                    total[block] = value
     if keep_mask is not None:
         results[0] = _with_target(results[0], rows, local_target, keep_mask)
     return results
 
 
-def _compiled_blocks(rows: SelectedRows) -> list[slice]:
-    """Return the blocks for a compiled function.
+def _blocks(call: BlockFunction, rows: SelectedRows, buffers: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield blocks of the rows, with buffers ``[buffers, rows, V / tp]`` for plain operators.
 
-    Consecutive rows are read without a copy, so no buffer has to fit into the cache, and larger blocks mean
-    fewer calls.
+    A compiled function needs none. Consecutive rows are read without a copy, so no buffer has to fit into the
+    cache, and larger blocks mean fewer calls.
     """
-    return rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
+    compiled = rows.blocks(1, scale=_COMPILED_BLOCKS if isinstance(rows.index, slice) else 1)
+    plain = rows.blocks(buffers)
+    scratch: Tensor | None = None
+    for block in call.blocks(compiled, plain):
+        if not call.compiled and scratch is None:
+            scratch = rows.scratch(plain, buffers)
+        yield block, None if scratch is None else scratch[:, : block.stop - block.start]
 
 
 def block_statistics(
@@ -232,25 +237,23 @@ def gradient(
     call = BlockFunction(block_gradient, rows)
     for_block = int(not rows.can_be_viewed)  # its logits, overwritten with their gradient
     buffers = for_block + (masked[1] is not None and unmasked[1] is not None) + (unmasked[2] is not None)
-    blocks = _compiled_blocks(rows) if call.compiled else rows.blocks(buffers)
-    scratch = None if call.compiled else rows.scratch(blocks, buffers)
     temperature = rows.temperature()
     # On a GPU, reading the answer would make the CPU wait, and masking rows costs nothing.
     all_have_grad = has_grad.device.type == "cpu" and bool(has_grad.all())
-    for block in blocks:
-        work = None if scratch is None else scratch[:, : block.stop - block.start]
-        x, out = rows.read_and_write_views(gradient, block, work)
-        call(
-            x,
-            out,
-            _of_rows(unmasked, block),
-            _of_rows(masked, block),
-            None if masked[1] is None or keep_mask is None else keep_mask[block],
-            None if all_have_grad else has_grad[block, None],
-            temperature,
-            None if work is None else work[for_block:],
-        )
-        rows.write(gradient, block, out)
+    for block, work in _blocks(call, rows, buffers):
+        with call.attempt():
+            x, out = rows.read_and_write_views(gradient, block, work)
+            call(
+                x,
+                out,
+                _of_rows(unmasked, block),
+                _of_rows(masked, block),
+                None if masked[1] is None or keep_mask is None else keep_mask[block],
+                None if all_have_grad else has_grad[block, None],
+                temperature,
+                None if work is None else work[for_block:],
+            )
+            rows.write(gradient, block, out)
     places = rows.row_indices, local_target.clamp(min=0)
     gradient[places] = torch.where(local_target < 0, gradient[places], at_target.to(gradient.dtype))
     return gradient

@@ -6,15 +6,24 @@ That compiled functions give what plain operators give is in test_log_probs, wit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron_rl_patches.losses import vocab_parallel_log_probs_and_entropy
-from megatron_rl_patches.losses.logits import compiling
+from megatron_rl_patches.losses import (
+    deferred_logits,
+    full_vocabulary_divergence,
+    vocab_parallel_log_probs_and_entropy,
+)
+from megatron_rl_patches.losses.logits import compiling, softmax
 
+from ..live_bytes import live_bytes
 from .test_log_probs import check, random_logits, random_targets
 
 
@@ -41,7 +50,7 @@ class Compiler:
         def compiled(*args: Any) -> Any:
             self.calls += 1
             if self.calls > self.fails_from:
-                raise self.error
+                raise type(self.error)(*self.error.args)  # a new one, which holds no former traceback
             return function(*args)
 
         return compiled
@@ -69,14 +78,100 @@ def test_a_compiler_that_fails_costs_one_warning(
     assert compiler.calls > calls
 
 
-@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
-def test_nothing_is_compiled_where_torch_compile_is_disabled(
-    variable: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inplace", [False, True])
+def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators(
+    inplace: bool, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As slime does for runs whose training and inference have to agree."""
-    monkeypatch.setenv(variable, "1")
-    check(random_logits(), random_targets(), fused="auto")
+    """In forward, and in backward alone."""
+    leaf, targets = torch.randn(256, 16384, requires_grad=True), torch.randint(16384, (256,))
+    blocks: list[int] = []  # of statistics
+    buffered_statistics = softmax.buffered_statistics
+
+    def buffered(x: torch.Tensor, *args: Any) -> Any:
+        blocks.append(len(x))
+        return buffered_statistics(x, *args)
+
+    monkeypatch.setattr(softmax, "buffered_statistics", buffered)
+
+    def peaks(fused: Any) -> list[int]:
+        """Return those of forward and of backward."""
+        blocks.clear()
+        logits, values = leaf * 1, list[torch.Tensor]()
+
+        def forward() -> None:
+            options: dict[str, Any] = {"temperature": 0.7, "inplace_backward": inplace, "fused": fused}
+            values.extend(vocab_parallel_log_probs_and_entropy(logits, targets, **options))
+
+        of_forward = live_bytes(forward).peak
+        if compiler.fails_from:
+            compiler.fails_from = compiler.calls
+        total = sum(value.sum() for value in values)
+        return [of_forward, live_bytes(lambda: torch.autograd.grad(total, logits)).peak]
+
+    plain, plain_blocks = peaks(False), blocks.copy()
+    compiler.fails_from = 0
+    assert (peaks("auto"), blocks, compiler.calls) == (plain, plain_blocks, 1)
+    monkeypatch.setattr(compiling, "_no_retry_before", 0.0)
+    compiler.fails_from = math.inf
+    assert (peaks("auto")[1], blocks) == (plain[1], [])
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "jensen_shannon"])
+def test_divergences_where_compiling_fails(
+    name: Any, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any block of any part of a tile: what is written before is not computed again."""
+    student, hidden, weight = (torch.randn(*shape) for shape in ((64, 16384), (64, 8), (16384, 8)))
+    student.requires_grad_()
+
+    def step() -> tuple[int, list[torch.Tensor]]:
+        logits, results = student * 1, list[torch.Tensor]()
+
+        def forward() -> None:
+            teacher = deferred_logits(hidden, weight, tile_bytes=1 << 20)  # four parts
+            results.append(
+                full_vocabulary_divergence(logits, teacher, divergence=name, inplace_backward=True)
+            )
+
+        peak = live_bytes(forward).peak
+        return peak, [*results, *torch.autograd.grad(results[0].sum(), logits)]
+
+    with monkeypatch.context() as context:
+        context.setattr(compiling, "WORTHWHILE_ELEMENTS", math.inf)
+        plain, expected = step()
+    step()
+    for fails_from in range(compiler.calls):
+        compiler.calls, compiler.fails_from = 0, fails_from
+        monkeypatch.setattr(compiling, "_no_retry_before", 0.0)
+        peak, results = step()
+        assert compiler.calls == fails_from + 1
+        assert fails_from or peak == plain
+        for mine, reference in zip(results, expected, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-9)
+
+
+def _variable(name: str) -> Any:
+    return mock.patch.dict(os.environ, {name: "1"})
+
+
+DISABLED: dict[str, Callable[[], Any]] = {
+    # As slime does for runs whose training and inference have to agree.
+    "TORCH_COMPILE_DISABLE": partial(_variable, "TORCH_COMPILE_DISABLE"),
+    "TORCHDYNAMO_DISABLE": partial(_variable, "TORCHDYNAMO_DISABLE"),
+}
+
+
+@pytest.mark.parametrize("fused", [True, "auto"])
+@pytest.mark.parametrize("how", DISABLED)
+def test_nothing_is_compiled_while_torch_does_not_compile(
+    how: str, fused: Any, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DISABLED[how]():
+        check(random_logits(), random_targets(), fused=fused)
     assert compiler.calls == 0
+    assert not caplog.records
+    check(random_logits(), random_targets(), fused=fused)
+    assert compiler.calls > 0
 
 
 @pytest.mark.parametrize(
