@@ -164,10 +164,10 @@ def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
         found = vocab_parallel_topk(logits, 16, tp_group=group)
         log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
-    per_token = [(name, nbytes / 64) for name, nbytes in sent]
-    assert per_token == [
-        ("all_gather_into_tensor", 8.0 * 16 + 8),
-        ("all_reduce", 4.0 * 16 + 8 * group.size()),
+    # In all, a rank sends eight bytes more, what its logits have been divided by.
+    assert sent == [
+        ("all_gather_into_tensor", 64 * (8 * 16 + 8) + 8),
+        ("all_reduce", 64 * (4 * 16 + 8 * group.size()) + 8 * group.size()),
     ]
     return [found.indices, found.log_probs, found.tail_log_prob, log_probs.detach(), tail.detach()]
 

@@ -11,7 +11,7 @@ from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
 from .options import VocabParallelOptions
 from .overwriting import check_not_overwritten
-from .rows import LogitSource, RowIndex, SelectedRows, as_slice
+from .rows import LogitSource, RowIndex, SelectedRows, as_slice, check_no_transform
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int64, torch.int32)
@@ -25,24 +25,22 @@ def checked_source(
 ) -> LogitSource:
     """Return the rows of the logits that a loss reads; reject logits, rows and a mask that do not fit.
 
-    What deferred logits are divided by becomes part of the temperature.
+    Deferred logits are read undivided; what they are divided by becomes part of the options.
     """
     _check_logits(logits)
     index = _valid_rows(rows, logits)
     source: LogitSource
-    divisor = 1.0
-    if isinstance(logits, DeferredLogits):
-        divisor = logits.divisor
-        options = replace(options, temperature=options.temperature * divisor)
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
+        if options.tp_size == 1:
+            options = replace(options, temperature=options.temperature * logits.divisor)
+        else:
+            options = replace(options, divisor=logits.divisor)
         source = logits.source(index, options)
     else:
         if isinstance(logits, DeferredLogits):
             # Other code has written to them, and may do so again before backward reads them.
             logits = logits.clone()
-        # Undivided, as on a rank whose logits are deferred: ranks send each other logits.
         logits = dense(logits, to_write=options.inplace_backward)
-        logits = logits if divisor == 1 else logits * divisor
         check_not_overwritten(logits)
         source = SelectedRows(logits, index, options)
     if keep_mask is not None:
@@ -58,11 +56,7 @@ def _check_logits(logits: Tensor) -> None:
         )
     if logits.dtype not in _FLOATS:
         raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(logits):
-        raise InvalidInputError(
-            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
-            "torch.autograd.grad"
-        )
+    check_no_transform(logits)
 
 
 def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:

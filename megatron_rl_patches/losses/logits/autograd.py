@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .options import VocabParallelOptions
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource
 
@@ -178,15 +180,54 @@ def all_gather(values: Tensor, group: dist.ProcessGroup | None, claim: StorageCl
 
     With a claim, check that all ranks can overwrite their logits.
     """
+    return _gathered(values, values.new_empty(0), group, claim)[0]
+
+
+def all_gather_statistics(
+    values: Tensor, options: VocabParallelOptions, claim: StorageClaim | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return statistics ``[tp, k, n]`` of every rank, and the ranks' divisors, float64 ``[tp]``.
+
+    The logits among the statistics are those that a rank reads. Divided by the divisor, they are in the units
+    of the logits that the caller passed, which all ranks have in common.
+    """
+    gathered, notes = _gathered(values, divisor_note(options, values), options.tp_group, claim)
+    return gathered, divisors_of(notes)
+
+
+def divisor_note(options: VocabParallelOptions, like: Tensor) -> Tensor:
+    """Return this rank's divisor as two numbers in a dtype that may hold half of its digits."""
+    rounded = options.divisor
+    if like.dtype != torch.float64:
+        [rounded] = struct.unpack("f", struct.pack("f", rounded))
+    return torch.cat([like.new_full((1,), rounded), like.new_full((1,), options.divisor - rounded)])
+
+
+def divisors_of(notes: Tensor) -> Tensor:
+    """Return the divisors of the ranks, float64 ``[tp]``, from what they have noted, ``[tp, 2 or more]``."""
+    return notes[:, :2].double().sum(1)
+
+
+def _gathered(
+    values: Tensor, notes: Tensor, group: dist.ProcessGroup | None, claim: StorageClaim | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``[tp, k, n]`` of the ranks' values, and ``[tp, m]`` or more of their notes."""
     if claim is not None and claim.asked_for:
-        gathered = all_gather(torch.cat([values, claim.marker(values, len(values))[:, None]], dim=1), group)
-        claim.check(gathered[:, 0, -1])
-        return gathered[..., :-1]
+        notes = torch.cat([notes, claim.marker(values, 1)])
     if group is None or (size := dist.get_world_size(group)) == 1:
-        return values[None]
-    gathered = values.new_empty((size * len(values), *values.shape[1:]))
-    dist.all_gather_into_tensor(gathered, values, group=group)
-    return gathered.view(size, *values.shape)
+        gathered, notes = values[None], notes[None]
+    else:
+        sent = torch.cat([values.flatten(), notes]) if len(notes) else values
+        received = sent.new_empty((size * len(sent), *sent.shape[1:]))
+        dist.all_gather_into_tensor(received, sent, group=group)
+        received = received.view(size, *sent.shape)
+        gathered, notes = received, received[:, :0]
+        if sent is not values:
+            gathered, notes = torch.split(received, [values.numel(), len(sent) - values.numel()], 1)
+            gathered = gathered.view(size, *values.shape)
+    if claim is not None and claim.asked_for:
+        claim.check(notes[:, -1])
+    return gathered, notes
 
 
 def sum_gradient(hidden: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -22,6 +22,7 @@ from .options import DEFAULT, VocabParallelOptions, check_group
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
+aten = torch.ops.aten
 _PACKAGE = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _log = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ def rows_of_existing(logits: Tensor) -> DeferredLogits:
 
 def _deferred(origin: Origin) -> DeferredLogits:
     logits = _Defer.apply(origin, *origin.all_rows.inputs)  # type: ignore[no-untyped-call]
-    logits._contents.has_graph = logits.requires_grad
+    # Without grad mode they have no graph. They may get that of an autograd function of other code later.
+    logits._has_gradient = logits._contents.has_graph = logits.requires_grad
     return cast("DeferredLogits", logits)
 
 
@@ -248,7 +250,10 @@ class DeferredLogits(Tensor):
 
         A leaf, and the output of an autograd function of other code, have gradients of their own.
         """
-        return self._has_gradient and self.requires_grad and not self.is_leaf
+        if not self._has_gradient or not self.requires_grad or self.is_leaf:
+            return False
+        # If other code's function returns logits that have a graph, autograd puts its own in place of that.
+        return getattr(type(self.grad_fn), "_forward_cls", _Defer) is _Defer
 
     def hidden_states(self) -> Tensor:
         """Return what the output layer gets for these logits, ``[..., h]``, without a graph."""
@@ -318,6 +323,11 @@ class DeferredLogits(Tensor):
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if torch.Tag.inplace_view in func.tags and func is not aten.detach_.default:
+            raise InvalidInputError(
+                f"{func} was called, and deferred logits keep their shape and their memory: call an "
+                "operation that returns another tensor, such as view or transpose"
+            )
         writes = func._schema.is_mutable
         aliases = writes or any(result.alias_info for result in func._schema.returns)
         materialized: dict[int, DeferredLogits] = {}
@@ -407,7 +417,7 @@ class _Defer(torch.autograd.Function):
         positions = torch.arange(origin.shape[:-1].numel()).view(origin.shape[:-1])
         lazy = LazyValues(origin, origin.values)
         contents = Contents(origin, None, origin.dtype, 1.0, lazy, are_existing=origin.exists)
-        return DeferredLogits(contents, positions, has_gradient=True)
+        return DeferredLogits(contents, positions)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

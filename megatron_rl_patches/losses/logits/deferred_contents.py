@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from .rows import LogitSource, SelectedRows
+from .rows import LogitSource, SelectedRows, check_no_transform
 
 
 @dataclass(eq=False)
@@ -38,6 +38,7 @@ class Origin:
     is_shared: bool = False
 
     def __post_init__(self) -> None:
+        check_no_transform(*self.all_rows.inputs)
         self._versions = self._current_versions()
 
     @property

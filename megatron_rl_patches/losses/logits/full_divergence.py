@@ -132,7 +132,7 @@ class _FullDivergence(LogitFunction):
         assert gradient is not None
         normalizers, expected = saved.pop("normalizers"), saved.pop("expected")
         pairs = self._pairs(source, saved)
-        weights = (gradient / source.options.temperature)[:, None]
+        weights = (gradient / source.options.scale)[:, None]
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
@@ -203,7 +203,7 @@ class _Pairs(NamedTuple):
         """Yield the blocks of a tile of the student; each has all columns of a part of the tile."""
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
-        of_each = [one.options.temperature for one in (self.student, *self.others)]
+        of_each = [one.options.scale for one in (self.student, *self.others)]
         temperatures = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
         cut = stretches if call.compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):

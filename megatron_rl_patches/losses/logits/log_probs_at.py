@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import checked_source, valid_indices
-from .autograd import LogitFunction, Tensors
+from .autograd import LogitFunction, Tensors, divisor_note, divisors_of
 from .distributions import NO_ENTRY
 from .options import VocabParallelOptions
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced
@@ -94,9 +94,10 @@ def vocab_parallel_log_probs_at(
 
     Raises:
         InvalidInputError: arguments do not fit; raised on every rank alike and before the one collective (an
-            all-reduce of ``K + 2 * tp`` numbers per row), except that refusals of ``inplace_backward`` travel
-            with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values* of ``indices`` and ``rows``
-            are checked by the device. In backward: the logits were overwritten since forward.
+            all-reduce of ``K + 2 * tp`` numbers per row, and two per rank), except that refusals of
+            ``inplace_backward`` travel with it, see :func:`vocab_parallel_log_probs`. On a GPU the *values*
+            of ``indices`` and ``rows`` are checked by the device. In backward: the logits were overwritten
+            since forward.
     """
     options = VocabParallelOptions(
         tp_group, temperature, inplace_backward, block_bytes, ignore_index=NO_ENTRY
@@ -112,23 +113,26 @@ class _LogProbsAt(LogitFunction):
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
         indices, options = tensors["indices"], source.options
-        local = reduced(_statistics_of_tiles(source, indices), partial(_merged, options.temperature))
+        local = reduced(_statistics_of_tiles(source, indices), partial(_merged, options.scale))
         # Until the loop, log_probs holds the logits at the ids.
         log_probs = local[:-2].T.clone(memory_format=torch.contiguous_format)
         local_tail = local[-2:].clone()
-        tail = self._sum_over_ranks(log_probs, local_tail, options)
-        max_logit = tail.new_empty(source.n)
+        tail, divisors = self._sum_over_ranks(log_probs, local_tail, options)
         log_sum_exp = tail.new_empty(source.n, dtype=torch.float64)
-        log_tail, tail_max_weight = torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp)
+        max_logit, log_tail, tail_max_weight = (torch.empty_like(log_sum_exp) for _ in range(3))
         for block in blocks_of_rows(log_probs, indices.shape[1], options):
-            at_ids = log_probs[block].masked_fill(indices[block] < 0, _MINUS_INF)
-            highest = torch.maximum(at_ids.amax(1), tail[:, 0, block].amax(0))[:, None].double()
-            z = (at_ids.double() - highest) / options.temperature
+            tails = tail[:, :, block].double()
+            tails[:, 0] /= divisors[:, None]
+            at_ids = log_probs[block].double() / divisors[indices[block].clamp(min=0) // source.width]
+            at_ids.masked_fill_(indices[block] < 0, _MINUS_INF)
+            highest = torch.maximum(at_ids.amax(1), tails[:, 0].amax(0))[:, None]
+            z = (at_ids - highest) / options.temperature
             inside = z.masked_fill(_repeated_or_none(indices[block]), _MINUS_INF)
-            outside = log_masses(tail[:, :, block].unbind(1), highest, options.temperature)
+            outside = log_masses(tails.unbind(1), highest, options.temperature)
             total, log_tail[block] = total_and_tail(inside, outside)
-            max_logit[block], log_sum_exp[block] = highest.squeeze(1), total.squeeze(1)
-            tail_max_weight[block] = _weight_in_tail(tail[:, :, block], options)
+            # Backward compares with the logits that this rank reads.
+            max_logit[block], log_sum_exp[block] = highest.squeeze(1) * options.divisor, total.squeeze(1)
+            tail_max_weight[block] = _weight_in_tail(tails, options)
             log_probs[block] = (z - total).masked_fill(indices[block] < 0, _MINUS_INF)
         of_rows = {
             "tail_max": local_tail[0],
@@ -159,27 +163,31 @@ class _LogProbsAt(LogitFunction):
 
         return source.gradients(of_tile, needed)
 
-    def _sum_over_ranks(self, logits: Tensor, tail: Tensor, options: VocabParallelOptions) -> Tensor:
-        """Fill in the logits ``[n, K]`` at ids of other ranks, and return the tails of all, ``[tp, 2, n]``.
+    def _sum_over_ranks(
+        self, logits: Tensor, tail: Tensor, options: VocabParallelOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Fill in the logits ``[n, K]`` at ids of other ranks.
+
+        Returns:
+            The tails of all, ``[tp, 2, n]``, and the divisors of all, see :func:`.all_gather_statistics`.
 
         This is one all-reduce. Each number comes from one rank and zeros from the others, so that all ranks
         have the same bits.
         """
         claim, size = self.claim, options.tp_size
-        marker = claim.marker(logits, int(claim.asked_for))
-        if size == 1:
-            if claim.asked_for:
-                claim.check(marker)
-            return tail[None]
-        sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(marker)))])
-        tails, markers = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(marker)])
-        tails.view(size, *tail.shape)[options.tp_rank] = tail
-        markers.view(size, -1)[options.tp_rank] = marker
-        dist.all_reduce(sent, group=options.tp_group)
+        note = torch.cat([divisor_note(options, logits), claim.marker(logits, int(claim.asked_for))])
+        tails, notes = tail[None], note[None]
+        if size > 1:
+            sent = torch.cat([logits.flatten(), logits.new_zeros(size * (tail.numel() + len(note)))])
+            tails, notes = torch.split(sent[logits.numel() :], [size * tail.numel(), size * len(note)])
+            tails, notes = tails.view(size, *tail.shape), notes.view(size, -1)
+            tails[options.tp_rank], notes[options.tp_rank] = tail, note
+            dist.all_reduce(sent, group=options.tp_group)
+            logits.copy_(sent[: logits.numel()].view_as(logits))
+            tails = tails.clone()
         if claim.asked_for:
-            claim.check(markers)
-        logits.copy_(sent[: logits.numel()].view_as(logits))
-        return tails.view(size, *tail.shape).clone()
+            claim.check(notes[:, -1])
+        return tails, divisors_of(notes)
 
 
 def _statistics_of_tiles(source: LogitSource, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -288,37 +296,35 @@ class _Gradients(NamedTuple):
 
     tail_max: Tensor  # [n], the largest logit of this rank's tail, -inf where the tail is empty
     tail_max_weight: Tensor  # [n] float64, the probability of that logit within the tail of all ranks
-    max_logit: Tensor  # [n], the largest logit of all: differences to it keep digits that large logits lack
+    max_logit: Tensor  # [n] float64, the largest of all: differences to it keep digits that large logits lack
     log_sum_exp: Tensor  # [n] float64, of (x - max_logit) / temperature
     log_tail: Tensor  # [n] float64, log-probability of the tail
     g: Tensor  # [n, K]
     h: Tensor  # [n]
     has_grad: Tensor  # [n] bool: g or h is not zero. Other rows get a gradient of 0, even if they hold NaN
 
-    def of_tail(self, block: slice, g_total: Tensor, temperature: float) -> tuple[SoftmaxGradient, Tensor]:
+    def of_tail(self, block: slice, g_total: Tensor, scale: float) -> tuple[SoftmaxGradient, Tensor]:
         """Return the contribution of the tail's softmax, and which rows have one, ``[rows, 1]``."""
         log_tail, h, tail_max = self.log_tail[block], self.h[block].double(), self.tail_max[block]
         # An empty tail gets no gradient; in a row with NaN it gets NaN like all the rest.
         is_empty = (tail_max == _MINUS_INF) & ~log_tail.isnan()
         has_gradient = self.has_grad[block] & ~is_empty
-        a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / temperature
+        a = self.tail_max_weight[block] * (-h * log_tail.expm1() - log_tail.exp() * g_total) / scale
         return (tail_max[:, None], a.to(tail_max.dtype)[:, None], None), has_gradient[:, None]
 
-    def at_ids(
-        self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, temperature: float
-    ) -> Tensor:
+    def at_ids(self, block: slice, logits: Tensor, g_at_ids: Tensor, g_total: Tensor, scale: float) -> Tensor:
         """Return the gradient at the ids ``[rows, K]``, float64."""
-        max_logit, log_sum_exp = self.max_logit[block, None].double(), self.log_sum_exp[block, None]
-        log_p = (logits.double() - max_logit) / temperature - log_sum_exp
+        max_logit, log_sum_exp = self.max_logit[block, None], self.log_sum_exp[block, None]
+        log_p = (logits.double() - max_logit) / scale - log_sum_exp
         of_others = (g_total + self.h[block])[:, None] - g_at_ids
         # 1 - p, accurate when p is near 1
-        gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / temperature
+        gradient = (-g_at_ids * log_p.expm1() - log_p.exp() * of_others) / scale
         return torch.where(self.has_grad[block, None], gradient, 0.0)
 
 
 def _gradient(rows: SelectedRows, ids: _Ids, gradients: _Gradients, in_place: bool) -> Tensor:
     """Return the gradient of all logits ``[T, V / tp]``, zero in the rows that were not selected."""
-    gradient, temperature = rows.new_gradient(in_place), rows.options.temperature
+    gradient, scale = rows.new_gradient(in_place), rows.options.scale
     divisor = rows.temperature()
     blocks = rows.blocks(buffers=1)
     scratch = rows.scratch(blocks, int(not rows.can_be_viewed))
@@ -332,9 +338,9 @@ def _gradient(rows: SelectedRows, ids: _Ids, gradients: _Gradients, in_place: bo
         g_total = g.sum(1, dtype=torch.float64)
         g_at_ids = columns.summed(work, g).double()
         work.scatter_(1, columns.column, torch.where(columns.any_local, _MINUS_INF, logits))
-        of_tail, has_grad = gradients.of_tail(block, g_total, temperature)
+        of_tail, has_grad = gradients.of_tail(block, g_total, scale)
         block_gradient(work, work, of_tail, NO_SOFTMAX, None, has_grad, divisor, work[None])
-        values = gradients.at_ids(block, logits, g_at_ids, g_total, temperature)
+        values = gradients.at_ids(block, logits, g_at_ids, g_total, scale)
         columns.put(work, values.to(work.dtype))
         rows.write(gradient, block, work)
     return gradient

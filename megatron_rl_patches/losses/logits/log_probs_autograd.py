@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import softmax
-from .autograd import LogitFunction, Tensors, all_gather
+from .autograd import LogitFunction, Tensors, all_gather_statistics
 from .rows import Inputs, LogitSource, Tile, reduced
 from .softmax import NO_SOFTMAX, RowGradients, SoftmaxGradient, exp_floor
 from .tiles import OutputLayerRows, add_product
@@ -59,17 +59,23 @@ class LogProbsAndEntropy(LogitFunction):
         """
         options, valid, has_mask = source.options, targets.valid, targets.keep_mask is not None
 
-        def merge(parts: Sequence[Tensor]) -> Tensor:
+        def merge(parts: Sequence[Tensor], scale: float = options.scale) -> Tensor:
             """Return the statistics ``[m, n]`` of all columns from those of tiles or ranks."""
             stacked = torch.stack(list(parts)).double()
-            merged = [softmax.merge(x, options.temperature) for x in _softmaxes(stacked[:, :-1], has_mask)]
+            merged = [softmax.merge(x, scale) for x in _softmaxes(stacked[:, :-1], has_mask)]
             return torch.cat([*merged, stacked[:, -1].amax(0)[None]])
 
         local = reduced(self._statistics_of_tiles(source, targets, derivative), merge).to(source.dtype)
-        merged = merge(all_gather(local, options.tp_group, self.claim).unbind())
+        gathered, divisors = all_gather_statistics(local, options, self.claim)
+        parts = gathered.double()
+        for logits in _logits_in(parts, has_mask):
+            logits /= divisors[:, None]
+        merged = merge(parts.unbind(), options.temperature)
         softmaxes, target_logit = _softmaxes(merged[:-1], has_mask), merged[-1]
         max_logit, sum_exp_minus_1 = softmaxes[0][:2]
         exact_log_prob = (target_logit - max_logit) / options.temperature - sum_exp_minus_1.log1p()
+        for logits in _logits_in(merged, has_mask):
+            logits *= options.divisor  # they are compared with the logits that this rank reads
         log_prob = torch.where(valid, exact_log_prob, 0.0).to(source.dtype)
         entropy = None
         if options.with_entropy:
@@ -114,7 +120,7 @@ class LogProbsAndEntropy(LogitFunction):
             has_grad = (valid & (grad_log_prob != 0))[:, None]
             of_hidden = torch.where(has_grad, grad_log_prob[:, None] * saved["derivative"], 0.0)
             return source.spread(of_hidden), None, None
-        temperature = source.options.temperature
+        temperature = source.options.scale
         targets = Targets(saved["column"], valid, saved.get("keep_mask"))
         of_log_prob = _Softmax(*saved["softmax"])
         of_entropy = of_log_prob
@@ -184,6 +190,12 @@ def _softmaxes(statistics: Tensor, has_mask: bool) -> list[Tensor]:
     return list(torch.split(statistics, [2, size - 2] if has_mask and size > 2 else [size], -2))
 
 
+def _logits_in(statistics: Tensor, has_mask: bool) -> list[Tensor]:
+    """Return the logits among all statistics ``[..., m, n]``: the largest ones, and the target's."""
+    largest = [of_one.select(-2, 0) for of_one in _softmaxes(statistics[..., :-1, :], has_mask)]
+    return [*largest, statistics.select(-2, -1)]
+
+
 class _FrozenDerivative:
     """The derivative of log-probabilities by the hidden states of an output layer that is frozen.
 
@@ -198,7 +210,7 @@ class _FrozenDerivative:
     """
 
     def __init__(self, layer: OutputLayerRows) -> None:
-        self._layer, self._temperature = layer, layer.options.temperature
+        self._layer, self._temperature = layer, layer.options.scale
         weight = layer.weight
         self._max_logit = weight.new_full((layer.n,), float("-inf"), dtype=torch.float64)
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)

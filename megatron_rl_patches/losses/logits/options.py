@@ -22,6 +22,8 @@ class VocabParallelOptions:
         with_entropy: compute entropies beside log-probabilities.
         entropy_grad: entropies require grad.
         others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
+        divisor: what the logits that are read must be divided by to be those that the caller passed. Ranks
+            may differ in it, so they exchange it.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -33,10 +35,11 @@ class VocabParallelOptions:
     with_entropy: bool = False
     entropy_grad: bool = False
     others_overwrite: bool = False
+    divisor: float = 1.0
 
     def __post_init__(self) -> None:
         temperature: Any = self.temperature  # numpy's numbers count
-        if not (isinstance(temperature, numbers.Real) and in_float32(float(temperature))):
+        if not (isinstance(temperature, numbers.Real) and in_float32(float(temperature) * self.divisor)):
             raise InvalidInputError(
                 f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
             )
@@ -45,6 +48,11 @@ class VocabParallelOptions:
         if self.fused not in (True, False, "auto"):
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
         check_group(self.tp_group)
+
+    @property
+    def scale(self) -> float:
+        """What the logits that are read are divided by."""
+        return self.temperature * self.divisor
 
     @property
     def tp_rank(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import InvalidInputError
 from .options import DEFAULT, VocabParallelOptions
 from .overwriting import StorageClaim, check_not_overwritten, claim_storage, mark_overwritten
 
@@ -43,7 +44,7 @@ class LogitSource(ABC):
 
     Attributes:
         index: which of the ``T`` rows.
-        options: how they are read; the temperature is that of these logits.
+        options: how they are read; their scale is that of these logits.
         names: the tensors that have gradients: fields of the dataclass, and what errors call them.
     """
 
@@ -282,8 +283,8 @@ class SelectedRows(LogitSource):
         return self.index[block] if isinstance(self.index, Tensor) else shifted(block, self.index.start)
 
     def temperature(self) -> Tensor | None:
-        """Return the temperature as a :meth:`scalar`, or ``None`` where it is 1."""
-        return None if self.options.temperature == 1 else self.scalar(self.options.temperature)
+        """Return what the logits are divided by as a :meth:`scalar`, or ``None`` where it is 1."""
+        return None if self.options.scale == 1 else self.scalar(self.options.scale)
 
     def scalar(self, number: float) -> Tensor:
         """Return a number as a tensor without dimensions, in the dtype of the computation.
@@ -315,6 +316,15 @@ def as_slice(rows: Tensor) -> RowIndex:
     first = int(rows[0])
     consecutive = torch.equal(rows, torch.arange(first, first + len(rows)))
     return slice(first, first + len(rows)) if consecutive else rows
+
+
+def check_no_transform(*tensors: Tensor | None) -> None:
+    """Refuse tensors of a transform of torch.func, in which tensors have no storage."""
+    if any(t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        raise InvalidInputError(
+            "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
+            "torch.autograd.grad"
+        )
 
 
 def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -357,4 +357,4 @@ def _with_target(statistics: Tensor, rows: SelectedRows, local_target: Tensor, k
     logit = rows.logits.detach()[rows.row_indices, column].double()
     logit = torch.where(is_counted, _MINUS_INF, logit)
     of_target = torch.stack([logit, torch.zeros_like(logit)])
-    return merge(torch.stack([statistics, of_target]), rows.options.temperature)
+    return merge(torch.stack([statistics, of_target]), rows.options.scale)

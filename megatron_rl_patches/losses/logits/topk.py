@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .arguments import checked_source
-from .autograd import all_gather, without_autocast
+from .autograd import all_gather_statistics, without_autocast
 from .distributions import TopKDistribution
 from .options import VocabParallelOptions, check_integer
 from .rows import LogitSource, SelectedRows, reduced
@@ -40,7 +41,7 @@ def vocab_parallel_topk(
     """Return the k most probable tokens of each selected row, in descending order; ties go to the lowest ids.
 
     One all-gather over ``tp_group``: two numbers per candidate and two for the tail, ``8 * k + 8`` bytes per
-    row and rank in float32. No autograd graph.
+    row and rank in float32, and eight bytes per rank. No autograd graph.
 
     Args:
         logits: ``[T, V / tp]``; ``tp_group``, ``rows``, ``temperature`` and ``block_bytes`` too are those of
@@ -66,18 +67,17 @@ def _topk(source: LogitSource, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids ``[n, k]``, their log-probabilities ``[n, k]`` and the tail's ``[n]``."""
     options = source.options
 
-    def merged_largest(parts: Sequence[Tensor]) -> Tensor:
-        return _merged_largest(parts, k, options.temperature)
-
-    local = reduced(_largest_of_tiles(source, k), merged_largest)
-    gathered = all_gather(local, options.tp_group).unbind()
+    local = reduced(_largest_of_tiles(source, k), partial(_merged_largest, k, options.scale))
+    gathered, divisors = all_gather_statistics(local, options)
     indices = local.new_empty((source.n, k), dtype=torch.int64)
     log_probs, log_tail = local.new_empty((source.n, k)), local.new_empty(source.n)
     for block in blocks_of_rows(log_probs, len(local) * len(gathered), options):
         parts = [of_rank[:, block].double() for of_rank in gathered]
         for rank, part in enumerate(parts):
             part[_candidates(part) : -2] += rank * source.width
-        merged = merged_largest(parts)
+            for logits in (part[: _candidates(part)], part[-2]):
+                logits /= divisors[rank]
+        merged = _merged_largest(k, options.temperature, parts)
         logits, ids, tail = merged[:k], merged[k : 2 * k], merged[-2:]
         z = ((logits - logits[:1]) / options.temperature).T
         log_tail_n1 = log_masses(tail[:, None].unbind(), logits[:1].T, options.temperature)
@@ -102,7 +102,7 @@ def _candidates(part: Tensor) -> int:
     return len(part) // 2 - 1
 
 
-def _merged_largest(parts: Sequence[Tensor], k: int, temperature: float) -> Tensor:
+def _merged_largest(k: int, scale: float, parts: Sequence[Tensor]) -> Tensor:
     """Merge what :func:`_largest_of_tiles` yields; a candidate that another one displaces moves to the tail.
 
     Parts come in the order of their columns, so of equal logits the lowest column stays first.
@@ -115,7 +115,7 @@ def _merged_largest(parts: Sequence[Tensor], k: int, temperature: float) -> Tens
     displaced = logits[:, k:].T
     # Each displaced logit is a tail of one term.
     singles = torch.stack([displaced, torch.zeros_like(displaced)], 1).unbind()
-    tail = merged_tail([*(part[-2:] for part in parts), *singles], temperature)
+    tail = merged_tail([*(part[-2:] for part in parts), *singles], scale)
     return torch.cat([logits[:, :k].T, columns.gather(1, order)[:, :k].T, tail])
 
 

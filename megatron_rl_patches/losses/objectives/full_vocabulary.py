@@ -21,7 +21,7 @@ from ..logits.distributions import Distribution
 from ..logits.divergences import DivergenceName, divergence_named
 from ..logits.full_divergence import DivergenceOptions, divergence_of
 from ..logits.options import VocabParallelOptions, check_integer
-from ..logits.rows import SelectedRows
+from ..logits.rows import LogitSource, SelectedRows
 from .teachers import weighted
 
 
@@ -232,7 +232,7 @@ def full_vocabulary_divergence(
                 f"{source.width} logits on {source.device}, as the student has; logits that are padded to "
                 "another width need num_ids, and under tensor parallelism OutputHead.resharded, too"
             )
-        if inplace_backward and isinstance(of_other, SelectedRows) and _share_memory(logits, student):
+        if inplace_backward and _share_memory(of_other, source):
             raise InvalidInputError(
                 f"{name} is in the memory of the student's logits, which inplace_backward overwrites before "
                 "it is read: pass a copy, or inplace_backward=False"
@@ -247,6 +247,8 @@ def full_vocabulary_divergence(
     return divergence_of(source.sharing(1 + len(others)), others, compared)
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    # Every tensor without elements is at address 0.
-    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def _share_memory(a: LogitSource, b: LogitSource) -> bool:
+    """Return whether two sources read the same memory. Every tensor without elements is at address 0."""
+    if not isinstance(a, SelectedRows) or not isinstance(b, SelectedRows) or not a.logits.numel():
+        return False
+    return a.logits.untyped_storage().data_ptr() == b.logits.untyped_storage().data_ptr()

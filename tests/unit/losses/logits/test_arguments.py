@@ -116,5 +116,9 @@ def test_transforms_of_functions_are_refused_by_name(transform: Any) -> None:
     def loss(logits: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_log_probs(logits, TARGETS).sum()
 
-    with pytest.raises(InvalidInputError, match=r"torch\.func"):
-        transform(loss)(LOGITS[None] if transform is torch.func.vmap else LOGITS)
+    def deferred_loss(hidden: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_log_probs(deferred_logits(hidden, LOGITS), TARGETS).sum()
+
+    for function in (loss, deferred_loss):
+        with pytest.raises(InvalidInputError, match=r"torch\.func"):
+            transform(function)(LOGITS[None] if transform is torch.func.vmap else LOGITS)

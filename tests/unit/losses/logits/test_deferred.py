@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import logging
@@ -663,20 +664,56 @@ def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
     assert all(tensor.grad is None for tensor in tensors.values())
 
 
-def test_deferred_inside_reentrant_checkpointing() -> None:
-    tensors = inputs(torch.float64)
+class Recomputed(torch.autograd.Function):
+    """Has twice the gradient of a function, which forward calls with grad mode or without."""
 
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], grad_mode: bool, *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        with torch.set_grad_enabled(grad_mode):
+            return function(*(x.detach().requires_grad_(grad_mode) for x in inputs))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            result = ctx.function(*inputs)
+        return None, None, *(2 * x for x in torch.autograd.grad(result, inputs, gradient))
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "not reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "function": lambda layer, *inputs: Recomputed.apply(layer, False, *inputs),
+    "function with grad mode": lambda layer, *inputs: Recomputed.apply(layer, True, *inputs),
+}
+
+
+@pytest.mark.parametrize("trained", [("hidden", "weight"), ("hidden",)])
+@pytest.mark.parametrize(
+    "use", [lambda x: x, lambda x: x[1:], lambda x: x.div_(0.7)], ids=["all", "rows", "div_"]
+)
+@pytest.mark.parametrize("way", CALLS)
+@pytest.mark.parametrize("existing", [False, True])
+def test_deferred_inside_of_a_function_that_autograd_wraps(
+    existing: bool, way: str, use: Callable[[Tensor], Tensor], trained: Sequence[str]
+) -> None:
     def loss(make: Callable[..., Tensor]) -> list[Tensor]:
-        def layer(hidden: Tensor) -> Tensor:
-            return make(hidden.sin(), tensors["weight"]).view(T, V)
+        tensors = inputs(torch.float64, trained)
 
-        logits = checkpoint(layer, tensors["hidden"], use_reentrant=True)
-        for tensor in tensors.values():
-            tensor.grad = None
-        vocab_parallel_log_probs(logits, TOKENS).sum().backward()  # type: ignore[no-untyped-call]
-        return [tensors[name].grad.clone() for name in ("hidden", "weight")]  # type: ignore[union-attr]
+        def layer(hidden: Tensor, weight: Tensor) -> Tensor:
+            return make(hidden.sin().view(T, H), weight)
 
-    for a, b in zip(loss(linear), loss(deferred_logits), strict=True):
+        logits = use(CALLS[way](layer, tensors["hidden"], tensors["weight"]))
+        value = vocab_parallel_log_probs(logits, TOKENS[: len(logits)]).sum()
+        value.backward()  # type: ignore[no-untyped-call]
+        return [value.detach(), *(tensors[name].grad for name in trained)]  # type: ignore[list-item]
+
+    def rows(hidden: Tensor, weight: Tensor) -> Tensor:
+        return deferred.rows_of_existing(linear(hidden, weight).clone())
+
+    for a, b in zip(loss(linear), loss(rows if existing else deferred_logits), strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -920,10 +957,19 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
     assert len(seen) == 4 and all(torch.equal(values, dense_of(tensors)) for values in seen)
 
 
-def test_setting_the_data_is_refused() -> None:
+def test_other_memory_or_another_shape_is_refused() -> None:
     logits = logits_of(inputs())
     with pytest.raises(InvalidInputError, match="write to the logits"):
         logits.data = torch.zeros(B, S, V)
+    for change in (
+        lambda x: x.set_(torch.zeros(B, S, V)),
+        lambda x: x.resize_(T, V),
+        lambda x: x.unsqueeze_(0),
+        lambda x: x.transpose_(0, 1),
+    ):
+        with pytest.raises(InvalidInputError, match="keep their shape and their memory"):
+            change(logits.detach())
+    assert logits._contents.values is None
 
 
 H8 = torch.zeros(5, 8)

@@ -552,6 +552,9 @@ def test_the_gradient_may_overwrite_logits_that_are_materialized() -> None:
     logits = leaf * 1
     with pytest.raises(InvalidInputError, match="teacher 0 is in the memory of the student's logits"):
         full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
+    deferred = deferred_logits(leaf, random(V, V, seed=2))
+    full_vocabulary_divergence(deferred, teacher, rows=rows, inplace_backward=True)
+    assert "materialized" not in repr(deferred)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
