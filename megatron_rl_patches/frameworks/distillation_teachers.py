@@ -16,9 +16,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ..common.agreement import raise_everywhere
 from ..common.chunks import unwrap
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
@@ -188,7 +188,8 @@ class TeacherScorer:
         indices = torch.cat([old.indices.to(logits.device) for old in self.batch[OLD]])
         with torch.no_grad():
             at_ids = vocab_parallel_log_probs_at(layout.rows_of(logits), indices, with_tail=True, **options)
-        return TopKDistribution(indices, *at_ids).to("cpu").split(layout.local_lengths)
+        topk = TopKDistribution(indices, *at_ids, temperature=options["temperature"])
+        return topk.to("cpu").split(layout.local_lengths)
 
     def _full(self, forward: Forward) -> list[FullDistribution]:
         """Return the distributions of the weights that the model holds now, over the whole vocabulary."""
@@ -228,16 +229,6 @@ def _own_samples(distributions: Sequence[Any], names: Sequence[str], name: str) 
     """
     pairs = zip(distributions, names, strict=True)
     return [one[torch.arange(len(one))] if mine == name else None for one, mine in pairs]
-
-
-def raise_everywhere(problem: str | None) -> None:
-    """Raise :class:`InvalidInputError` on all ranks if one has a problem, so that none waits for another."""
-    problems: list[str | None] = [problem]
-    if dist.is_initialized():
-        problems = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    if first := next(filter(None, problems), None):
-        raise InvalidInputError(first)
 
 
 #: The actor that trains, from ``train_actor`` to the functions that it calls.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.agreement import raise_everywhere
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..errors import InvalidInputError, first
@@ -31,7 +32,6 @@ from ..losses.logits.distributions import NO_ENTRY
 from ..losses.logits.divergences import RULED_OUT, DivergenceName, divergence_named
 from ..losses.objectives.topk_divergences import of_buckets
 from .distillation_loss import LARGEST_SUM, with_tail
-from .distillation_teachers import raise_everywhere
 from .verl_losses import tensor_parallel_group
 
 _log = logging.getLogger(__name__)
@@ -284,6 +284,9 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
             f"the probabilities of a teacher's {k} ids add up to {first(wrong)}, expected at most 1: look "
             "for NaN or missing log-probabilities in what its server returns"
         )
+    ordered = ids.sort(-1).values
+    if wrong := ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]].tolist():
+        return f"a teacher names the ids {first(wrong)} twice for a token, expected each at most once"
     return None
 
 

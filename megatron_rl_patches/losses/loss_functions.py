@@ -11,7 +11,9 @@ import torch.distributed
 
 from ..errors import InvalidInputError
 from .checkpointing import checkpointed
+from .logits.arguments import check_ids
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
+from .logits.options import VocabParallelOptions
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount
@@ -49,10 +51,16 @@ def packed_log_probs_and_entropy(
         ``[layout.local_lengths[i]]`` in float32 (float64 for float64 logits).
 
     Raises:
-        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device.
+        InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device. For
+            an id outside of the vocabulary on every context-parallel rank, whichever of them scores it.
     """
     logits_and_targets = layout.rows_of(logits), layout.response_targets(tokens)
     rows, split = layout.response_rows, layout.split_responses
+    if layout.cp_size > 1:
+        # A rank that refused its own ids alone would leave the others waiting for its values.
+        of_group = VocabParallelOptions(options.get("tp_group"))
+        vocab_size = logits.shape[-1] * of_group.tp_size
+        check_ids("targets", layout.targets(tokens), vocab_size, of_group.ignore_index, "to ignore a row")
     if not with_entropy:
         return split(vocab_parallel_log_probs(*logits_and_targets, rows=rows, **options)), None
     log_probs, entropies = vocab_parallel_log_probs_and_entropy(

@@ -1,4 +1,4 @@
-"""What one rank alone finds wrong with the teachers is an error on every rank, and no rank waits."""
+"""What one rank alone finds wrong is an error on every rank, and no rank waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ import torch.distributed as dist
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss
 from megatron_rl_patches.frameworks.distillation_teachers import TeacherScorer
-from megatron_rl_patches.losses import deferred_logits, full_vocabulary_divergence
+from megatron_rl_patches.losses import (
+    average_metrics,
+    deferred_logits,
+    full_vocabulary_divergence,
+    mean_count,
+)
 from tests.ranks import everywhere, on_ranks
 
 on_two_ranks = on_ranks(2, megatron=False, timeout=60)
@@ -108,3 +113,27 @@ def test_teachers_that_disagree_are_an_error_on_all_before_a_collective(fault: s
     assert not any(collective.called for collective in started.values())
     first, second = everywhere(str(raised.value))
     assert first == second
+
+
+@on_two_ranks
+def test_what_one_replica_cannot_average_is_an_error_on_all() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    mine, nothing = [torch.ones(2 + 2 * rank)], [[torch.ones(2)], []]
+    assert mean_count(mine, 1, "token", data_parallel_group=group) == 3
+    refused_alike(
+        "there are no responses",
+        lambda: mean_count(nothing[rank], 1, "token", data_parallel_group=group),
+    )
+    refused_alike(
+        "num_microbatches is 0", lambda: mean_count(mine, 1 - rank, "token", data_parallel_group=group)
+    )
+    loss, largest = torch.tensor([4.0 * rank, 2.0]), torch.tensor([1.0 + rank, 1.0])
+    report = {"loss": loss, "ratio_max": largest}
+    assert average_metrics([report], group) == {"loss": 1, "ratio_max": 2}
+    refused_alike(
+        "rank 1 of the group has ['loss'], rank 0 ['loss', 'ratio_max']",
+        lambda: average_metrics([report, {"loss": loss}][rank:][:1], group),
+    )
+    refused_alike(
+        "that of microbatch 1 has ['loss']", lambda: average_metrics([report, {"loss": loss}], group)
+    )

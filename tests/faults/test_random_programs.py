@@ -1,209 +1,288 @@
-"""Random programs on logits: deferred logits give the values and gradients of those that exist.
+"""Random programs on logits have the values and gradients of dense formulas in float64, on 1, 2 and 4 ranks.
 
-A program takes logits ``[B, S, V]`` apart and puts them together again, writes to them, reads them, and takes
-losses of what results. It runs twice: on logits of :func:`torch.nn.functional.linear`, and on deferred ones.
-``test_losses.py`` compares the losses with their formulas. A failure names the seed of its program.
+``programs.py`` draws a program from a seed. It runs on ordinary logits of all ranks at once, whose losses are
+formulas, and with this package, each rank on its own part. What one rank alone sees is refused on all, and no
+rank waits for another. A failure prints the program.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
-from megatron_rl_patches.losses import (
-    checkpointed,
-    deferred_logits,
-    full_vocabulary_divergence,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-)
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.losses import deferred_logits
+from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
+from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
+from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, Step, drawn, run_step
+from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.slow
-
-PROGRAMS = 2000
-B, S, H, V = 2, 5, 4, 9
-OFTEN = (
-    *("slice", "index", "mask", "cat", "reshape", "transpose", "split"),
-    *("divide", "detach", "clone", "convert"),
+#: Programs in the default suite and in the slow one, by the number of ranks.
+PROGRAMS = {1: (150, 3000), 2: (60, 1500), 4: (0, 500)}
+#: What programs have found, shortened, by the number of ranks.
+FOUND: dict[str, tuple[int, Program]] = {
+    "one rank writes out of place to what all have divided": (
+        2,
+        Program(
+            0,
+            tp=2,
+            steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)),
+            losses=(Loss("at", -1, 0),),
+        ),
+    ),
+    "made in a reentrant checkpoint": (1, Program(0, within="reentrant", losses=(Loss("at", 0, 0),))),
+    "a temperature that is no power of two": (
+        1,
+        Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
+    ),
+    "a large finite mask over a rank": (
+        2,
+        Program(0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)),
+    ),
+    "an id that one rank scores": (2, Program(0, cp=2, losses=(Loss("policy", 0, 0, wrong="id"),))),
+    "an id that one rank compares": (2, Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="id"),))),
+    "an id that a teacher has twice": (
+        2,
+        Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="duplicate"),)),
+    ),
+}
+REFUSED = "refused"
+Leaves = tuple[Tensor, Tensor, Tensor | None]
+_RESPONSE_ROWS = torch.cat(
+    [torch.arange(S * i + TOTALS[i] - RESPONSES[i] - 1, S * i + TOTALS[i] - 1) for i in range(B)]
 )
-RARELY = ("write", "write alias", "divide in place", "look", "hook", "function", "no_grad", "inference")
 
 
-class ThreeTimes(torch.autograd.Function):
-    """Rows whose gradient is three times what it is, as no known operation's is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return 3 * gradient
+class Outcome(NamedTuple):
+    values: list[Tensor]
+    gradients: list[Tensor]
 
 
-class Program:
-    """A program drawn from a seed; two instances of the same seed do the same."""
+class Reference:
+    """The program on ordinary logits of all ranks.
 
-    def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
+    Attributes:
+        refused: torch refuses the program, or its numbers are not those that a formula is for.
+        data: what each loss gets, by the context-parallel rank.
+    """
 
-    def step(self, tensors: list[Tensor]) -> None:
-        """Append a tensor made of those before, or write to one of these."""
-        draw, x = self.draw, self.draw.choice(tensors)
-        kind = draw.choice(OFTEN * 2 + RARELY)
-        step = random.Random(draw.random())  # the same draws on both sides, whatever a step makes of them
-        without_graph = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-        mode = without_graph.get(kind, nullcontext)
-        if kind in without_graph:
-            kind = step.choice(["slice", "index", "clone", "reshape"])
-        with mode():
-            result = self._result(kind, x, tensors, step)
-        if result is not None:
-            tensors.append(result)
-
-    def _result(self, kind: str, x: Tensor, tensors: list[Tensor], step: random.Random) -> Tensor | None:
-        rows = x.dim() - 1
-        if rows == 0:
-            return x.unsqueeze(0)
-        size = x.shape[0]
-        if kind == "slice":
-            dim = step.randrange(rows)
-            start, stop = sorted(step.choices(range(x.shape[dim] + 1), k=2))
-            part = x.narrow(dim, start, stop - start)
-            return part[:: step.choice([1, 1, 2])]
-        if kind == "index":
-            numbers = torch.tensor([step.randrange(size) for _ in range(step.randrange(4))] if size else [])
-            return x[numbers.long()] if step.random() < 0.5 else x.index_select(0, numbers.long())
-        if kind == "mask":
-            mask = torch.tensor([step.random() < 0.6 for _ in range(size)], dtype=torch.bool)
-            return x[mask]
-        if kind == "cat":
-            others = [other for other in tensors if other.shape[1:] == x.shape[1:]]
-            return torch.cat([x, *step.choices(others, k=step.randrange(1, 3))])
-        if kind == "reshape":
-            return x.reshape(-1, V) if step.random() < 0.7 else x.unsqueeze(step.randrange(rows))
-        if kind == "transpose":
-            return x.transpose(0, rows - 1).contiguous() if step.random() < 0.5 else x.transpose(0, rows - 1)
-        if kind == "split":
-            return step.choice(x.split(max(size // 2, 1))) if size else x
-        if kind == "divide":
-            number = step.choice([2.0, 0.7, 1.0])
-            return x / (torch.tensor(number, dtype=x.dtype) if step.random() < 0.3 else number)
-        if kind == "detach":
-            return x.detach()
-        if kind == "clone":
-            return x.clone()
-        if kind == "convert":
-            return x.to(torch.float64)
-        if kind == "function":
-            return ThreeTimes.apply(x)  # type: ignore[no-untyped-call, no-any-return]
-        if kind == "divide in place" and x.numel():
-            x.div_(step.choice([2.0, 0.7]))
-        elif kind == "write" and size:
-            x[step.randrange(size)] = step.random()
-        elif kind == "write alias" and x.numel():
-            x[..., 2:4].mul_(1.5)
-        elif kind == "look":
-            step.choice([lambda: x.detach().abs().max(), lambda: x.detach().sum(), lambda: x.exp().sum()])()
-        elif kind == "hook" and x.grad_fn is not None:
-            x.register_hook(lambda gradient: 2 * gradient)
-        return None
-
-    def loss(self, tensors: list[Tensor], teacher: Tensor) -> Tensor:
-        """Return the loss of some of the tensors."""
-        draw = self.draw
-        total = teacher.new_zeros(())
-        for x in draw.choices(tensors, k=draw.randrange(1, 3)):
-            values = self._values(x.reshape(-1, V), teacher)
-            weights = torch.linspace(-1, 2, values.numel(), dtype=values.dtype).view(values.shape)
-            total = total + (weights * values).sum()
-        return total
-
-    def _values(self, flat: Tensor, teacher: Tensor) -> Tensor:
-        kind, step = (
-            self.draw.choice(["scores", "at", "divergence", "sum"]),
-            random.Random(self.draw.random()),
-        )
-        rows = torch.tensor(sorted(step.sample(range(len(flat)), len(flat) // 2)), dtype=torch.int64)
-        index = step.choice([None, rows])
-        n = len(flat if index is None else rows)
-        options: dict[str, Any] = {"rows": index, "temperature": step.choice([1.0, 0.6])}
-        if kind == "scores":
-            function = vocab_parallel_log_probs_and_entropy
-            if step.random() < 0.3 and not flat.is_inference():  # torch itself refuses these
-                function = checkpointed(function)
-            tokens = torch.tensor([step.randrange(V) for _ in range(n)], dtype=torch.int64)
-            return torch.stack(function(flat, tokens, **options))
-        if kind == "at":
-            ids = torch.tensor([step.sample(range(V), 3) for _ in range(n)], dtype=torch.int64).view(n, 3)
-            return vocab_parallel_log_probs_at(flat, ids, **options)
-        if kind == "divergence":
-            name = step.choice(["reverse_kl", "forward_kl", "jensen_shannon"])
-            of_teacher = teacher[torch.arange(n) % len(teacher)]
-            return full_vocabulary_divergence(flat, of_teacher, divergence=name, **options)
-        return flat.sum()[None]
-
-
-def outcome(seed: int, make: Callable[..., Tensor]) -> tuple[Tensor, ...] | None:
-    """Return loss and gradients; ``None`` where torch refuses the program."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight, bias, teacher = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((B, S, H), (V, H), (V,), (4, V))
-    )
-    leaves = [hidden, weight, bias]
-    program = Program(seed)
-    for leaf in leaves:
-        leaf.requires_grad_(program.draw.random() < 0.8)
-    tensors = [make(hidden, weight, bias)]
-    try:
-        for _ in range(program.draw.randrange(1, 9)):
-            program.step(tensors)
-        loss = program.loss(tensors, teacher)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        has_graph = loss.requires_grad and wanted
-        gradients = (
-            torch.autograd.grad(loss, wanted, allow_unused=True) if has_graph else [None] * len(wanted)
-        )
-        pairs = zip(gradients, wanted, strict=True)
-        return loss.detach(), *(torch.zeros_like(leaf) if g is None else g for g, leaf in pairs)
-    except (RuntimeError, IndexError) as error:
-        # torch lets a detached inference tensor be written to; deferred logits keep to its documented rule.
-        if make is not product and "Inplace update to inference tensor" not in str(error):
-            raise
-        assert "megatron_rl_patches" not in str(error)
-        return None
-
-
-def product(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    # No view: a hook of a view is lost when somebody writes to it.
-    return linear(hidden, weight, bias).clone()
-
-
-def existing(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return rows_of_existing(product(hidden, weight, bias))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda h, w, b: deferred_logits(h, w, bias=b, tile_bytes=8 * 16), existing],
-    ids=["of an output layer", "that exist"],
-)
-def test_random_programs(make: Callable[..., Tensor]) -> None:
-    for seed in range(PROGRAMS):
-        expected = outcome(seed, product)
-        if expected is None:
-            continue
+    def __init__(self, program: Program) -> None:
+        self.program, self.refused = program, False
+        places = [Place(t, c) for c in range(program.cp) for t in range(program.tp)]
+        self.hidden = [leaves_of(program, Place(0, c))[0] for c in range(program.cp)]
+        self.leaves = {place: (self.hidden[place[1]], *leaves_of(program, place)[1:]) for place in places}
+        self.data: list[list[Data]] = []
+        self.values: list[list[Tensor]] = []
+        tensors: dict[Place, list[Tensor]] = {}
         try:
-            found = outcome(seed, make)
-            torch.testing.assert_close(found or expected, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}") from error
+            for place, (hidden, weight, bias) in self.leaves.items():
+                # No view: a hook of a view is lost when somebody writes to it.
+                tensors[place] = [linear(hidden, weight, bias).clone()]
+                for step in program.steps:
+                    run_step(step, tensors[place], place.tp_rank)
+            total = sum(self._loss(loss, tensors) for loss in program.losses)
+            if isinstance(total, Tensor) and total.requires_grad:
+                total.backward()
+        except (RuntimeError, IndexError) as error:
+            assert "megatron_rl_patches" not in str(error)
+            self.refused = True
+
+    def _loss(self, loss: Loss, tensors: dict[Place, list[Tensor]]) -> Tensor:
+        chosen = {place: chosen_of(loss, of_place) for place, of_place in tensors.items()}
+        cp, tp = self.program.cp, self.program.tp
+        parts = [torch.cat([chosen[Place(t, c)] for t in range(tp)], -1) for c in range(cp)]
+        is_of_microbatch = loss.kind in OF_MICROBATCH
+        if is_of_microbatch:
+            parts = [joined(parts).flatten(0, 1)[_RESPONSE_ROWS]]
+        data = [Data(loss, self.program, part.detach()) for part in parts]
+        values = [dense(loss, *pair) for pair in zip(data, parts, strict=True)]
+        # Beyond this the ratios of a policy loss are bounded, and no formula.
+        self.refused |= loss.kind == "policy" and not (values[0].abs() < 1e6).all()
+        self.data.append(data * (cp // len(data)))
+        self.values.append(values * (cp // len(data)))
+        # Every context-parallel rank computes the whole loss of the microbatch, and all of them are added up.
+        return sum(map(weighted, values), start=torch.zeros(())) * (cp if is_of_microbatch else 1)
+
+    def of(self, place: Place) -> Outcome | str:
+        """Return what a rank must find."""
+        if any(loss.wrong for loss in self.program.losses):
+            return REFUSED
+        values = [of_loss[place.cp_rank].detach() for of_loss in self.values]
+        return Outcome(values, gradients_of(self.leaves[Place(*place[:2])]))
+
+
+def leaves_of(program: Program, place: Place) -> Leaves:
+    """Return hidden states of a context-parallel rank, and weight and bias of a tensor-parallel one."""
+    generator = torch.Generator().manual_seed(program.seed)
+    columns = slice(place.tp_rank * program.width, (place.tp_rank + 1) * program.width)
+    dtype = torch.float32 if program.close else torch.float64
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if program.close:  # each row of logits is a column of the weight
+        hidden, weight = (
+            torch.eye(B * S).view(B, S, B * S),
+            2 * random(program.width * program.tp, B * S) + 15,
+        )
+    else:
+        hidden, weight = random(B, S, H), random(program.width * program.tp, H)
+    bias = random(len(weight))
+    if program.masked:
+        bias[len(weight) // 2 :] = program.masked
+    # Zigzag: each rank has a chunk from the front and one from the back.
+    chunks = hidden.chunk(2 * program.cp, 1)
+    part = torch.cat([chunks[place.cp_rank], chunks[-1 - place.cp_rank]], 1) if program.cp > 1 else hidden
+    leaves = part.to(dtype), weight[columns].to(dtype), None if program.close else bias[columns].clone()
+    for leaf, has_gradient in zip(leaves, program.gradients, strict=True):
+        if leaf is not None:
+            leaf.requires_grad_(has_gradient and not (program.close and leaf is leaves[0]))
+    return leaves
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Return whole sequences from those of context-parallel ranks."""
+    halves = [part.chunk(2, 1) for part in parts]
+    return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], 1)
+
+
+def chosen_of(loss: Loss, tensors: list[Tensor]) -> Tensor:
+    """Return the tensor that a loss is of: rows, or for a microbatch logits of its shape."""
+    chosen = tensors[loss.of % len(tensors)]
+    if loss.kind in OF_MICROBATCH:
+        return chosen if chosen.shape == tensors[0].shape else tensors[0]
+    return chosen.reshape(-1, chosen.shape[-1])
+
+
+def weighted(values: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 2, values.numel(), dtype=values.dtype).view(values.shape)
+    return (weights * values).sum()
+
+
+def gradients_of(leaves: Leaves) -> list[Tensor]:
+    needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in needed]
+
+
+def made(program: Program, leaves: Leaves, place: Place) -> Tensor:
+    hidden, weight, bias = leaves
+
+    def make(x: Tensor) -> Tensor:
+        if program.made == "deferred":
+            return deferred_logits(
+                x * 1 if program.within else x,
+                weight,
+                bias=bias,
+                tp_group=place.tp_group,
+                tile_bytes=program.tile_bytes,
+            )
+        logits = linear(sum_gradient(x, place.tp_group), weight, bias).clone()
+        return logits if program.made == "ordinary" else rows_of_existing(logits)
+
+    if not program.within:
+        return make(hidden)
+    return checkpoint(make, hidden, use_reentrant=program.within == "reentrant")
+
+
+def outcome(program: Program, reference: Reference, place: Place) -> Outcome | str:
+    """Return what this package makes of the program on this rank."""
+    leaves, values = leaves_of(program, place), []
+    try:
+        tensors = [made(program, leaves, place)]
+        for step in program.steps:
+            run_step(step, tensors, place.tp_rank)
+        for loss, data in zip(program.losses, reference.data, strict=True):
+            logits = chosen_of(loss, tensors)
+            values.append(ours(loss, data[place.cp_rank], logits, program, place))
+        total = sum(map(weighted, values))
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+    except InvalidInputError:
+        if not any(loss.wrong for loss in program.losses):
+            raise
+        return REFUSED
+    return Outcome([x.detach() for x in values], gradients_of(leaves))
+
+
+def check(program: Program, place: Place) -> None:
+    reference = Reference(program)
+    if reference.refused:
+        return
+    expected = reference.of(place)
+    try:
+        found = outcome(program, reference, place)
+        assert isinstance(found, str) == isinstance(expected, str), found
+        if isinstance(found, Outcome) and isinstance(expected, Outcome):
+            compare(program, found, expected)
+    except Exception as error:
+        # torch lets a detached inference tensor be written to; deferred logits keep to its documented rule.
+        if "Inplace update to inference tensor" not in str(error):
+            raise AssertionError(f"{type(error).__name__}: {error}\n{program!r}") from error
+
+
+def compare(program: Program, found: Outcome, expected: Outcome) -> None:
+    if not program.close:
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
+        return
+    for mine, formula in zip(found.values, expected.values, strict=True):
+        torch.testing.assert_close(mine.double(), formula, rtol=1e-3, atol=1e-13)
+    for mine, formula in zip(found.gradients, expected.gradients, strict=True):
+        torch.testing.assert_close(mine, formula, rtol=0, atol=1e-3 * float(formula.abs().max()))
+
+
+# --- on one rank, and on several
+
+
+def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
+    """Yield this process's place in each layout ``(tp, cp)``, with groups that do not wait for long."""
+    rank = dist.get_rank()
+    for tp in (n for n in (1, 2, 4) if ranks % n == 0):
+        by_tp = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
+        by_cp = [list(range(first, ranks, tp)) for first in range(tp)]
+        groups = [
+            next(
+                made
+                for members, made in [(one, dist.new_group(one, timedelta(seconds=15))) for one in group]
+                if rank in members
+            )
+            for group in (by_tp, by_cp)
+        ]
+        yield (tp, ranks // tp), Place(rank % tp, rank // tp, groups[0], groups[1] if tp < ranks else None)
+
+
+def check_all(ranks: int, seeds: range, found: bool = False) -> None:
+    """Check the programs of some seeds, and those of this number of ranks that were found before."""
+    by_layout = dict(places(ranks)) if ranks > 1 else {(1, 1): Place()}
+    shortened = [program for number, program in FOUND.values() if found and number == ranks]
+    for program in [*shortened, *(drawn(seed, ranks) for seed in seeds)]:
+        check(program, by_layout[program.tp, program.cp])
+
+
+def test_on_one_rank() -> None:
+    check_all(1, range(PROGRAMS[1][0]), found=True)
+
+
+@on_ranks(2, megatron=False, timeout=60)
+def test_on_two_ranks() -> None:
+    check_all(2, range(PROGRAMS[2][0]), found=True)
+
+
+@pytest.mark.slow
+def test_more_on_one_rank() -> None:
+    check_all(1, range(*PROGRAMS[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks(lambda ranks: ranks, megatron=False, timeout=300)
+def test_more_on_several_ranks(ranks: int) -> None:
+    check_all(ranks, range(*PROGRAMS[ranks]))

@@ -16,7 +16,8 @@ PACKAGE = ROOT / "megatron_rl_patches"
 # Part -> parts that it may import; parts are folders of the package, or modules of it.
 HELPERS = {"common", "errors"}
 ARROWS: dict[str, set[str]] = {
-    **{part: set() for part in ("common", "errors")},
+    "errors": set(),
+    "common": {"errors"},
     "reentry": HELPERS,
     "inference": {*HELPERS, "losses", "reentry"},
     "losses": HELPERS,

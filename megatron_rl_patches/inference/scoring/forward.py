@@ -162,7 +162,7 @@ def forward_topk(
 
     check = None if k is not None else partial(_problem_with_ids, None if at is None else at_ids, most)
     samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, check)
-    return None if samples is None else [TopKDistribution(*sample) for sample in samples]
+    return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
 
 
 def forward_hidden_states(

@@ -92,10 +92,22 @@ def valid_indices(indices: Tensor, source: LogitSource) -> Tensor:
 
 def _valid_ids(name: str, ids: Tensor, source: LogitSource, meaning: str) -> Tensor:
     _check_device(name, ids, source.device)
-    vocab_size, ignore_index = source.vocab_size, source.options.ignore_index
+    check_ids(name, ids, source.vocab_size, source.options.ignore_index, meaning)
+    return ids.long()
+
+
+def check_ids(name: str, ids: Tensor, vocab_size: int, ignore_index: int, meaning: str) -> None:
+    """Reject ids outside of the vocabulary, but for ``ignore_index``."""
     in_vocabulary = ((ids >= 0) & (ids < vocab_size)) | (ids == ignore_index)
     _require(in_vocabulary, f"{name}: token ids below {vocab_size}, or {ignore_index} {meaning}", ids)
-    return ids.long()
+
+
+def check_distinct(name: str, ids: Tensor) -> None:
+    """Reject an id that a row ``[K]`` has twice; negative ones are none."""
+    ordered = ids.sort(1).values
+    is_repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    expected = f"{name}: each id at most once per token, since its probability would count twice"
+    _require(~is_repeated, f"{expected}; -100 stands for no entry", ordered[:, 1:])
 
 
 def _valid_rows(rows: Tensor | slice | None, logits: Tensor) -> RowIndex:

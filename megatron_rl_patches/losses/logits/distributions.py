@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -98,11 +98,14 @@ class TopKDistribution(Distribution):
         log_probs: their log-probabilities in nats, float32 or float64 ``[n, k]``.
         tail_log_prob: log-probability of all other ids together, ``[n]``, in the same dtype; -inf if the k
             ids are the whole vocabulary.
+        temperature: what the logits were divided by; ``None``: nobody knows. A loss with another temperature
+            refuses them.
     """
 
     indices: Tensor
     log_probs: Tensor
     tail_log_prob: Tensor
+    temperature: float | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         indices, log_probs, tail = self.tensors
@@ -132,7 +135,7 @@ class TopKDistribution(Distribution):
         return self.indices, self.log_probs, self.tail_log_prob
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> TopKDistribution:
-        return TopKDistribution(*tensors)
+        return TopKDistribution(*tensors, temperature=self.temperature)
 
     @property
     def source(self) -> tuple[object, ...]:
@@ -154,7 +157,20 @@ class TopKDistribution(Distribution):
             return torch.stack(parts).logsumexp(0).to(log_probs(distributions[0]).dtype)
 
         log_probs, tail = mix(lambda one: one.log_probs), mix(lambda one: one.tail_log_prob)
-        return TopKDistribution(distributions[0].indices, log_probs, tail)
+        temperature = one_temperature(distributions)
+        return TopKDistribution(distributions[0].indices, log_probs, tail, temperature=temperature)
+
+
+def one_temperature(distributions: Sequence[Any], of_loss: float | None = None) -> float | None:
+    """Return the temperature of a loss and of those distributions that know theirs; refuse several."""
+    of_each = [of_loss, *(getattr(one, "temperature", None) for one in distributions)]
+    known = [float(number) for number in of_each if number is not None]
+    if any(not math.isclose(number, known[0], rel_tol=1e-6) for number in known):  # some may be in float32
+        raise InvalidInputError(
+            f"distributions {'' if of_loss is None else 'and loss '}are of the temperatures "
+            f"{list(dict.fromkeys(known))}: score student, teachers and old at that of the rollout"
+        )
+    return known[0] if known else None
 
 
 def check_same_indices(distributions: Sequence[Any]) -> None:

@@ -59,7 +59,7 @@ def vocab_parallel_topk(
     source = checked_source(logits, rows, options)
     expected = f"from 1 to {source.vocab_size}, the size of the vocabulary"
     k = check_integer("k", k, 1, expected, highest=source.vocab_size)
-    return TopKDistribution(*_topk(source, k))
+    return TopKDistribution(*_topk(source, k), temperature=float(temperature))
 
 
 @without_autocast

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.distributions import NO_ENTRY, Distribution, TopKDistribution, check_same_indices
+from ..logits.arguments import check_distinct, check_ids
+from ..logits.distributions import (
+    NO_ENTRY,
+    Distribution,
+    TopKDistribution,
+    check_same_indices,
+    one_temperature,
+)
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
+from ..logits.options import VocabParallelOptions
 from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
@@ -67,8 +75,8 @@ class DistillationBatch:
     """The data of a distillation loss, besides the logits, for the responses of one microbatch.
 
     The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
-    at the same indices, or :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under
-    context parallelism every rank has the full responses.
+    at the same indices, in any order and each once per token, or :class:`FullDistribution`. Otherwise
+    :class:`InvalidInputError` is raised. Under context parallelism every rank has the full responses.
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
@@ -190,10 +198,17 @@ def comparison(
     """
     if batch.is_full:
         return _full_comparison(rows, index, batch, options, how)
+    one_temperature(
+        [one for scored in (*batch.teachers, batch.old or ()) for one in scored], how["temperature"]
+    )
     tokens = _Tokens.of(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
         ids = tokens.teachers[0].indices
+        if len(ids) < len(tokens.all_ids):
+            # A rank that refused its own ids alone would leave the others waiting for its values.
+            vocab_size = logits.shape[1] * VocabParallelOptions(how["tp_group"]).tp_size
+            check_ids("indices", tokens.all_ids, vocab_size, NO_ENTRY, "for no entry")
         at_ids = vocab_parallel_log_probs_at(logits, ids, rows=rows, with_tail=True, **how)
         return _per_token(*at_ids, tokens, options)
 
@@ -204,24 +219,35 @@ def comparison(
 
 
 class _Tokens(NamedTuple):
-    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values."""
+    """Teachers, old policy and mask at ``n`` response tokens; masked tokens have neither ids nor values.
+
+    ``all_ids`` are those of all responses, also of tokens that other context-parallel ranks compare.
+    """
 
     teachers: list[TopKDistribution]
     old: TopKDistribution | None
     mask: Tensor
+    all_ids: Tensor
 
     @classmethod
     def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
-        mask = on_device(torch.cat(list(batch.loss_masks)), device)[index] != 0
+        counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
+        mask = counts[index]
+
+        def joined(distributions: Sequence[Distribution]) -> TopKDistribution:
+            return TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)
+
+        all_ids = joined(batch.teachers[0]).indices.masked_fill(~counts[:, None], NO_ENTRY)
+        check_distinct("indices", all_ids)
+        ids = all_ids[index]
 
         def selected(distributions: Sequence[Distribution]) -> TopKDistribution:
-            topk = TopKDistribution.cat(cast("Sequence[TopKDistribution]", distributions)).to(device)[index]
-            ids = topk.indices.masked_fill(~mask[:, None], NO_ENTRY)
-            return TopKDistribution(ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask))
+            topk = joined(distributions)[index]
+            return topk.with_tensors([ids, _masked(topk.log_probs, mask), _masked(topk.tail_log_prob, mask)])
 
         teachers = [selected(teacher) for teacher in batch.teachers]
-        return cls(teachers, None if batch.old is None else selected(batch.old), mask)
+        return cls(teachers, None if batch.old is None else selected(batch.old), mask, all_ids)
 
 
 def _masked(values: Tensor, mask_n: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from ...common.agreement import agreed
 from ...errors import InvalidInputError
+from ..logits.options import check_integer
 
 Normalization = Literal["token", "sequence", "constant"]
 #: A loss as a sum, the count to divide it by, and metrics, as Megatron's schedules take them.
@@ -77,17 +79,25 @@ def mean_count(
         loss_masks: masks of all responses of this replica in this step, ``[response_length]`` each.
         num_microbatches: number of microbatches of this replica in this step.
         normalization: as in :func:`token_weights`.
-        data_parallel_group: process group of the replicas, **without** context parallelism; one all-reduce of
-            two numbers runs over it. ``None`` if there is one replica only.
+        data_parallel_group: process group of the replicas, **without** context parallelism; one small
+            all-gather runs over it. ``None`` if there is one replica only.
 
     Returns:
         Count of all replicas by their number of microbatches; 1 if every token is masked, so the loss is 0.
+
+    Raises:
+        InvalidInputError: as :func:`token_weights`, or there are no microbatches; on every replica, if it
+            happens on one.
     """
-    _, count = token_weights(loss_masks, normalization, constant_length=1)
-    total = torch.stack([count.double(), torch.full_like(count, num_microbatches).double()])
-    if data_parallel_group is not None:
-        torch.distributed.all_reduce(total, group=data_parallel_group)
-    return float(total[0] / total[1]) or 1.0
+    counts, problem = (0, 0), None
+    try:
+        _, count = token_weights(loss_masks, normalization, constant_length=1)
+        number = check_integer("num_microbatches", num_microbatches, 1, "the microbatches of this step")
+        counts = int(count), number
+    except InvalidInputError as error:
+        problem = str(error)
+    counted, microbatches = zip(*agreed(counts, problem, data_parallel_group), strict=True)
+    return sum(counted) / sum(microbatches) or 1.0
 
 
 def check_normalization(normalization: str, constant_length: int | None) -> None:
@@ -139,20 +149,33 @@ def average_metrics(
     Args:
         reports: one dict of ``[sum, count]`` pairs per microbatch, which ``get_forward_backward_func()(...)``
             returns on the last pipeline stage; empty on the other stages.
-        group: data-parallel process group of that stage, over which two all-reduces run. ``None`` averages
-            over this rank's microbatches only.
+        group: data-parallel process group of that stage, over which one small all-gather runs. ``None``
+            averages over this rank's microbatches only.
 
     Returns:
         Sum divided by count, ``nan`` where the count is zero; and the maximum for names that end in ``_max``.
+
+    Raises:
+        InvalidInputError: metrics of some microbatch have other names, or are no pairs; on every rank.
     """
-    if not reports:
+    names, values, problem = sorted(reports[0]) if reports else [], torch.zeros(0), None
+    for number, report in enumerate(reports):
+        if sorted(report) != names:
+            problem = (
+                f"reports: that of microbatch {number} has {sorted(report)}, that of microbatch 0 {names}"
+            )
+        elif wrong := [name for name in names if tuple(report[name].shape) != (2,)]:
+            problem = f"reports: {wrong[0]!r} is {list(report[wrong[0]].shape)}, expected [sum, count]"
+    if names and problem is None:
+        values = torch.stack([torch.stack([report[name] for report in reports]) for name in names]).cpu()
+    ranks = agreed((names, values), problem, group)
+    for rank, (others, _) in enumerate(ranks):
+        if others != ranks[0][0]:
+            raise InvalidInputError(f"reports: rank {rank} of the group has {others}, rank 0 {ranks[0][0]}")
+    if not names:
         return {}
-    names = sorted(reports[0])
-    values = torch.stack([torch.stack([report[name] for report in reports]) for name in names])
-    pairs, maxima = values.sum(1), values[:, :, 0].amax(1)
-    if group is not None:
-        torch.distributed.all_reduce(pairs, group=group)
-        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
-    is_maximum = torch.tensor([name.endswith("_max") for name in names], device=pairs.device)
+    pairs = torch.stack([values.sum(1) for _, values in ranks]).sum(0)
+    maxima = torch.cat([values[:, :, 0] for _, values in ranks], 1).amax(1)
+    is_maximum = torch.tensor([name.endswith("_max") for name in names])
     averages = torch.where(is_maximum, maxima, pairs[:, 0] / pairs[:, 1])
     return dict(zip(names, averages.tolist(), strict=True))

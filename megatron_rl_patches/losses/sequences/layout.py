@@ -152,10 +152,13 @@ class SequenceLayout:
         and the row that predicts it may stand on different ranks; other lengths raise
         :class:`InvalidInputError`.
         """
+        return self.targets(tokens).index_select(0, self.response_index).long()
+
+    def targets(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the response tokens of all samples in a row, also those that other ranks predict."""
         self._check_lengths_of("tokens", tokens, self.total_lengths)
         pairs = zip(tokens, self.response_lengths, strict=True)
-        responses = [sample.narrow(0, len(sample) - length, length) for sample, length in pairs]
-        return torch.cat(responses).index_select(0, self.response_index).long()
+        return torch.cat([sample.narrow(0, len(sample) - length, length) for sample, length in pairs])
 
     def split_responses(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Split values of this rank's response tokens ``[n, ...]`` into ``[local_length, ...]`` per sample.

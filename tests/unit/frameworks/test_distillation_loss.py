@@ -184,7 +184,8 @@ def test_the_importance_ratio_needs_the_old_policy() -> None:
     microbatch, name = batch(), "importance_weighted_reverse_kl"
     with pytest.raises(InvalidInputError, match="needs opd_old in the batch"):
         loss_of(logits_leaf(), microbatch, opd_divergence=name)
-    samples = vocab_parallel_topk(responses_of(logits_leaf()).detach(), K).split(RESPONSES)
+    of_all = vocab_parallel_topk(responses_of(logits_leaf()).detach(), K, temperature=TEMPERATURE)
+    samples = of_all.split(RESPONSES)
     both = {"opd_teachers": [(sample,) for sample in samples], "opd_old": samples}
     loss, _ = loss_of(logits_leaf(), {**microbatch, **both}, opd_divergence=name)
     assert loss == 0  # where they agree the advantage is zero

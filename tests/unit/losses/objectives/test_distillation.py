@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -311,6 +312,7 @@ def test_the_device_gets_the_hidden_states_of_tokens_that_count(
 
 TOP_K, FULL = teacher("top-k", "math"), teacher("full", "math")
 ROUTED, MIXED = teachers("full", "routed")[0], teachers("full", "mixed")[0]
+TWICE = replace(OLD, indices=OLD.indices[:, [0, 1, 2, 0]], temperature=None).split(RESPONSES)
 OTHER_IDS = [vocab_parallel_topk(random(n, V, seed=n), K) for n in RESPONSES]
 HEAD = HEADS["math"]
 
@@ -335,6 +337,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "lengths of old": (lambda: DistillationBatch([TOP_K], MASKS, TOP_K[::-1]), "of old have the shapes"),
     "ids": (lambda: DistillationBatch([TOP_K, OTHER_IDS], MASKS), "different indices"),
     "ids of old": (lambda: DistillationBatch([TOP_K], MASKS, OTHER_IDS), "different indices"),
+    "an id twice": (lambda: loss_func(DistillationBatch([TWICE], MASKS)), "at most once per token"),
+    "another temperature": (
+        lambda: loss_func(DistillationBatch([OLD.split(RESPONSES)], MASKS)),
+        r"and loss are of the temperatures \[1.0, 0.7\]",
+    ),
+    "another temperature of old": (
+        lambda: loss_func(DistillationBatch([TOP_K], MASKS, OLD.split(RESPONSES))),
+        r"and loss are of the temperatures \[1.0, 0.7\]",
+    ),
+    "temperatures of a mixture": (
+        lambda: mix_teachers([OLD, replace(OLD, temperature=1.0)]),
+        r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
     "old is a mixture": (lambda: DistillationBatch([ROUTED], MASKS, MIXED), "old is a mixture"),
     "no old": (
         lambda: loss_func(DistillationBatch([TOP_K], MASKS), divergence="importance_weighted_reverse_kl"),
@@ -393,3 +408,15 @@ def test_log_probs_of_other_responses_are_refused() -> None:
     for of_student in ((log_probs[:2], tails), (log_probs, tails[::-1])):
         with pytest.raises(InvalidInputError, match="have the shapes"):
             distillation_loss(*of_student, batch, DistillationOptions())
+
+
+def test_the_order_of_ids_does_not_matter_nor_what_masked_tokens_have() -> None:
+    def loss(topk: TopKDistribution) -> Tensor:
+        logits = random(1, sum(TOTALS), V, seed=1)
+        batch = DistillationBatch([topk.split(RESPONSES)], MASKS)
+        return make_distillation_loss_func(LAYOUT, batch, temperature=TEMPERATURE)(logits)[0]
+
+    reordered = replace(OLD, indices=OLD.indices.flip(1), log_probs=OLD.log_probs.flip(1))
+    masked = replace(OLD, indices=OLD.indices.where(MASK[:, None], 0))
+    torch.testing.assert_close(loss(reordered), loss(OLD), rtol=1e-12, atol=0)
+    assert torch.equal(loss(masked), loss(OLD))

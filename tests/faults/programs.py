@@ -1,0 +1,230 @@
+"""Random programs on logits as data: drawn from a seed, printed as Python, shortened by hand.
+
+A program makes logits ``[B, S, V]`` on tensor- and context-parallel ranks, takes them apart and puts them
+together again, writes to them, reads them, and computes losses of what results. It is printed as a call that
+makes it again: drop steps from it until what fails is short.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+B, S, H, TOTALS, RESPONSES = 2, 8, 4, (6, 5), (4, 3)
+
+_KEEPS_VALUES = ("slice", "index", "rows", "cat", "reshape", "transpose", "split", "detach", "clone", "look")
+_OFTEN = (*_KEEPS_VALUES[:-1], "divide", "divide", "convert", "columns", "columns")
+_RARELY = ("write", "write alias", "divide in place", "look", "hook", "function", "no_grad", "inference")
+#: What one tensor-parallel rank may do alone: no rank waits for the others, or for their gradients.
+_ALONE = ("columns", "divide", "clone", "write", "write alias", "divide in place", "look", "hook", "function")
+_MASKS = (-torch.inf, -1e5, torch.finfo(torch.float32).min)
+DIVERGENCES = (
+    "reverse_kl",
+    "forward_kl",
+    "forward_kl",
+    "jensen_shannon",
+    "skewed_forward_kl",
+    "skewed_reverse_kl",
+)
+
+
+class _Printed:
+    """Prints as the call that makes it, without what has its default."""
+
+    def __repr__(self) -> str:
+        of_fields = [(field.name, getattr(self, field.name), field.default) for field in fields(self)]
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in of_fields if value != default)
+        return f"{type(self).__name__}({shown})"
+
+
+@dataclass(frozen=True, repr=False)
+class Step(_Printed):
+    """Appends a tensor made of one before, or changes one.
+
+    Attributes:
+        of: which tensor, modulo their number; -1 is the last.
+        draw: seed of what is drawn: which rows, which columns, which number.
+        alone: the tensor-parallel rank that does it; the others go on with the tensor itself.
+    """
+
+    kind: str
+    of: int
+    draw: int
+    alone: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Loss(_Printed):
+    """A loss of one tensor.
+
+    Attributes:
+        kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``; of the microbatch ``policy`` and
+            ``distillation``.
+        of: which tensor, as in a step.
+        draw: seed of targets, ids, masks and teachers.
+        within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.
+        wrong: what all ranks must refuse: an ``id`` outside of the vocabulary, a ``duplicate`` one.
+    """
+
+    kind: str
+    of: int
+    draw: int
+    temperature: float = 1.0
+    divergence: str = "reverse_kl"
+    within: str = ""
+    wrong: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Program(_Printed):
+    """Logits, steps and losses.
+
+    Attributes:
+        seed: of hidden states and weights.
+        tp: number of tensor-parallel ranks, ``cp`` of context-parallel ranks.
+        made: ``deferred``, ``existing`` (deferred rows of logits that exist), ``ordinary``.
+        within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
+        masked: what the bias of the second half of the vocabulary is, if not zero.
+        close: logits around 15 in float32 without a rounding, and teachers next to the student.
+        gradients: whether hidden states, weight and bias require one.
+    """
+
+    seed: int
+    tp: int = 1
+    cp: int = 1
+    made: str = "deferred"
+    within: str = ""
+    masked: float = 0.0
+    close: bool = False
+    tile_bytes: int = 128
+    gradients: tuple[bool, bool, bool] = (True, True, True)
+    steps: tuple[Step, ...] = ()
+    losses: tuple[Loss, ...] = ()
+
+    @property
+    def width(self) -> int:
+        """Columns of one rank."""
+        return (1024 if self.close else 10) // self.tp
+
+
+def drawn(seed: int, ranks: int = 1) -> Program:
+    """Draw a program for so many ranks."""
+    draw = random.Random(seed * 8 + ranks)
+    tp = draw.choice([n for n in (1, 2, 4) if ranks % n == 0])
+    close = draw.random() < 0.15
+
+    def which() -> int:
+        return draw.choice([-1, draw.randrange(8)])
+
+    def step() -> Step:
+        kind = draw.choice(_KEEPS_VALUES if close else _OFTEN * 2 + _RARELY)
+        alone = draw.randrange(tp) if kind in _ALONE and tp > 1 and draw.random() < 0.5 else None
+        return Step(kind, which(), draw.randrange(1000), alone)
+
+    def loss(last: bool) -> Loss:
+        kinds = ["divergence", "scores"] if close else ["scores", "at", "topk", "divergence"] * 2
+        kinds += [] if close else ["policy", "distillation"] * (1 if ranks == tp else 8)
+        kind = draw.choice(kinds + ["sum"] * (tp == 1 and not close))
+        wrong = draw.choice(["id", "id", "duplicate"]) if last and draw.random() < 0.15 else ""
+        if kind not in ("policy", "distillation") or (kind == "policy" and wrong == "duplicate"):
+            wrong = ""
+        return Loss(
+            *(kind, which(), draw.randrange(1000), draw.choice([1.0, 0.7, 0.6, 2.0])),
+            *(draw.choice(DIVERGENCES), draw.choice(["", "", "checkpointed", "reentrant"]), wrong),
+        )
+
+    made = draw.choice(["deferred"] * 3 + ["existing", "ordinary"])
+    gradients = tuple(draw.random() < 0.8 for _ in range(3))
+    within = draw.choice(["", "", "checkpointed", "reentrant"]) if gradients[0] and not close else ""
+    number = 1 if close else draw.randrange(1, 3)
+    return Program(
+        seed,
+        tp,
+        cp=ranks // tp,
+        made=made,
+        within=within,
+        masked=draw.choice(_MASKS) if not close and draw.random() < 0.3 else 0.0,
+        close=close,
+        tile_bytes=draw.choice([1 << 14, 1 << 20] if close else [128, 128, 512, 1 << 20]),
+        gradients=gradients,
+        steps=tuple(step() for _ in range(draw.randrange(0, 8))),
+        losses=tuple(loss(n == number - 1) for n in range(number)),
+    )
+
+
+class _ThreeTimes(torch.autograd.Function):
+    """Rows whose gradient is three times what it is, as no known operation's is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+def run_step(step: Step, tensors: list[Tensor], rank: int) -> None:
+    """Do what the step does on a tensor-parallel rank."""
+    x, kind, draw = tensors[step.of % len(tensors)], step.kind, random.Random(step.draw)
+    if step.alone not in (None, rank):
+        tensors.append(x)
+        return
+    without_graph = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with without_graph.get(kind, nullcontext)():
+        if kind in without_graph:
+            kind = draw.choice(["slice", "index", "clone", "reshape"])
+        tensors.append(_result(kind, x, tensors, draw, rank))
+
+
+def _result(kind: str, x: Tensor, tensors: list[Tensor], draw: random.Random, rank: int) -> Tensor:
+    rows, size, width = x.dim() - 1, x.shape[0], x.shape[-1]
+    if kind == "slice":
+        dim = draw.randrange(rows)
+        start, stop = sorted(draw.choices(range(x.shape[dim] + 1), k=2))
+        return x.narrow(dim, start, stop - start)[:: draw.choice([1, 1, 2])]
+    if kind == "index":
+        numbers = torch.tensor([draw.randrange(size) for _ in range(draw.randrange(4))] if size else [])
+        return x[numbers.long()] if draw.random() < 0.5 else x.index_select(0, numbers.long())
+    if kind == "rows":
+        return x[torch.tensor([draw.random() < 0.6 for _ in range(size)], dtype=torch.bool)]
+    if kind == "columns":
+        first = draw.choice([0, 1, width // 2]) or (rank == 0)  # the first id of all stays
+        masked = (torch.arange(width) >= first) & (torch.arange(width) < draw.choice([width, width - 1]))
+        return x.masked_fill(masked, draw.choice(_MASKS))
+    if kind == "cat":
+        others = [other for other in tensors if other.shape[1:] == x.shape[1:]]
+        return torch.cat([x, *draw.choices(others, k=draw.randrange(1, 3))])
+    if kind == "reshape":
+        return x.reshape(-1, width) if draw.random() < 0.7 else x.unsqueeze(draw.randrange(rows))
+    if kind == "transpose":
+        return x.transpose(0, rows - 1).contiguous() if draw.random() < 0.5 else x.transpose(0, rows - 1)
+    if kind == "split":
+        return draw.choice(x.split(max(size // 2, 1))) if size else x
+    if kind == "divide":
+        number = draw.choice([2.0, 0.7, 1.0])
+        return x / (torch.tensor(number, dtype=x.dtype) if draw.random() < 0.3 else number)
+    if kind == "detach":
+        return x.detach()
+    if kind == "clone":
+        return x.clone()
+    if kind == "convert":
+        return x.to(torch.float64)
+    if kind == "function":
+        return _ThreeTimes.apply(x)
+    if kind == "divide in place" and x.numel():
+        x.div_(draw.choice([2.0, 0.7]))
+    elif kind == "write" and size:
+        x[draw.randrange(size)] = draw.random()
+    elif kind == "write alias" and x.numel():
+        x[..., width // 4 : width // 2].mul_(1.5)
+    elif kind == "look":
+        draw.choice([lambda: x.detach().abs().max(), lambda: x.detach().sum(), lambda: x.exp().sum()])()
+    elif kind == "hook" and x.grad_fn is not None:
+        x.register_hook(lambda gradient: 2 * gradient)
+    return x
