@@ -161,7 +161,8 @@ class Divergence:
             function it is a tensor without dimensions.
         needs_old: it compares with the policy that sampled, too.
         needs_normalizers: a part of the columns says nothing of it before the probabilities of all are known.
-        covers_mass: its derivative is not zero where the student's probability is.
+        covers_mass: its derivative is not zero where the student's probability is. The second of its terms
+            is ``p - q`` then.
         counts_tail: the bucket of all other ids adds to it. Without it, it is for buckets only.
     """
 

@@ -9,7 +9,7 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
-They take a second pass and a second collective. So does a divergence where one distribution rules a column
+They take a second pass and a second collective. So does a divergence where one distribution rules columns
 out that another does not: what that costs cannot be said of a part alone.
 
 For large logits this is compiled, with each stretch of columns as a part of its own: one kernel reads the
@@ -29,13 +29,18 @@ from torch import Tensor
 
 from .autograd import LogitFunction, Tensors, all_gather
 from .compiling import BlockFunction
-from .divergences import RULED_OUT, Compared, Divergence
+from .divergences import Compared, Divergence
 from .overwriting import StorageClaim
 from .rows import Inputs, LogitSource, SelectedRows, Tile, reduced, shifted
 from .softmax import exp, stretches, sum_of_columns
 from .tiles import OutputLayerRows
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
+# A gap of more nats is that of a column, or a part of the columns, which one distribution rules out, by -inf
+# or by a large negative number. The gaps of a column, stretch, tile and rank add up, so none of these alone
+# need come near to RULED_OUT.
+_FAR = 1e3
+_LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
 # four times as large.
@@ -117,8 +122,7 @@ class _FullDivergence(LogitFunction):
             in_one_pass = not (value == _INF).any()
         if not in_one_pass:
             value, expected, *lost = _reduced(pairs, _sums, _add, normalizers)
-            value = divergence.without_rounding(value, expected)
-            expected = expected + lost[0] if lost else expected
+            value = divergence.without_rounding(value, expected - lost[0] if lost else expected)
         # Next to a distribution that rules every column out, nothing is a number.
         are_numbers = (normalizers != _MINUS_INF).all(0)
         value, expected = (total.where(are_numbers, torch.nan) for total in (value, expected))
@@ -288,19 +292,15 @@ def _conditional_parts(
     """Return what one pass computes of a block: ``[m + 2, b]``, see :func:`_chain_rule`.
 
     These are the logarithms of the masses of student, teacher and perhaps old policy, and the two sums of
-    :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule a
-    column out that others do not.
+    :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule
+    columns out that others do not.
     """
     xs = _prepared(xs, preparation)
     masses = [_log_sum_exp(x) for x in xs]
     compared = Compared.of(xs, masses)
-    differ = compared.gap.abs().amax(-1)
-    if compared.old_gap is not None:
-        differ = torch.maximum(differ, compared.old_gap.abs().amax(-1))
     value, expected = map(_sum, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
-    # Where one of them rules a column out, the gap is next to RULED_OUT.
-    parts = [*masses, value.masked_fill(differ > -0.5 * RULED_OUT, _INF), expected]
+    parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
     return torch.stack(parts if value.dim() == 1 else _whole(divergence, parts))
 
 
@@ -317,7 +317,16 @@ def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
     compared = Compared.of(masses, totals)
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
     value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
-    return [*totals, value.masked_fill(differ.any(1), _INF), (weights * expected + of_expected).sum(1)]
+    value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
+    return [*totals, value, (weights * expected + of_expected).sum(1)]
+
+
+def _differ(compared: Compared) -> Tensor:
+    """Return whether some distributions rule columns or parts out that others do not, ``[...]``."""
+    largest = compared.gap.abs().amax(-1)
+    if compared.old_gap is not None:
+        largest = torch.maximum(largest, compared.old_gap.abs().amax(-1))
+    return largest > _FAR
 
 
 def _sums(
@@ -330,14 +339,18 @@ def _sums(
     """Return the sums of :meth:`.Divergence.terms` over a block's columns; normalizers ``[m, b]`` are known.
 
     For a divergence that covers mass, the teacher's probability of what the student rules out is the third
-    sum. The second one holds it, and the derivative of these columns, which are constant, does not.
+    sum. These columns are constant, so the second sum is without them.
     """
     normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
     compared = Compared.of(_prepared(xs, preparation), normalizers, log_weights)
-    sums = [_sum(term) for term in divergence.terms(compared)]
+    terms = list(divergence.terms(compared))
     if divergence.covers_mass:
-        sums.append(_sum(compared.q * compared.student.are_ruled_out))
-    values = torch.stack(sums)
+        are_constant = compared.student.are_ruled_out
+        # As a difference of larger terms it has no digits left where the gap is large.
+        exact = torch.where(compared.gap < -_LARGE, compared.p - compared.q, terms[1])
+        terms[1] = exact.masked_fill(are_constant, 0.0)
+        terms.append(compared.q * are_constant)
+    values = torch.stack([_sum(term) for term in terms])
     return values if values.dim() == 2 else values.sum(2)
 
 

@@ -196,14 +196,15 @@ def full_vocabulary_divergence(
 
     Returns:
         ``[n]`` in float32 (float64 for float64 logits of the student), the same bits on all ranks of
-        ``tp_group``. A log-probability of -inf counts as -10,000. NaN and +inf make NaN of their own row. A
-        row whose value gets a gradient of zero has a gradient of zero, whatever its logits are.
+        ``tp_group``. A log-probability below -10,000, such as -inf, counts as -10,000. NaN and +inf make NaN
+        of their own row. A row whose value gets a gradient of zero has a gradient of zero, whatever its
+        logits are.
 
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
             all-gather of up to six numbers per row, and a second one of two or three numbers for divergences
             from a mixture of student and teacher, for a mixture of teachers, and where only some of the
-            distributions rule an id out.
+            distributions rule ids out: by -inf, or next to it, with log-probabilities 1,000 nats apart.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
     measure = divergence_named(divergence, beta)

@@ -391,7 +391,10 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(compiling.BlockFunction, "_give_up", lambda call, error: pytest.fail(str(error)))
     old, *teachers = (random(T, V, seed=seed, dtype=torch.float32) for seed in range(3))
     near = teachers[0] + 1e-3 * random(T, V, seed=3, dtype=torch.float32)
+    masked = old * 2
+    masked[:, : V // 2] = -3e4  # whole stretches of columns, or all but a few of one
     for beta, weights, student in (
+        (0.5, [1.0], masked),
         (0.3, [1.0], near),
         (0.6, [0.2, 0.8], old * 2),
         (0.4, [0.7, 0.3], old * 2),
@@ -400,7 +403,7 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
         some = teachers[: len(weights)]
         options: dict[str, Any] = {"divergence": name, "beta": beta, "teacher_weights": weights, "old": old}
         values = full_vocabulary_divergence(student, some, **options)
-        expected = dense(name, exact, some, weights, old, beta)
+        expected = dense(name, exact.log_softmax(1).clamp(min=-1e4), some, weights, old, beta)
         assert ((values - expected) / expected).abs().max() < 3e-6
         [found], [reference] = backward(values, student), backward(expected, exact)
         assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 3e-6
@@ -425,6 +428,37 @@ def test_the_gradient_is_that_of_the_value_where_the_student_rules_ids_out(name:
         step[:, column] = 1e-5
         slope = (loss(student + step) - loss(student - step)) / 2e-5
         torch.testing.assert_close(gradient[:, column], slope, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("masked", ["student", "teacher", "old"])
+@of_each
+def test_large_negative_logits_count_as_ruled_out_however_columns_are_cut(
+    name: Any, masked: str, dtype: torch.dtype
+) -> None:
+    """A mask covers whole tiles, or a part of one."""
+    names = ("student", "teacher", "old")
+    for mask in (-3e3, -1e4, -1e5, -1e9, torch.finfo(torch.bfloat16).min, torch.finfo(dtype).min):
+        for columns in (slice(0, 512), slice(256, V), slice(300, 310)):
+            logits = {one: random(3, V, seed=seed, dtype=dtype) for seed, one in enumerate(names)}
+            logits[masked][:, columns] = mask
+            exact = logits["student"].double().requires_grad_()
+            log_p, log_q, log_old = (
+                x.double().log_softmax(1).clamp(min=-1e4) for x in (exact, logits["teacher"], logits["old"])
+            )
+            expected = dense(name, log_p, [log_q], [1.0], log_old, BETA)
+            (reference,) = backward(expected, exact)
+            for tile_bytes in (None, 3 * 256 * dtype.itemsize):
+                leaf = logits["student"].T.contiguous().requires_grad_()
+                student, teacher, old = (
+                    deferred_logits(torch.eye(3, dtype=dtype), weight, tile_bytes=tile_bytes)
+                    for weight in (leaf, logits["teacher"].T.contiguous(), logits["old"].T.contiguous())
+                )
+                values = full_vocabulary_divergence(student, teacher, old=old, divergence=name, beta=BETA)
+                assert ((values - expected) / expected.abs().clamp(min=1.0)).abs().max() < BOUND[dtype]
+                (gradient,) = backward(values, leaf)
+                off = (gradient.T - reference).abs().amax(1) / reference.abs().amax(1)
+                assert off.max() < 3 * BOUND[dtype]
 
 
 @of_each
