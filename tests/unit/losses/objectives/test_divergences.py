@@ -340,7 +340,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
     largest = max(expected.abs().max().item(), 1.0)
     assert (values - expected).abs().max() <= BOUND[dtype] * largest
     for mine, reference in zip(backward(values, hidden, weight), backward(expected, *exact), strict=True):
-        assert (mine - reference).abs().max() <= BOUND[dtype] * reference.abs().max()
+        assert (mine - reference).abs().max() <= 1.5 * BOUND[dtype] * reference.abs().max()
     for one in (student, *teachers):
         assert not isinstance(one, DeferredLogits) or one._contents.values is None
 
@@ -356,19 +356,26 @@ def test_of_equal_distributions_value_and_gradient_are_zero(name: Any, materiali
     assert all(gradient.abs().max() < 1e-14 for gradient in backward(values, hidden, weight))
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jensen_shannon"])
-def test_small_divergences_have_correct_digits_in_float32(name: Any) -> None:
-    teacher = random(T, V, seed=0, dtype=torch.float32) * 2
+def test_small_divergences_have_correct_digits_in_float32(name: Any, temperature: float) -> None:
+    """At any temperature: to divide logits first would round each of them."""
+    teacher = random(T, V, seed=0, dtype=torch.float32) * 2 + 15
+    slack = 1.0 if temperature == 1 else 1.5  # the temperature is rounded, too
     for scale in (1e-1, 1e-3, 5e-5):
-        student = (teacher + scale * random(T, V, seed=1, dtype=torch.float32)).requires_grad_()
+        student = teacher + temperature * scale * random(T, V, seed=1, dtype=torch.float32)
+        student.requires_grad_()
         exact = student.detach().double().requires_grad_()
-        values = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
-        expected = dense(name, exact, [teacher], [1.0], teacher, 0.3)
-        assert scale > 1e-4 or expected.max() < 5e-9
-        bound = 1e-5 if name == "jensen_shannon" else 2e-6
+        values = full_vocabulary_divergence(
+            student, teacher, divergence=name, beta=0.3, temperature=temperature
+        )
+        of_teacher = teacher.double() / temperature
+        expected = dense(name, exact / temperature, [of_teacher], [1.0], of_teacher, 0.3)
+        assert scale > 1e-4 or expected.max() < 1e-8
+        bound = slack * (1e-5 if name == "jensen_shannon" else 2e-6)
         assert ((values - expected) / expected).abs().max() < bound
         [found], [reference] = backward(values, student), backward(expected, exact)
-        assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 2e-6
+        assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < slack * 2e-6
 
 
 @pytest.mark.parametrize("name", ["jensen_shannon", "skewed_forward_kl"])
