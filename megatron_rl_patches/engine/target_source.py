@@ -106,6 +106,11 @@ class TargetSource:
         calls = map(CallNode, _nodes(self.module if in_module else self.function, ast.Call))
         return [call for call in calls if name in ("", call.name)]
 
+    def assigned(self, name: str) -> list[str]:
+        """Return what the function assigns to the variable, as text."""
+        nodes = _nodes(self.function, ast.Assign)
+        return [ast.unparse(node.value) for node in nodes if [*map(ast.unparse, node.targets)] == [name]]
+
     def defines(self, name: str) -> bool:
         """Return whether the module itself defines the function."""
         body = self.module.body if self.module else ()

@@ -9,6 +9,7 @@ slime, miles   ``train``                                     ``TrainGuard``     
 slime, miles   ``save``                                      hooks as before            it restores hooks
 Megatron-LM    ``train``                                     ``TrainGuard``             it is re-entrant
 Megatron-LM    ``save_checkpoint_and_time``                  hooks and timer as before  it restores hooks
+Megatron-LM    ``training_log``                              intervals end on time      it ends them
 Bridge         ``train``                                     ``TrainGuard``             it is re-entrant
 Bridge         ``_update_model_config_funcs``                clears its own functions   it asserts nothing
 verl           ``register_megatron_training_hooks``          one call per config        it asserts nothing
@@ -117,6 +118,12 @@ def _save_is_safe(target: TargetSource) -> str | None:
     return None if _calls_interval_timer(target, "stop") else _restores_hooks(target)
 
 
+def _log_ends_intervals(target: TargetSource) -> str | None:
+    """Return why the log is left alone; ``None`` if the first iteration of a call never ends an interval."""
+    fails = target.assigned("should_reset") == ["not is_first_iteration"]
+    return None if fails else "the first iteration of a call may end an interval"
+
+
 def _calls_interval_timer(target: TargetSource, method: str) -> bool:
     """Return whether the function calls ``timers('interval-time', ...).method(...)``."""
     return any("'interval-time'" in call.function for call in target.calls(method))
@@ -158,7 +165,12 @@ def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
 patch = Patch(
     name="reentrant-train",
     summary="train(), save() and evaluation can be called again and again on the same model",
-    upstream=("THUDM/slime#1857", "THUDM/slime#1779", "verl-project/verl#7380"),
+    upstream=(
+        "THUDM/slime#1857",
+        "THUDM/slime#1779",
+        "verl-project/verl#7380",
+        "NVIDIA/Megatron-LM#6237",
+    ),
     options=ReentrantTrainOptions,
     configured=_configured,
     notes=_notes,
@@ -201,6 +213,14 @@ patch.wrap(
     ".frameworks.training:megatron_save",
     parameters=("model",),
     skip_if=_save_is_safe,
+)
+patch.wrap(
+    "megatron.training.training",
+    "training_log",
+    ".frameworks.training:megatron_training_log",
+    parameters=("iteration", "is_first_iteration"),
+    skip_if=_log_ends_intervals,
+    introduced_with="is_first_iteration",
 )
 patch.wrap(
     "megatron.bridge.training.train",

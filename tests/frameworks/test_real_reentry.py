@@ -6,7 +6,12 @@ Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkou
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,3 +66,44 @@ def test_rollouts_of_a_mixture_of_experts(framework: str, paths: list[str]) -> N
     from tests.frameworks.real_jobs import JOBS
 
     check_rollouts(JOBS[framework], framework, kind="moe", ep=2)
+
+
+@on_ranks(1, timeout=300)
+def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
+    """Three calls of two steps; a line per step, and a line per three steps."""
+    if framework != "megatron.training":
+        pytest.skip("it has a log of its own")
+    prepare(paths)
+    from megatron_rl_patches import applied
+    from tests.frameworks.real_jobs import JOBS
+
+    logs, checksums = {}, []
+    for patched, interval in ((False, 1), (True, 1), (True, 3)):
+        with applied("reentrant-train"), ExitStack() as stack:
+            job = JOBS[framework](overlap_param_gather=False)
+            job.args.log_interval, lines, losses = interval, [], []
+            training, step = job.training, job.training.train_step
+            stack.enter_context(mock.patch.object(training, "print_rank_last", lines.append))
+
+            def noted(*args: Any, step: Any = step, losses: list[float] = losses, **kwargs: Any) -> Any:
+                result = step(*args, **kwargs)
+                losses.append(result[0]["loss"].item())
+                return result
+
+            stack.enter_context(mock.patch.object(training, "train_step", noted))
+            if not patched:
+                original = inspect.unwrap(training.training_log)
+                stack.enter_context(mock.patch.object(training, "training_log", original))
+            for _ in range(3):
+                job.train(2)
+            checksums.append(job.checksum())
+        found = [re.search(r" iteration +(\d+)/.* loss: (\S+) \|", line) for line in lines]
+        logs[patched, interval] = {int(match[1]): float(match[2]) for match in found if match}
+    each = dict(enumerate(losses, 1))
+    assert logs[True, 1] == pytest.approx(each, rel=1e-5)
+    wrong = {**each, 2: (each[1] + each[2]) / 2, 4: (each[3] + each[4]) / 2, 6: (each[5] + each[6]) / 2}
+    if logs[False, 1] != pytest.approx(each, rel=1e-5):  # from 0.16 on
+        assert logs[False, 1] == pytest.approx(wrong, rel=1e-5)
+    assert logs[True, 3][3] == pytest.approx(each[3], rel=1e-5)
+    assert logs[True, 3][6] == pytest.approx((each[5] + each[6]) / 2, rel=1e-5)
+    assert len(set(checksums)) == 1

@@ -58,32 +58,59 @@ _MINUS_INF = float("-inf")
 
 @dataclass(eq=False)
 class LogProbs:
-    """``log p = x - normalizer`` of ``x`` ``[..., w]`` and a float64 normalizer ``[...]``."""
+    """``log p = (x - normalizer) / scale`` of ``x`` ``[..., w]`` and a float64 normalizer ``[...]``.
+
+    Attributes:
+        scale: a tensor without dimensions, or ``None`` for 1. To divide ``x`` itself would add a rounding
+            error, next to which a difference of two distributions may be small.
+    """
 
     x: Tensor
     normalizer: Tensor
+    scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, normalizer: Tensor) -> LogProbs:
-        """Return log-probabilities of at least :data:`RULED_OUT`."""
+    def of(cls, x: Tensor, normalizer: Tensor, scale: Tensor | None = None) -> LogProbs:
+        """Return log-probabilities of at least :data:`RULED_OUT`; the normalizer is that of ``x / scale``."""
         normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
-        return cls(torch.maximum(x, _floor(normalizer, x.dtype)), normalizer)
+        normalizer = normalizer if scale is None else normalizer * scale
+        log_probs = cls(x, normalizer, scale)
+        log_probs.x = torch.maximum(x, log_probs._floor())
+        return log_probs
 
     @property
     def are_ruled_out(self) -> Tensor:
         """Whether a log-probability is a constant, :data:`RULED_OUT`."""
-        return self.x == _floor(self.normalizer, self.x.dtype)
+        return self.x == self._floor()
 
     @property
     def values(self) -> Tensor:
-        rounded, remainder = self._rounded_normalizer()
-        return (self.x - rounded).sub_(remainder)
+        return self._scaled_(self._of_x())
+
+    @property
+    def probabilities(self) -> Tensor:
+        return exp(self._of_x(), scale=self.scale)
 
     def minus(self, other: LogProbs) -> Tensor:
         """Return ``log p - log q``, exactly zero where both have the same bits."""
+        if (self.scale is None) != (other.scale is None):
+            return self.values.sub_(other.values)
         difference = LogProbs(self.x - other.x, self.normalizer - other.normalizer)
         rounded, remainder = difference._rounded_normalizer()
-        return difference.x.sub_(rounded).sub_(remainder)
+        return self._scaled_(difference.x.sub_(rounded).sub_(remainder))
+
+    def _of_x(self) -> Tensor:
+        """Return ``x - normalizer``."""
+        rounded, remainder = self._rounded_normalizer()
+        return (self.x - rounded).sub_(remainder)
+
+    def _scaled_(self, difference: Tensor) -> Tensor:
+        return difference if self.scale is None else difference.div_(self.scale)
+
+    def _floor(self) -> Tensor:
+        """Return the least ``x`` that is not ruled out, ``[..., 1]``."""
+        least = RULED_OUT if self.scale is None else RULED_OUT * self.scale
+        return (self.normalizer + least).to(self.x.dtype)[..., None]
 
     def _rounded_normalizer(self) -> tuple[Tensor, Tensor]:
         """Return the normalizer in the dtype of ``x``, and what is lost by that, ``[..., 1]`` each.
@@ -116,9 +143,10 @@ class Compared:
         xs: Sequence[Tensor],
         normalizers: Iterable[Tensor],
         log_weights: Sequence[Tensor | float] = (0.0,),
+        scale: Tensor | None = None,
     ) -> Compared:
         """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
-        student, *others = (LogProbs.of(x, z) for x, z in zip(xs, normalizers, strict=True))
+        student, *others = (LogProbs.of(x, z, scale) for x, z in zip(xs, normalizers, strict=True))
         teachers, old = others[: len(log_weights)], others[len(log_weights) :]
         teacher = teachers[0]
         if len(teachers) > 1:
@@ -130,13 +158,13 @@ class Compared:
     @property
     def p(self) -> Tensor:
         """The student's probabilities."""
-        self._p = exp(self.student.values) if self._p is None else self._p
+        self._p = self.student.probabilities if self._p is None else self._p
         return self._p
 
     @property
     def q(self) -> Tensor:
         """The teacher's probabilities, which most gradients do not need."""
-        self._q = exp(self.teacher.values) if self._q is None else self._q
+        self._q = self.teacher.probabilities if self._q is None else self._q
         return self._q
 
     def middle(self, beta: Tensor | float) -> Tensor:
@@ -354,8 +382,3 @@ def _is_positive(x: Tensor) -> Tensor:
     Numbers choose between two tensors in a tenth of the time of ``torch.where`` on a CPU.
     """
     return x.sign_().clamp_(min=0.0)
-
-
-def _floor(normalizer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the least ``x`` that is not ruled out, ``[..., 1]``."""
-    return (normalizer + RULED_OUT).to(dtype)[..., None]

@@ -164,12 +164,13 @@ class _Preparation(NamedTuple):
     """What becomes of logits before anything is computed.
 
     Attributes:
-        temperatures: tensors without dimensions, or ``None`` for 1, of the student and all others.
+        scales: tensors without dimensions, or ``None`` for 1: what the logits of the student and of all
+            others are divided by, or a single one that they have in common.
         is_id: bool ``[w]``, the columns that count, or ``None`` if all do.
         dtype: the dtype of the computation.
     """
 
-    temperatures: list[Tensor | None]
+    scales: list[Tensor | None]
     is_id: Tensor | None
     dtype: torch.dtype
 
@@ -208,14 +209,15 @@ class _Pairs(NamedTuple):
         row_ranges, column_ranges = self._parts(tile)
         widest = column_ranges[0].stop
         of_each = [one.options.scale for one in (self.student, *self.others)]
-        temperatures = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
+        of_each = of_each[:1] if len(set(of_each)) == 1 else of_each
+        scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
         cut = stretches if call.compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):
             part = tile.logits.of(rows, columns)
             whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
             others = [self._filled(other.part(*whole), columns) for other in self.others]
             is_id = self._is_id(whole[1], part.logits.device)
-            preparation = _Preparation(temperatures, is_id if is_id is None else cut(is_id), part.dtype)
+            preparation = _Preparation(scales, is_id if is_id is None else cut(is_id), part.dtype)
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
             of_rows = tile.logits.of(rows, slice(None))
             blocks = of_rows.blocks(1, widest, scale=2), of_rows.blocks(_BUFFERS, widest)
@@ -282,7 +284,8 @@ def _reduced(
 
 def _normalizers(xs: list[Tensor], preparation: _Preparation, *_: object) -> Tensor:
     """Return the logarithms of the sums of ``exp(x)``, float64 ``[m, b]``; -inf where no column counts."""
-    values = torch.stack([_log_sum_exp(x) for x in _prepared(xs, preparation)])
+    xs, scale = _prepared(xs, preparation)
+    values = torch.stack([_log_sum_exp(x, scale) for x in xs])
     return values if values.dim() == 2 else values.logsumexp(2)
 
 
@@ -295,9 +298,9 @@ def _conditional_parts(
     :meth:`.Divergence.terms` for the conditional distributions. The first sum is inf if some of them rule
     columns out that others do not.
     """
-    xs = _prepared(xs, preparation)
-    masses = [_log_sum_exp(x) for x in xs]
-    compared = Compared.of(xs, masses)
+    xs, scale = _prepared(xs, preparation)
+    masses = [_log_sum_exp(x, scale) for x in xs]
+    compared = Compared.of(xs, masses, scale=scale)
     value, expected = map(_sum, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
@@ -342,7 +345,8 @@ def _sums(
     sum. These columns are constant, so the second sum is without them.
     """
     normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
-    compared = Compared.of(_prepared(xs, preparation), normalizers, log_weights)
+    xs, scale = _prepared(xs, preparation)
+    compared = Compared.of(xs, normalizers, log_weights, scale)
     terms = list(divergence.terms(compared))
     if divergence.covers_mass:
         are_constant = compared.student.are_ruled_out
@@ -370,7 +374,8 @@ def _block_derivative(
             the divergences over the student's temperature ``[b, 1]``.
     """
     normalizers, expected, weight = of_rows
-    compared = Compared.of(_prepared(xs, preparation), normalizers, log_weights)
+    xs, scale = _prepared(xs, preparation)
+    compared = Compared.of(xs, normalizers, log_weights, scale)
     expected = expected.to(preparation.dtype)
     derivative = divergence.derivative(compared, expected)
     if masks_ruled_out:
@@ -380,17 +385,22 @@ def _block_derivative(
     out.copy_(torch.where(weight == 0, 0.0, weight * derivative))
 
 
-def _prepared(xs: list[Tensor], preparation: _Preparation) -> list[Tensor]:
-    temperatures, is_id, dtype = preparation
+def _prepared(xs: list[Tensor], preparation: _Preparation) -> tuple[list[Tensor], Tensor | None]:
+    """Return the logits, and what remains to divide them by: divided here, they are rounded."""
+    scales, is_id, dtype = preparation
     xs = [x.to(dtype) for x in xs]
-    xs = [x if t is None else x / t for x, t in zip(xs, temperatures, strict=True)]
-    return xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
+    if len(scales) > 1:
+        xs = [x if scale is None else x / scale for x, scale in zip(xs, scales, strict=True)]
+    xs = xs if is_id is None else [torch.where(is_id, x, _MINUS_INF) for x in xs]
+    return xs, scales[0] if len(scales) == 1 else None
 
 
-def _log_sum_exp(x: Tensor) -> Tensor:
+def _log_sum_exp(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(x / scale)))`` of rows or stretches, float64."""
     largest = x.amax(-1)
     reference = largest.where(largest != _MINUS_INF, 0.0)
-    return reference.double() + _sum(exp(x - reference[..., None])).log()
+    of_others = _sum(exp(x - reference[..., None], scale=scale)).log()
+    return (reference.double() if scale is None else reference.double() / scale) + of_others
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -150,6 +150,17 @@ def test_megatron_save_is_needed_for_the_timer_alone() -> None:
     assert verdict(target, source) == ("not needed", "it does not switch forward pre-hooks")
 
 
+def test_megatron_log_is_needed_while_a_first_iteration_ends_no_interval() -> None:
+    target = "megatron.training.training.training_log"
+    source = "def training_log(total_loss_dict, iteration, is_first_iteration=False):\n    should_reset = {}"
+    assert verdict(target, source.format("not is_first_iteration")) == FITS
+    mended = source.format("not is_first_iteration or iteration % args.log_interval == 0")
+    assert verdict(target, mended)[0] == "not needed"
+    assert verdict(target, "def training_log(total_loss_dict, iteration): pass")[0] == "not needed"  # to 0.15
+    assert verdict(target, "def train(): pass")[0] == "not needed"
+    assert verdict(target, "def train(): is_first_iteration = True")[0] == "missing"
+
+
 def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
     target = "verl.utils.megatron_utils.register_megatron_training_hooks"
     needed = """
