@@ -71,6 +71,8 @@ def checkpointed(
         return functools.partial(
             checkpointed, enabled=enabled, early_stop=early_stop, preserve_rng_state=preserve_rng_state
         )
+    if not callable(loss_fn):
+        raise InvalidInputError(f"loss_fn is {loss_fn!r}, expected a function")
     if not enabled:
         return loss_fn
 

@@ -13,7 +13,7 @@ from ..errors import InvalidInputError
 from .checkpointing import checkpointed
 from .logits.arguments import check_ids
 from .logits.log_probs import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from .logits.options import VocabParallelOptions
+from .logits.options import VocabParallelOptions, check_instance, check_positive
 from .objectives.distillation import DistillationBatch, DistillationOptions, comparison, summed
 from .objectives.policy import PolicyBatch, PolicyOptions, policy_loss
 from .objectives.reduction import LossAndCount
@@ -54,6 +54,7 @@ def packed_log_probs_and_entropy(
         InvalidInputError: logits, tokens and layout are not of the same microbatch, or not on one device. For
             an id outside of the vocabulary on every context-parallel rank, whichever of them scores it.
     """
+    check_instance("layout", layout, SequenceLayout)
     logits_and_targets = layout.rows_of(logits), layout.response_targets(tokens)
     rows, split = layout.response_rows, layout.split_responses
     if layout.cp_size > 1:
@@ -111,8 +112,11 @@ def make_loss_func(
     Raises:
         InvalidInputError: batch, layout and options do not fit together; before any collective.
     """
-    options = options or PolicyOptions()
+    options = PolicyOptions() if options is None else options
+    check_instance("batch", batch, PolicyBatch)
+    check_instance("options", options, PolicyOptions)
     batch.check_for(options)
+    VocabParallelOptions(tp_group, temperature)  # refuses a bad one now
     if options.entropy_coef and not with_entropy:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}, which needs with_entropy=True")
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
@@ -166,8 +170,11 @@ def make_distillation_loss_func(
         options: which loss to compute; the reverse KL by default.
         inplace_backward: with full distributions it has an effect where all tokens have the same teacher.
     """
-    options = options or DistillationOptions()
+    options = DistillationOptions() if options is None else options
+    check_instance("batch", batch, DistillationBatch)
+    check_instance("options", options, DistillationOptions)
     batch.check_for(options)
+    VocabParallelOptions(tp_group, temperature)
     divisor = _checked_divisor(batch.response_lengths, layout, cp_group, normalizer)
     how = {"tp_group": tp_group, "temperature": temperature, "inplace_backward": inplace_backward}
     compare = comparison(layout.response_rows, layout.response_index, batch, options, how)
@@ -187,14 +194,15 @@ def _checked_divisor(
     normalizer: float | None,
 ) -> float:
     """Check batch, group and normalizer; return the divisor of a loss that every CP rank computes in full."""
+    check_instance("layout", layout, SequenceLayout)
     if response_lengths != list(layout.response_lengths):
         raise InvalidInputError(
             f"batch has responses of the lengths {response_lengths}, layout of "
             f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
         )
     layout.check_group(cp_group)
-    if normalizer is not None and not normalizer > 0:
-        raise InvalidInputError(f"normalizer is {normalizer}; it must be positive, as mean_count() is")
+    if normalizer is not None:
+        check_positive("normalizer", normalizer)
     return (normalizer or 1.0) * (layout.cp_size if layout.cp_size > 1 and _adds_up_parts() else 1)
 
 

@@ -27,7 +27,7 @@ from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, Ste
 from tests.ranks import on_ranks
 
 #: Programs in the default suite and in the slow one, by the number of ranks.
-PROGRAMS = {1: (150, 3000), 2: (60, 1500), 4: (0, 500)}
+PROGRAMS = {1: (150, 1500), 2: (40, 400), 4: (0, 100)}
 #: What programs have found, shortened, by the number of ranks.
 FOUND: dict[str, tuple[int, Program]] = {
     "one rank writes out of place to what all have divided": (
@@ -243,7 +243,7 @@ def compare(program: Program, found: Outcome, expected: Outcome) -> None:
 
 
 def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
-    """Yield this process's place in each layout ``(tp, cp)``, with groups that do not wait for long."""
+    """Yield this process's place in each layout ``(tp, cp)``, with groups that wait for a minute."""
     rank = dist.get_rank()
     for tp in (n for n in (1, 2, 4) if ranks % n == 0):
         by_tp = [list(range(first, first + tp)) for first in range(0, ranks, tp)]
@@ -251,7 +251,7 @@ def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
         groups = [
             next(
                 made
-                for members, made in [(one, dist.new_group(one, timedelta(seconds=15))) for one in group]
+                for members, made in [(one, dist.new_group(one, timedelta(seconds=60))) for one in group]
                 if rank in members
             )
             for group in (by_tp, by_cp)
@@ -271,7 +271,7 @@ def test_on_one_rank() -> None:
     check_all(1, range(PROGRAMS[1][0]), found=True)
 
 
-@on_ranks(2, megatron=False, timeout=60)
+@on_ranks(2, megatron=False, timeout=180)
 def test_on_two_ranks() -> None:
     check_all(2, range(PROGRAMS[2][0]), found=True)
 
@@ -283,6 +283,6 @@ def test_more_on_one_rank() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-@on_ranks(lambda ranks: ranks, megatron=False, timeout=300)
+@on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
 def test_more_on_several_ranks(ranks: int) -> None:
     check_all(ranks, range(*PROGRAMS[ranks]))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import InvalidInputError
 from .deferred import DeferredLogits, dense
-from .options import VocabParallelOptions
+from .options import VocabParallelOptions, check_tensor
 from .overwriting import check_not_overwritten
 from .rows import LogitSource, RowIndex, SelectedRows, as_slice, check_no_transform
 
@@ -22,12 +22,13 @@ def checked_source(
     rows: Tensor | slice | None,
     options: VocabParallelOptions,
     keep_mask: Tensor | None = None,
+    name: str = "logits",
 ) -> LogitSource:
     """Return the rows of the logits that a loss reads; reject logits, rows and a mask that do not fit.
 
     Deferred logits are read undivided; what they are divided by becomes part of the options.
     """
-    _check_logits(logits)
+    _check_logits(name, logits)
     index = _valid_rows(rows, logits)
     source: LogitSource
     if isinstance(logits, DeferredLogits) and logits.is_deferred:
@@ -48,19 +49,21 @@ def checked_source(
     return source
 
 
-def _check_logits(logits: Tensor) -> None:
+def _check_logits(name: str, logits: Tensor) -> None:
     """Reject logits that are not ``[T, V / tp]`` in one of the dtypes."""
+    check_tensor(name, logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise InvalidInputError(
-            f"logits are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
+            f"{name} are [T, vocab / tp], not {list(logits.shape)}: flatten the dimensions before the last"
         )
     if logits.dtype not in _FLOATS:
-        raise InvalidInputError(f"logits are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
+        raise InvalidInputError(f"{name} are {logits.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
     check_no_transform(logits)
 
 
 def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:
     """Reject a mask that is not bool ``[n, V / tp]``."""
+    check_tensor("keep_mask", keep_mask)
     _check_device("keep_mask", keep_mask, source.device)
     if keep_mask.dtype != torch.bool or keep_mask.shape != (source.n, source.width):
         raise InvalidInputError(
@@ -71,6 +74,7 @@ def _check_mask(keep_mask: Tensor, source: LogitSource) -> None:
 
 def valid_targets(targets: Tensor, source: LogitSource) -> Tensor:
     """Return the targets as int64; reject those that do not fit the rows or lie outside the vocabulary."""
+    check_tensor("targets", targets)
     if targets.shape != (source.n,) or targets.dtype not in _INTEGERS:
         raise InvalidInputError(
             f"targets are {targets.dtype} {list(targets.shape)}, expected torch.int64 {[source.n]}: "
@@ -81,6 +85,7 @@ def valid_targets(targets: Tensor, source: LogitSource) -> Tensor:
 
 def valid_indices(indices: Tensor, source: LogitSource) -> Tensor:
     """Return the indices as int64; reject those that do not fit the rows or lie outside the vocabulary."""
+    check_tensor("indices", indices)
     fits = indices.dim() == 2 and len(indices) == source.n and indices.shape[1] > 0
     if not fits or indices.dtype not in _INTEGERS:
         raise InvalidInputError(

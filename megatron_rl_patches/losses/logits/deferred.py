@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from ...errors import InvalidInputError
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
 from .deferred_contents import Contents, LazyValues, Origin
-from .options import DEFAULT, VocabParallelOptions, check_group
+from .options import DEFAULT, VocabParallelOptions, check_floats, check_group
 from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
@@ -70,6 +70,7 @@ def deferred_logits(
     Raises:
         InvalidInputError: arguments do not fit; before any communication, on every rank alike.
     """
+    check_floats(hidden=hidden, weight=weight, **({} if bias is None else {"bias": bias}))
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1] or len(weight) == 0:
         raise InvalidInputError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, expected [..., h] and "
@@ -80,7 +81,8 @@ def deferred_logits(
     inputs = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     has_gradient = hidden.requires_grad or any(tensor.requires_grad for tensor in inputs.values())
     for name, tensor in inputs.items():
-        if tensor.dtype != hidden.dtype or (has_gradient and tensor.device != hidden.device):
+        may_differ = not has_gradient and not tensor.is_meta
+        if tensor.dtype != hidden.dtype or (not may_differ and tensor.device != hidden.device):
             raise InvalidInputError(
                 f"{name} is {tensor.dtype} on {tensor.device}, expected {hidden.dtype} on {hidden.device} as "
                 "hidden is; another device is possible where nothing requires a gradient"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .options import check_positive, check_tensor
 from .rows import on_device
 
 #: Stands in place of a token id where a row has fewer than k entries.
@@ -109,6 +110,10 @@ class TopKDistribution(Distribution):
 
     def __post_init__(self) -> None:
         indices, log_probs, tail = self.tensors
+        for name, tensor in zip(("indices", "log_probs", "tail_log_prob"), self.tensors, strict=True):
+            check_tensor(name, tensor)
+        if self.temperature is not None:
+            check_positive("temperature", self.temperature)
         if indices.dim() != 2 or log_probs.shape != indices.shape or tail.shape != indices.shape[:1]:
             raise InvalidInputError(
                 f"indices are {list(indices.shape)}, log_probs {list(log_probs.shape)} and tail_log_prob "

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from .options import is_number
 from .softmax import exp
 
 DivergenceName = Literal[
@@ -335,9 +336,9 @@ def divergence_named(name: str, beta: float = 0.5) -> Divergence:
     Raises:
         InvalidInputError: there is none of this name, or ``beta`` is not between 0 and 1.
     """
-    if name not in DIVERGENCES:
+    if not isinstance(name, str) or name not in DIVERGENCES:
         raise InvalidInputError(f"divergence must be one of {tuple(DIVERGENCES)}, not {name!r}")
-    if not 0 < beta < 1:
+    if not (is_number(beta) and 0 < beta < 1):
         raise InvalidInputError(
             f"beta is {beta}, expected a number between 0 and 1; at the ends the divergence is zero: use "
             "forward_kl for 0, reverse_kl for 1"

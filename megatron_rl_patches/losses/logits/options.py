@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +41,7 @@ class VocabParallelOptions:
 
     def __post_init__(self) -> None:
         temperature: Any = self.temperature  # numpy's numbers count
-        if not (isinstance(temperature, numbers.Real) and in_float32(float(temperature) * self.divisor)):
+        if not (is_number(temperature) and in_float32(float(temperature) * self.divisor)):
             raise InvalidInputError(
                 f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
             )
@@ -47,6 +49,7 @@ class VocabParallelOptions:
             check_integer("block_bytes", self.block_bytes, 1, "a positive number or None")
         if self.fused not in (True, False, "auto"):
             raise InvalidInputError(f'fused is {self.fused!r}, expected True, False or "auto"')
+        check_integer("ignore_index", self.ignore_index, -(2**63), "an integer")
         check_group(self.tp_group)
 
     @property
@@ -70,10 +73,65 @@ def in_float32(number: float) -> bool:
 
 def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
     """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
-    is_integer = isinstance(value, numbers.Integral)
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_integer or int(value) < lowest or (highest is not None and int(value) > highest):
         raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
     return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a real number, which may be one of numpy's; a bool is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_positive(name: str, value: Any) -> float:
+    """Return a positive, finite number, or refuse what is none."""
+    if not (is_number(value) and 0 < value < math.inf):
+        raise InvalidInputError(f"{name} is {value!r}, expected a positive, finite number")
+    return float(value)
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Refuse what is no tensor."""
+    check_instance(name, tensor, torch.Tensor)
+
+
+def check_floats(**tensors: Any) -> None:
+    """Refuse what is no tensor of a floating dtype."""
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor)
+        if not tensor.dtype.is_floating_point:
+            raise InvalidInputError(f"{name} is {tensor.dtype}, expected a floating dtype")
+
+
+def check_list(name: str, values: Any) -> list[torch.Tensor]:
+    """Return tensors as a list, those of a padded tensor ``[B, L]`` too; refuse what is none."""
+    is_list = isinstance(values, Sequence) or (isinstance(values, torch.Tensor) and values.dim() > 0)
+    if not is_list:
+        raise InvalidInputError(f"{name}: expected a list of tensors, not {_shown(values)}")
+    tensors = list(values)
+    for number, tensor in enumerate(tensors):
+        check_tensor(f"{name}[{number}]", tensor)
+    check_one_device(**{f"{name}[{number}]": tensor for number, tensor in enumerate(tensors)})
+    return tensors
+
+
+def check_one_device(**tensors: torch.Tensor) -> None:
+    """Refuse tensors on several devices."""
+    devices = {str(tensor.device): name for name, tensor in tensors.items()}
+    if len(devices) > 1:
+        places = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise InvalidInputError(f"{places}: expected one device")
+
+
+def check_instance(name: str, value: Any, kind: type) -> None:
+    """Refuse what is no object of a class."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name}: expected a {kind.__name__}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def check_group(tp_group: dist.ProcessGroup | None) -> None:

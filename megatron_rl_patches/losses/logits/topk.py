@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import InvalidInputError
 from .arguments import checked_source
 from .autograd import all_gather_statistics, without_autocast
 from .distributions import TopKDistribution
@@ -57,6 +58,8 @@ def vocab_parallel_topk(
     """
     options = VocabParallelOptions(tp_group=tp_group, temperature=temperature, block_bytes=block_bytes)
     source = checked_source(logits, rows, options)
+    if source.device.type == "meta":
+        raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
     expected = f"from 1 to {source.vocab_size}, the size of the vocabulary"
     k = check_integer("k", k, 1, expected, highest=source.vocab_size)
     return TopKDistribution(*_topk(source, k), temperature=float(temperature))

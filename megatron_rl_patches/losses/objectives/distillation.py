@@ -20,13 +20,14 @@ from ..logits.distributions import (
 )
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
-from ..logits.options import VocabParallelOptions
+from ..logits.options import VocabParallelOptions, check_floats, check_instance, check_integer, check_list
 from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,
     Normalization,
     check_lengths,
+    check_masks,
     check_normalization,
     metrics_of,
     token_weights,
@@ -61,8 +62,11 @@ class DistillationOptions:
     def __post_init__(self) -> None:
         divergence_named(self.divergence, self.beta)
         if self.teacher_weights is not None:
-            normalize_weights(self.teacher_weights, len(self.teacher_weights))
+            number = len(self.teacher_weights) if isinstance(self.teacher_weights, Sequence) else 1
+            normalize_weights(self.teacher_weights, number)
         check_normalization(self.normalization, self.constant_length)
+        if self.num_ids is not None:
+            check_integer("num_ids", self.num_ids, 1, "the size of the vocabulary, or None")
 
     @property
     def measure(self) -> Divergence:
@@ -93,11 +97,9 @@ class DistillationBatch:
     old: Sequence[Distribution] | None = None
 
     def __post_init__(self) -> None:
-        if not (self.loss_masks and self.teachers):
-            raise InvalidInputError(
-                f"{len(self.loss_masks)} responses and {len(self.teachers)} teachers were given; pass at "
-                "least one of each, and a response that is wholly masked where there is none"
-            )
+        check_masks(self.loss_masks)
+        if not (isinstance(self.teachers, Sequence) and self.teachers):
+            raise InvalidInputError(f"teachers are {self.teachers!r}, expected a list of at least one")
         if None in self.teachers:
             raise InvalidInputError(
                 "a teacher is None, as forward_topk returns it off the last pipeline stage: make the batch "
@@ -106,7 +108,11 @@ class DistillationBatch:
         scored = {f"teacher {number}": teacher for number, teacher in enumerate(self.teachers)}
         if self.old is not None:
             scored["old"] = self.old
-        check_one_kind([one for distributions in scored.values() for one in distributions])
+        if not all(isinstance(distributions, Sequence) for distributions in scored.values()):
+            raise InvalidInputError("teachers: expected a list of distributions for each, and for old")
+        check_one_kind(
+            "teachers and old", [one for distributions in scored.values() for one in distributions]
+        )
         for name, distributions in scored.items():
             values = [one.tensors[0][:, 0] for one in distributions]
             check_lengths(f"distributions of {name}", values, self.response_lengths)
@@ -161,12 +167,17 @@ def distillation_loss(
     Raises:
         InvalidInputError: shapes differ from the batch's, or the options need something that is missing.
     """
+    check_instance("batch", batch, DistillationBatch)
+    check_instance("options", options, DistillationOptions)
     batch.check_for(options)
     if batch.is_full:
         raise InvalidInputError("the teachers are full distributions: use make_distillation_loss_func")
     lengths = batch.response_lengths
-    check_lengths("tail_log_probs", tail_log_probs, lengths)
-    check_lengths("log_probs", [log_probs_lk[..., 0] for log_probs_lk in log_probs], lengths)
+    check_lengths("tail_log_probs", check_list("tail_log_probs", tail_log_probs), lengths)
+    log_probs = check_list("log_probs", log_probs)
+    for of_ids, of_tail in zip(log_probs, tail_log_probs, strict=False):
+        check_floats(log_probs=of_ids, tail_log_probs=of_tail)
+    check_lengths("log_probs", [one.select(-1, 0) if one.dim() > 1 else one for one in log_probs], lengths)
     log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
     tokens = _Tokens.of(batch, tail_n.device, slice(None))
     return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)

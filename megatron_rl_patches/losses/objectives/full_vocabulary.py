@@ -20,9 +20,16 @@ from ..logits.deferred import DeferredLogits, deferred_logits
 from ..logits.distributions import Distribution
 from ..logits.divergences import DivergenceName, divergence_named
 from ..logits.full_divergence import DivergenceOptions, divergence_of
-from ..logits.options import VocabParallelOptions, check_integer
+from ..logits.options import (
+    VocabParallelOptions,
+    check_floats,
+    check_instance,
+    check_integer,
+    check_list,
+    check_tensor,
+)
 from ..logits.rows import LogitSource, SelectedRows
-from .teachers import weighted
+from .teachers import normalize_weights, weighted
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +43,18 @@ class OutputHead:
 
     weight: Tensor
     bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_floats(weight=self.weight)
+        if self.weight.dim() != 2:
+            raise InvalidInputError(f"weight is {list(self.weight.shape)}, expected [V / tp, h]")
+        if self.bias is not None:
+            check_floats(bias=self.bias)
+            if self.bias.shape != self.weight.shape[:1] or self.bias.dtype != self.weight.dtype:
+                raise InvalidInputError(
+                    f"bias is {self.bias.dtype} {list(self.bias.shape)}, expected {self.weight.dtype} "
+                    f"{list(self.weight.shape[:1])} as weight has"
+                )
 
     def copied_to(self, device: torch.device | str) -> OutputHead:
         """Return a copy on the device; what comes from a GPU goes to pinned host memory."""
@@ -107,17 +126,24 @@ class FullDistribution(Distribution):
     weights: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        check_list("hidden", self.hidden)
+        if self.heads is None or self.weights is None:
+            raise InvalidInputError("heads or weights are None; pass one of each per teacher")
         if not len(self.hidden) == len(self.heads) == len(self.weights) > 0:
             raise InvalidInputError(
                 f"there are {len(self.hidden)} hidden states, {len(self.heads)} heads and "
                 f"{len(self.weights)} weights; pass one each per teacher, and at least one teacher"
             )
+        normalize_weights(self.weights, len(self.weights))
         for hidden, head in zip(self.hidden, self.heads, strict=True):
-            fits = hidden.dim() == 2 and hidden.shape[1:] == head.weight.shape[1:]
+            check_floats(hidden=hidden)
+            check_instance("heads", head, OutputHead)
+            fits = hidden.dim() == 2 == self.hidden[0].dim() and hidden.shape[1:] == head.weight.shape[1:]
             if not fits or len(hidden) != len(self.hidden[0]):
+                n = len(self.hidden[0]) if self.hidden[0].dim() else "n"
                 raise InvalidInputError(
-                    f"hidden states are {list(hidden.shape)}, expected [{len(self.hidden[0])}, h] for an "
-                    f"output layer {list(head.weight.shape)} of [V / tp, h]"
+                    f"hidden states are {list(hidden.shape)}, expected [{n}, h] for an output layer "
+                    f"{list(head.weight.shape)} of [V / tp, h]"
                 )
 
     @staticmethod
@@ -206,7 +232,7 @@ def full_vocabulary_divergence(
             from a mixture of student and teacher, for a mixture of teachers, and where only some of the
             distributions rule ids out: by -inf, or next to it, with log-probabilities 1,000 nats apart.
     """
-    teachers = [teacher] if isinstance(teacher, Tensor) else list(teacher)
+    teachers = [teacher] if isinstance(teacher, Tensor) else check_list("teacher", teacher)
     measure = divergence_named(divergence, beta)
     if not measure.counts_tail:
         raise InvalidInputError(f"divergence is {divergence!r}, which is over k ids: use 'reverse_kl'")
@@ -222,10 +248,11 @@ def full_vocabulary_divergence(
         inplace_backward=inplace_backward,
         block_bytes=block_bytes,
     )
-    source = checked_source(student, rows, options)
+    source = checked_source(student, rows, options, name="student")
     others = []
     for name, logits in named:
-        of_other = checked_source(logits.detach(), None, replace(options, inplace_backward=False))
+        check_tensor(name, logits)
+        of_other = checked_source(logits.detach(), None, replace(options, inplace_backward=False), name=name)
         fits = of_other.width == source.width or (num_ids is not None and options.tp_size == 1)
         if of_other.n != source.n or of_other.device != source.device or not fits:
             raise InvalidInputError(

@@ -23,10 +23,19 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
+from ..logits.options import (
+    check_floats,
+    check_instance,
+    check_list,
+    check_one_device,
+    check_tensor,
+    is_number,
+)
 from .reduction import (
     LossAndCount,
     Normalization,
     check_lengths,
+    check_masks,
     check_normalization,
     metrics_of,
     token_weights,
@@ -78,6 +87,11 @@ class PolicyOptions:
     def __post_init__(self) -> None:
         objectives, estimators = get_args(Objective), get_args(KlEstimator)
         objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
+        named = ("clip_low", "clip_high", "entropy_coef", "kl_coef")
+        optional = [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
+        for name in (*named, *optional):
+            if not is_number(getattr(self, name)):
+                raise InvalidInputError(f"{name} must be a number, not {getattr(self, name)!r}")
         conditions = {
             f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
             f"kl_estimator must be one of {estimators}, not {estimator!r}": estimator in estimators,
@@ -122,10 +136,8 @@ class PolicyBatch:
     rollout_log_probs: Sequence[Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.loss_masks) == 0:
-            raise InvalidInputError("a microbatch without responses has no loss; pass one wholly masked")
-        lengths = self.response_lengths
-        check_lengths("loss_masks", self.loss_masks, lengths)
+        lengths = [len(mask) for mask in check_masks(self.loss_masks)]
+        check_list("advantages", self.advantages)
         check_lengths("advantages", self.advantages, lengths, scalars=True)
         for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs"):
             check_lengths(name, getattr(self, name), lengths)
@@ -174,14 +186,20 @@ def policy_loss(
     Raises:
         InvalidInputError: shapes or dtype do not fit, or the options need something that is missing.
     """
+    check_instance("batch", batch, PolicyBatch)
+    check_instance("options", options, PolicyOptions)
     batch.check_for(options)
     lengths = batch.response_lengths
-    check_lengths("log_probs", log_probs, lengths)
+    check_lengths("log_probs", check_list("log_probs", log_probs), lengths)
     check_lengths("entropies", entropies, lengths)
     if options.entropy_coef and entropies is None:
         raise InvalidInputError(f"entropy_coef is {options.entropy_coef}: entropies are needed, and missing")
     if (dtype := log_probs[0].dtype) not in (torch.float32, torch.float64):
         raise InvalidInputError(f"log_probs are {dtype}; pass float32 or float64, in which they are computed")
+    others = {"loss_masks": batch.loss_masks, "advantages": batch.advantages, "entropies": entropies}
+    check_one_device(
+        log_probs=log_probs[0], **{name: one[0] for name, one in others.items() if one is not None}
+    )
     weights_n, count = token_weights(batch.loss_masks, options.normalization, options.constant_length, dtype)
     mask_n = weights_n > 0
 
@@ -268,6 +286,7 @@ def estimate_kl(log_ratio: Tensor, estimator: KlEstimator) -> Tensor:
             too. float16 cannot hold ``e**20``.
         estimator: one of the three; another one raises :class:`InvalidInputError`.
     """
+    check_floats(log_ratio=log_ratio)
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -305,6 +324,19 @@ def group_advantages(
     Returns:
         The advantages ``[b]`` in the dtype of ``rewards`` (float32 for integers), without gradient.
     """
+    check_tensor("rewards", rewards)
+    check_tensor("groups", groups)
+    if rewards.dtype.is_complex or groups.dtype.is_complex:
+        raise InvalidInputError(
+            f"rewards are {rewards.dtype} and groups {groups.dtype}, expected real numbers and integers"
+        )
+    if not (is_number(eps) and 0 <= eps < math.inf):
+        raise InvalidInputError(f"eps is {eps!r}, expected a number, not negative")
+    check_one_device(rewards=rewards, groups=groups)
+    if rewards.is_meta:
+        raise InvalidInputError("rewards and groups are on the device meta, where they have no values")
+    if groups.isnan().any():
+        raise InvalidInputError("groups have NaN, expected an integer for each response")
     if rewards.ndim != 1 or rewards.shape != groups.shape:
         raise InvalidInputError(
             f"rewards {list(rewards.shape)} and groups {list(groups.shape)} must both be [b], b responses"
@@ -316,6 +348,6 @@ def group_advantages(
     for group in set(groups.tolist()):
         members = groups == group
         in_group = rewards[members]
-        divisor = in_group.std() + eps if divide_by_std and len(in_group) > 1 else 1.0
-        advantages[members] = (in_group - in_group.mean()) / divisor
+        divisor = float(in_group.std()) + eps if divide_by_std and len(in_group) > 1 else 1.0
+        advantages[members] = (in_group - in_group.mean()) / (divisor or 1.0)
     return advantages.to(dtype)

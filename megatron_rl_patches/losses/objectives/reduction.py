@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...common.agreement import agreed
 from ...errors import InvalidInputError
-from ..logits.options import check_integer
+from ..logits.options import check_list, check_positive
 
 Normalization = Literal["token", "sequence", "constant"]
 #: A loss as a sum, the count to divide it by, and metrics, as Megatron's schedules take them.
@@ -43,7 +43,8 @@ def token_weights(
     Masked tokens have no weight and are not counted, nor are responses that are wholly masked.
 
     Args:
-        loss_masks: one mask ``[response_length]`` per response, zero for tokens without loss.
+        loss_masks: one mask ``[response_length]`` per response, zero for tokens without loss; or all of them
+            padded with zeros, ``[responses, length]``.
         normalization: what the average is taken over.
         constant_length: the same throughout training, such as the longest response allowed.
         dtype: dtype of the weights.
@@ -55,8 +56,9 @@ def token_weights(
         InvalidInputError: there are no responses, the normalization is unknown, or its length is missing.
     """
     check_normalization(normalization, constant_length)
-    if not loss_masks:
-        raise InvalidInputError("there are no responses; pass one that is wholly masked where there is none")
+    loss_masks = check_masks(loss_masks)
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInputError(f"dtype is {dtype}, expected a floating one")
     weights = [(mask != 0).to(dtype) for mask in loss_masks]
     tokens_b = torch.stack([(mask != 0).sum() for mask in loss_masks])
     count = tokens_b.sum() if normalization == "token" else (tokens_b > 0).sum()
@@ -89,10 +91,10 @@ def mean_count(
         InvalidInputError: as :func:`token_weights`, or there are no microbatches; on every replica, if it
             happens on one.
     """
-    counts, problem = (0, 0), None
+    counts, problem = (0, 0.0), None
     try:
         _, count = token_weights(loss_masks, normalization, constant_length=1)
-        number = check_integer("num_microbatches", num_microbatches, 1, "the microbatches of this step")
+        number = check_positive("num_microbatches", num_microbatches)
         counts = int(count), number
     except InvalidInputError as error:
         problem = str(error)
@@ -102,13 +104,26 @@ def mean_count(
 
 def check_normalization(normalization: str, constant_length: int | None) -> None:
     known = get_args(Normalization)
-    if normalization not in known:
+    if not isinstance(normalization, str) or normalization not in known:
         raise InvalidInputError(f"normalization is {normalization!r}; it must be one of {known}")
-    if normalization == "constant" and (constant_length is None or constant_length <= 0):
+    if normalization == "constant":
+        if constant_length is None:
+            raise InvalidInputError(
+                "normalization 'constant' divides by constant_length, which is None; pass a length that "
+                "stays the same throughout training, such as the longest response allowed"
+            )
+        check_positive("constant_length", constant_length)
+
+
+def check_masks(loss_masks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the masks ``[response_length]`` as a list; refuse none at all."""
+    masks = check_list("loss_masks", loss_masks)
+    if not masks or any(mask.dim() != 1 or mask.dtype.is_complex for mask in masks):
         raise InvalidInputError(
-            f"normalization 'constant' divides by constant_length, which is {constant_length}; pass a length "
-            "that stays the same throughout training, such as the longest response allowed"
+            f"loss_masks have the shapes {[tuple(mask.shape) for mask in masks]}, expected [response_length] "
+            "for each response, real; where there are no responses, pass one that is wholly masked"
         )
+    return masks
 
 
 def check_lengths(
@@ -117,6 +132,9 @@ def check_lengths(
     """Require ``None`` or a tensor ``[length]`` per response; with ``scalars`` it may also be ``[]``."""
     if values is None:
         return
+    values = check_list(name, values)
+    if wrong := [value.dtype for value in values if value.dtype == torch.bool or value.dtype.is_complex]:
+        raise InvalidInputError(f"{name} are {wrong[0]}, expected a floating dtype")
     shapes = [tuple(value.shape) for value in values]
     expected = [() if scalars and not shape else (n,) for shape, n in zip(shapes, lengths, strict=False)]
     if shapes != expected or len(shapes) != len(lengths):
@@ -158,14 +176,17 @@ def average_metrics(
     Raises:
         InvalidInputError: metrics of some microbatch have other names, or are no pairs; on every rank.
     """
-    names, values, problem = sorted(reports[0]) if reports else [], torch.zeros(0), None
-    for number, report in enumerate(reports):
+    reports = list(reports or ())
+    are_named = all(isinstance(report, Mapping) for report in reports)
+    names = sorted(reports[0]) if reports and are_named else []
+    values, problem = torch.zeros(0), None if are_named else "reports: expected a dict per microbatch"
+    for number, report in enumerate(reports if are_named else ()):
         if sorted(report) != names:
             problem = (
                 f"reports: that of microbatch {number} has {sorted(report)}, that of microbatch 0 {names}"
             )
-        elif wrong := [name for name in names if tuple(report[name].shape) != (2,)]:
-            problem = f"reports: {wrong[0]!r} is {list(report[wrong[0]].shape)}, expected [sum, count]"
+        elif wrong := [name for name in names if getattr(report[name], "shape", ()) != (2,)]:
+            problem = f"reports: {wrong[0]!r} is {report[wrong[0]]!r}, expected a tensor [sum, count]"
     if names and problem is None:
         values = torch.stack([torch.stack([report[name] for report in reports]) for name in names]).cpu()
     ranks = agreed((names, values), problem, group)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ...errors import InvalidInputError
 from ..logits.distributions import D, Distribution
+from ..logits.options import is_number
 
 T = TypeVar("T")
 
@@ -29,8 +30,8 @@ def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) 
         InvalidInputError: there are no teachers, they are of different kinds, the weights are invalid, or the
             indices differ.
     """
+    check_one_kind("teachers", teachers)
     weights = normalize_weights(weights, len(teachers))
-    check_one_kind(teachers)
     return type(teachers[0]).mixture(teachers, weights)
 
 
@@ -45,6 +46,8 @@ def route_teachers(
             per sample, ``None`` for samples that it did not score, or a mapping from the sample's position.
             :class:`InvalidInputError` is raised where a named teacher or its value is missing.
     """
+    if names is None or not isinstance(values, Mapping):
+        raise InvalidInputError("names are a list of names, and values a mapping from these names")
     if unknown := sorted(set(names) - set(values)):
         raise InvalidInputError(f"samples name the teachers {unknown}, expected some of {sorted(values)}")
     by_position = {
@@ -71,21 +74,22 @@ def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tup
 def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Return ``count`` weights that add up to one, the same for all if ``weights`` is ``None``."""
     if count == 0:
-        raise InvalidInputError("there are no teachers; pass at least one")
-    weights = [1.0] * count if weights is None else list(weights)
-    total = sum(weights)
-    if len(weights) != count or not all(weight >= 0 for weight in weights) or not 0 < total < math.inf:
+        raise InvalidInputError("there are no teachers, or no teacher_weights; pass at least one")
+    weights = [1.0] * count if weights is None else weights
+    is_list = isinstance(weights, Sequence) and all(map(is_number, weights)) and len(weights) == count
+    if not is_list or min(weights) < 0 or not 0 < (total := sum(weights)) < math.inf:
         raise InvalidInputError(
-            f"weights are {weights} for {count} teacher(s), expected one each, not negative, not all zero"
+            f"teacher_weights are {weights} for {count} teacher(s), expected one each, not negative, not all "
+            "zero"
         )
     return [weight / total for weight in weights]
 
 
-def check_one_kind(distributions: Sequence[Distribution]) -> None:
+def check_one_kind(name: str, distributions: Sequence[Distribution]) -> None:
     """Raise :class:`InvalidInputError` unless there are distributions, all of one kind."""
-    kinds = {type(distribution) for distribution in distributions}
+    kinds = {type(distribution) for distribution in distributions or ()}
     if len(kinds) != 1 or not all(issubclass(kind, Distribution) for kind in kinds):
         names = " and ".join(sorted(kind.__name__ for kind in kinds)) or "missing"
         raise InvalidInputError(
-            f"the distributions are {names}; pass one kind, TopKDistribution or FullDistribution"
+            f"the distributions of {name} are {names}; pass one kind, TopKDistribution or FullDistribution"
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...errors import InvalidInputError
 from ..logits.distributions import TopKDistribution
 from ..logits.divergences import RULED_OUT, Compared, Divergence, divergence_named
+from ..logits.options import check_floats, check_instance, check_one_device
 
 
 def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -98,7 +99,17 @@ def of_buckets(
         tail_log_prob: the student's, ``[n]``.
         old: the policy that sampled, at the same ids, if the divergence needs it.
     """
+    check_floats(log_probs=log_probs, tail_log_prob=tail_log_prob)
+    if log_probs.dim() != 2 or tail_log_prob.shape != log_probs.shape[:1]:
+        raise InvalidInputError(
+            f"log_probs are {list(log_probs.shape)} and tail_log_prob {list(tail_log_prob.shape)}, expected "
+            "[n, k] and [n]"
+        )
+    check_instance("teacher", teacher, TopKDistribution)
+    if divergence.needs_old:
+        check_instance("old", old, TopKDistribution)
     others = [teacher] if old is None else [teacher, old]
+    check_one_device(log_probs=log_probs, tail_log_prob=tail_log_prob, teacher=teacher.log_probs)
     for other in others:
         if other.log_probs.shape != log_probs.shape:
             raise InvalidInputError(
@@ -145,6 +156,8 @@ def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
     KL over the whole vocabulary, with the variance of a single sample. A top-k divergence must not be used as
     an advantage: it does not depend on the sampled token, so the policy learns nothing from it (miles#2410).
     """
+    check_floats(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
+    check_one_device(log_probs=log_probs, teacher_log_probs=teacher_log_probs)
     if log_probs.shape != teacher_log_probs.shape:
         raise InvalidInputError(
             f"log_probs are {list(log_probs.shape)}, teacher_log_probs {list(teacher_log_probs.shape)}: "

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import InvalidInputError
+from ..logits.options import check_instance, check_list, check_tensor
 from ..logits.rows import on_device
 from .lengths import check_context_parallel, check_lengths, integers, pad
 
@@ -97,7 +98,10 @@ class SequenceLayout:
         Raises:
             InvalidInputError: the arguments do not fit together; raised on every rank of the CP group.
         """
-        totals, responses = integers(total_lengths), integers(response_lengths)
+        for name, flag in {"own_rows": own_rows, "allgather_cp": allgather_cp}.items():
+            check_instance(name, flag, bool)
+        totals = integers("total_lengths", total_lengths)
+        responses = integers("response_lengths", response_lengths)
         check_lengths(totals, responses, without_prompt=own_rows)
         check_context_parallel(cp_rank, cp_size, allgather_cp, qkv_format)
         chunks = 2 * cp_size if cp_size > 1 and not allgather_cp else 1
@@ -119,7 +123,7 @@ class SequenceLayout:
             samples=on_device(sample[index], device),
             positions=on_device(position[index], device),
             response_index=on_device(index, device),
-            local_lengths=integers(sample[index].bincount(minlength=len(responses)).tolist()),
+            local_lengths=tuple(sample[index].bincount(minlength=len(responses)).tolist()),
         )
 
     @property
@@ -132,6 +136,7 @@ class SequenceLayout:
 
         Logits of another shape, or on another device, raise :class:`InvalidInputError`.
         """
+        check_tensor("logits", logits)
         if tuple(logits.shape[:-1]) not in (self.logits_shape, (self.num_rows,)):
             raise InvalidInputError(
                 f"logits are {list(logits.shape)}, but their layout is {list(self.logits_shape)} without the "
@@ -157,6 +162,12 @@ class SequenceLayout:
     def targets(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the response tokens of all samples in a row, also those that other ranks predict."""
         self._check_lengths_of("tokens", tokens, self.total_lengths)
+        for sample in tokens:
+            dtype = sample.dtype
+            if sample.dim() != 1 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+                raise InvalidInputError(
+                    f"tokens are {sample.dtype} {list(sample.shape)}, expected torch.int64 [total_length]"
+                )
         pairs = zip(tokens, self.response_lengths, strict=True)
         return torch.cat([sample.narrow(0, len(sample) - length, length) for sample, length in pairs])
 
@@ -165,9 +176,10 @@ class SequenceLayout:
 
         Another number of values raises :class:`InvalidInputError`.
         """
-        if len(values) != len(self.response_index):
+        check_tensor("values", values)
+        if values.dim() == 0 or len(values) != len(self.response_index):
             raise InvalidInputError(
-                f"values of {len(values)} tokens were given; CP rank {self.cp_rank} of {self.cp_size} has "
+                f"values are {list(values.shape)}; CP rank {self.cp_rank} of {self.cp_size} has "
                 f"{len(self.response_index)} response tokens: pass one value for each of response_rows"
             )
         return list(torch.split(values, list(self.local_lengths)))
@@ -242,7 +254,8 @@ class SequenceLayout:
         return list(torch.split(gathered, list(self.response_lengths)))
 
     def _check_lengths_of(self, name: str, tensors: Sequence[torch.Tensor], lengths: Sequence[int]) -> None:
-        sizes = [len(tensor) for tensor in tensors]
+        values = check_list(name, tensors)
+        sizes = [len(tensor) if tensor.dim() else 0 for tensor in values]
         if sizes != list(lengths):
             raise InvalidInputError(
                 f"{name} have the lengths {sizes}, but {list(lengths)} in the layout of CP rank "

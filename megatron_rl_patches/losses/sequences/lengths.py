@@ -6,37 +6,50 @@ All ranks of a context-parallel group pass the same lengths, so either all of th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
 
 from ...errors import InvalidInputError
+from ..logits.options import check_integer
 
 Lengths = tuple[int, ...]
 
 
-def integers(lengths: Iterable[int]) -> Lengths:
-    """Convert lengths, which may be tensors, to a tuple of ``int``."""
-    return tuple(int(length) for length in lengths)
+def integers(name: str, lengths: Any) -> Lengths:
+    """Convert lengths, which may be tensors, to a tuple of ``int``; refuse what are no integers."""
+    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise InvalidInputError(f"{name} are {lengths!r}, expected a list of integers")
+    return tuple(_integer(name, length) for length in values)
+
+
+def _integer(name: str, length: Any) -> int:
+    is_scalar = isinstance(length, torch.Tensor) and length.numel() == 1
+    return check_integer(name, length.item() if is_scalar else length, -(2**63), "integers")
 
 
 def check_lengths(totals: Lengths, responses: Lengths, without_prompt: bool = False) -> None:
     """Check that every sample has one response, shorter than the sample unless it may be without a prompt."""
     if not totals or len(totals) != len(responses):
         raise InvalidInputError(
-            f"{len(totals)} total lengths and {len(responses)} response lengths were given; "
+            f"total_lengths are of {len(totals)} samples and response_lengths of {len(responses)}; "
             "pass one of each per sample, for at least one sample"
         )
     for sample, (total, response) in enumerate(zip(totals, responses, strict=True)):
         if not 0 <= response < total + without_prompt:
             raise InvalidInputError(
-                f"sample {sample} has {total} tokens and a response of {response}; a response is shorter "
-                "than its sample, as its first token is predicted from the one before; keep a prompt token"
+                f"total_lengths and response_lengths: sample {sample} has {total} tokens and a response of "
+                f"{response}; a response is shorter than its sample, as its first token is predicted from "
+                "the one before; keep a prompt token"
             )
 
 
 def check_context_parallel(cp_rank: int, cp_size: int, allgather_cp: bool, qkv_format: str) -> None:
     if qkv_format not in ("thd", "bshd"):
         raise InvalidInputError(f"qkv_format is {qkv_format!r}; pass 'thd' (packed) or 'bshd' (padded)")
-    if not 0 <= cp_rank < cp_size:
-        raise InvalidInputError(f"cp_rank is {cp_rank} and cp_size {cp_size}; pass 0 <= cp_rank < cp_size")
+    size = check_integer("cp_size", cp_size, 1, "how many ranks the CP group has: 0 <= cp_rank < cp_size")
+    check_integer("cp_rank", cp_rank, 0, f"0 <= cp_rank < cp_size, which is {size}", highest=size - 1)
     if allgather_cp and qkv_format != "thd":
         raise InvalidInputError(
             f"all-gather CP cuts one packed stream, so it needs qkv_format 'thd', not {qkv_format!r}; "
@@ -60,7 +73,7 @@ def pad(
             raise InvalidInputError(
                 "qkv_format 'bshd' needs max_seq_lens, and takes no padded_lengths and no num_rows"
             )
-        maximum = integers(max_seq_lens)
+        maximum = integers("max_seq_lens", max_seq_lens)
         if len(maximum) != len(totals) or len(set(maximum)) != 1 or maximum[0] < max(totals):
             raise InvalidInputError(
                 f"max_seq_lens are {list(maximum)} for samples of {list(totals)} tokens; "
@@ -71,13 +84,15 @@ def pad(
     if max_seq_lens is not None:
         raise InvalidInputError("max_seq_lens are for qkv_format 'bshd'; for 'thd' pass padded_lengths")
     default = (_round_up(total, multiple) for total in totals)
-    padded = integers(default if padded_lengths is None else padded_lengths)
+    padded = integers("padded_lengths", list(default) if padded_lengths is None else padded_lengths)
     if len(padded) != len(totals) or any(p < t or p % multiple for p, t in zip(padded, totals, strict=True)):
         raise InvalidInputError(
             f"padded_lengths are {list(padded)} for samples of {list(totals)} tokens; "
             f"pass one per sample, no less than its tokens and a multiple of {multiple}"
         )
     needed = _round_up(sum(padded), cp_size) // cp_size
+    if num_rows is not None:
+        check_integer("num_rows", num_rows, 0, "the rows of the logits of a rank")
     if num_rows is not None and num_rows < needed:
         raise InvalidInputError(
             f"num_rows is {num_rows}, but samples of {list(padded)} tokens, padding included, "

@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_before_the_forward() -> None:
     for layout, data, others, message in (
         (of_other, batch, {}, "pass the full responses"),
         (of_two_ranks, batch, {}, "pass cp_group"),
-        (LAYOUT, batch, {"normalizer": 0.0}, "must be positive"),
+        (LAYOUT, batch, {"normalizer": 0.0}, "normalizer is 0.0, expected a positive"),
         (LAYOUT, bare, {"options": OPTIONS}, "ref_log_probs are needed"),
         (LAYOUT, batch, {"options": OPTIONS, "with_entropy": False}, "needs with_entropy=True"),
     ):

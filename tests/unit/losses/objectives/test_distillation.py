@@ -322,9 +322,9 @@ def loss_func(batch: DistillationBatch, layout: SequenceLayout = LAYOUT, **optio
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no teachers": (lambda: DistillationBatch([], MASKS), "0 teachers"),
-    "no responses": (lambda: DistillationBatch([TOP_K], []), "0 responses"),
-    "no distributions": (lambda: DistillationBatch([[]], MASKS), "distributions are missing"),
+    "no teachers": (lambda: DistillationBatch([], MASKS), "expected a list of at least one"),
+    "no responses": (lambda: DistillationBatch([TOP_K], []), "loss_masks have the shapes"),
+    "no distributions": (lambda: DistillationBatch([[]], MASKS), "old are missing"),
     "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),  # type: ignore[list-item]
     "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),  # type: ignore[list-item]
     "kinds": (

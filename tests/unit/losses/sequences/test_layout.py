@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "sample 1 has 5 tokens and a response of 6",
     ),
     "negative response": ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
-    "more samples than responses": ({"response_lengths": [2]}, "2 total lengths and 1 response lengths"),
+    "more samples than responses": ({"response_lengths": [2]}, "of 2 samples and response_lengths of 1"),
     "no samples": ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
     "unknown format": ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
 }
@@ -151,7 +151,7 @@ def test_tensors_of_another_microbatch_are_refused() -> None:
         layout.response_targets([torch.zeros(6), torch.zeros(4)])
     with pytest.raises(InvalidInputError, match=r"responses have the lengths \[2\], but \[2, 3\]"):
         layout.to_zigzag([torch.zeros(2)])
-    with pytest.raises(InvalidInputError, match=r"values of 5 tokens .* rank 0 of 2 has 1 response tokens"):
+    with pytest.raises(InvalidInputError, match=r"values are \[5\]; CP rank 0 of 2 has 1 response tokens"):
         layout.split_responses(torch.zeros(5))
     with pytest.raises(InvalidInputError, match="2 context-parallel ranks; pass cp_group"):
         layout.gather_responses(torch.zeros(1))
