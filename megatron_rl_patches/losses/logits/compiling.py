@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
 from .rows import SelectedRows
 
@@ -43,7 +44,8 @@ class BlockFunction:
             with call.attempt():  # where compiling fails, the rows of this block come again
                 result[block] = call(logits[block])
 
-    Nothing is compiled where an environment variable of torch forbids it.
+    Nothing is compiled while an environment variable or an option of torch forbids it, or while a dispatch
+    mode is on, such as torch's ``FlopCounterMode``.
 
     Attributes:
         compiled: whether the function is compiled; false from the moment on when compiling fails.
@@ -105,9 +107,17 @@ def _is_disabled() -> bool:
     """Return whether torch would not compile now.
 
     Where it is forbidden, torch.compile returns functions as they are. These are slower than plain operators
-    on buffers, and need several tensors of the size of a block, which is larger for compiled functions.
+    on buffers, and need several tensors of the size of a block, which is larger for compiled functions. Torch
+    2.13 skips every function that it comes across while this is so for some time, or while a dispatch mode is
+    on, and skips it for ever. Other releases raise an error, or hide from the mode what is compiled.
     """
-    return any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
+    in_any_thread = getattr(_python_dispatch, "is_in_any_mode_without_ignore_compile_internals", bool)
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or in_any_thread()
+        or any(os.environ.get(name) == "1" for name in _DISABLING_VARIABLES)
+        or getattr(sys.modules.get("torch._dynamo.config"), "disable", False)
+    )
 
 
 @cache

@@ -64,7 +64,8 @@ def vocab_parallel_log_probs(
             at most 1% of the logits, on a GPU 64 MiB or 1%, whichever is more.
         fused: ``True``: the functions that work on a block are compiled, and what the compiler raises is
             raised; ``False``: they run as plain operators; ``"auto"``: they are compiled for large logits
-            where there is a compiler, and run as plain operators if it fails.
+            where there is a compiler, and run as plain operators if it fails. Nothing is compiled while torch
+            forbids it, or while a dispatch mode such as ``FlopCounterMode`` is on.
         ignore_index: a row with this target has log-probability and entropy 0 and no gradient.
 
     Returns:

@@ -15,6 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl_patches.losses import (
     deferred_logits,
@@ -158,6 +160,8 @@ DISABLED: dict[str, Callable[[], Any]] = {
     # As slime does for runs whose training and inference have to agree.
     "TORCH_COMPILE_DISABLE": partial(_variable, "TORCH_COMPILE_DISABLE"),
     "TORCHDYNAMO_DISABLE": partial(_variable, "TORCHDYNAMO_DISABLE"),
+    "option": lambda: torch._dynamo.config.patch(disable=True),
+    "mode": partial(FlopCounterMode, display=False),
 }
 
 
@@ -186,6 +190,9 @@ def test_errors_that_are_not_hidden(compiler: Compiler, fused: bool | str, error
 @pytest.mark.skipif(not compiling._has_compiler("cpu"), reason="needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself, when inductor is imported
 def test_one_compiled_case() -> None:
+    """After a call under a dispatch mode, which must not have ended compiling for this process."""
+    with FlopCounterMode(display=False):
+        check(random_logits(5, 96), torch.arange(5), fused=True, temperature=0.7)
     check(random_logits(5, 96), torch.arange(5), fused=True, temperature=0.7)
 
 
