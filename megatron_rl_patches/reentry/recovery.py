@@ -29,11 +29,14 @@ _NO_SYNC_GENERATORS = frozenset({"no_sync", "multi_no_sync"})
 def recover(model: Model, error: BaseException) -> None:
     """Make the chunks re-enterable after ``error`` escaped from a training step.
 
-    Wait for the collectives that are in flight (up to the process group's timeout, should a peer never have
-    dispatched its part), clear their handles, drop gradients that were on their way into the gradient buffer
-    and reset the bucket groups. Parameters are not touched; the chunks are marked for
-    :func:`synchronize_interrupted`. A bucket group whose recovery fails is logged, since the caller has to
-    see ``error``.
+    Wait for the collectives that are in flight, clear their handles, drop gradients that were on their way
+    into the gradient buffer and reset the bucket groups. Parameters are not touched; the chunks are marked
+    for :func:`synchronize_interrupted`. A bucket group whose recovery fails is logged, since the caller has
+    to see ``error``.
+
+    If a peer never dispatched its part of a collective, gloo waits up to the process group's timeout, and
+    raises. With NCCL the CUDA stream alone waits: this function returns, and after the timeout the watchdog
+    of NCCL ends the process.
     """
     # The chunks are marked first, because a second Ctrl-C may interrupt the waiting below.
     _interrupted.update(model)
@@ -80,6 +83,11 @@ def _reset_bucket_groups(chunk: Chunk) -> None:
 
 def _reset_bucket_group(group: Any) -> None:
     try:
+        # Several optimizer instances reduce gradients on a stream of their own, and then there is no handle.
+        if (stream := getattr(group, "communication_stream", None)) is not None:
+            import torch
+
+            torch.cuda.current_stream().wait_stream(stream)
         if group.param_gather_handle is not None:
             # Waiting is not enough: fp8 post-processing and mxfp8 copies follow an all-gather.
             group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -182,6 +182,26 @@ class TestRecover:
         recovery.recover([chunk], ERROR)
         assert wait.call_count == 1 and group.grad_reduce_handle is None
 
+    @pytest.mark.parametrize("gather_fails", [False, True])
+    def test_the_stream_on_which_optimizer_instances_reduce_is_waited_for(
+        self, mocker: MockerFixture, gather_fails: bool
+    ) -> None:
+        """With ``num_distributed_optimizer_instances > 1`` and overlap, a reduction has no handle."""
+        chunk = MockDDP()
+        group: Any = chunk.bucket_groups[0]
+        group.communication_stream = stream = mocker.Mock()
+        current = mocker.patch.object(torch.cuda, "current_stream").return_value
+        reset = mocker.patch.object(group, "reset")
+        if gather_fails:
+            group.param_gather_handle = mocker.Mock()
+            mocker.patch.object(group, "finish_param_sync", side_effect=RuntimeError("timed out"))
+        reset.side_effect = lambda: current.wait_stream.assert_called_once_with(stream)
+        recovery.recover([chunk], ERROR)
+        assert reset.call_count == 1
+        group.communication_stream = None  # as without overlap
+        recovery.recover([chunk], ERROR)
+        assert current.wait_stream.call_count == 1
+
     def test_up_to_0_15_groups_have_a_set_of_parameters_and_no_first_batch(self) -> None:
         class Group(MockBucketGroup):
             def reset(self) -> None:
