@@ -36,7 +36,8 @@ class TeacherPool:
     the outer one had. **Outside**, the last teacher stays until another one is used: taking turns costs one
     copy a turn. **If the model holds weights that are no teacher's**, the outermost ``use`` saves them in
     host memory and puts them back, every time. Weights that are all NaN, as ``build_inference_model`` leaves
-    them, are not saved.
+    them, are not saved. So fill the weights with NaN after something has dropped the memory of the device, as
+    torch_memory_saver does between ``pause`` and ``resume``: what is found there is no teacher's either.
 
     **A swap costs** one copy from host memory. Where a teacher was left in the model, the pool first compares
     a checksum of the weights, as loaders may have changed them in ways that torch does not count
@@ -59,6 +60,8 @@ class TeacherPool:
         self._chunks = list(as_chunks(model))
         self._teachers: dict[str, HostCopy] = {}
         self._heads: dict[HostCopy, OutputHead | None] = {}
+        # Checksums of the heads in the memory of the model's device.
+        self._head_checksums: dict[HostCopy, list[int]] = {}
         self._in_use: tuple[str, ...] = ()
         # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
         self._resident: HostCopy | None = None
@@ -132,6 +135,7 @@ class TeacherPool:
             raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
         del self._teachers[name]
         self._heads.pop(copy, None)
+        self._head_checksums.pop(copy, None)
         if self._resident is copy:
             self._resident = None
 
@@ -156,7 +160,8 @@ class TeacherPool:
         """Return a copy of a teacher's output layer, which stays when another teacher takes the model.
 
         The pool keeps it: ``V / tp * h`` numbers on the device for each teacher that was asked for, see
-        :attr:`head_bytes`.
+        :attr:`head_bytes`. If its memory no longer holds these, since the memory of the device was dropped
+        meanwhile, this writes them there again: call it each time before the head is used.
 
         Args:
             name: the teacher.
@@ -170,13 +175,24 @@ class TeacherPool:
             InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.
         """
         copy = self._teacher(name)
-        if copy not in self._heads:
+        head, checksum_before = self._heads.get(copy), self._head_checksums.get(copy)
+        is_damaged = (
+            head is not None and checksum_before is not None and _checksum_of(head) != checksum_before
+        )
+        if copy not in self._heads or is_damaged:
             from .scoring.forward import output_head
 
-            with self.use(name) as model:
-                head = output_head(model)
-                self._heads[copy] = None if head is None else head.copied_to(device or head.weight.device)
-        return self._heads[copy]
+            with self.use(name) as model, torch.no_grad():
+                own = output_head(model)
+                if own is not None and head is not None:
+                    for mine, tensor in zip(head.tensors, own.tensors, strict=True):
+                        mine.copy_(tensor)
+                elif own is not None:
+                    head = own.copied_to(device or own.weight.device)
+                    if head.weight.device == own.weight.device:
+                        self._head_checksums[copy] = _checksum_of(head)
+                self._heads[copy] = head
+        return head
 
     @property
     def host_bytes(self) -> int:
@@ -274,3 +290,7 @@ class TeacherPool:
                     weight.copy_(weights[name])
 
         return load
+
+
+def _checksum_of(head: OutputHead) -> list[int]:
+    return checksum([tensor.contiguous().view(torch.uint8).flatten() for tensor in head.tensors])

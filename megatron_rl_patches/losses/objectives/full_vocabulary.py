@@ -88,9 +88,14 @@ class OutputHead:
         return OutputHead(function(self.weight), None if self.bias is None else function(self.bias))
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Weight and bias, if there is one."""
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:
