@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import apply, revert
+from tests.device_thread import device_thread
 from tests.frameworks.rollouts import states_of
 from tests.ranks import on_ranks
 
@@ -126,8 +127,14 @@ def test_policy_loss(framework: str) -> None:
     apply(PATCH)
     job = loss_jobs.LossJob(framework, recompute_loss_function=True)
     with mock.patch.object(loss_jobs, "policy_loss", wraps=loss_jobs.policy_loss) as policy_loss:
-        job.loss()
-    assert policy_loss.call_count == 2
+        run = job.loss()
+        assert policy_loss.call_count == 2
+        for deferred in (False, True):
+            job = loss_jobs.LossJob(framework, recompute_loss_function=True, deferred=deferred)
+            with device_thread():  # where CUDA recomputes
+                again = job.loss()
+            assert loss_jobs.distance(again["gradient"], run["gradient"]) < 1e-6
+    assert policy_loss.call_count == 6
 
 
 @slow

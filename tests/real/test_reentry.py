@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import TinyModel
+from tests.device_thread import device_thread
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
 
@@ -50,3 +52,16 @@ def check_rollouts(options: TinyModel) -> None:
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
     check_rollouts(TinyModel(**layout))
+
+
+@on_ranks(1)
+def test_backward_and_recomputation_in_a_thread_of_autograd() -> None:
+    """As on CUDA, where they have none of the caller's context variables."""
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    options = TinyModel(config=recomputed)
+    with applied("reentrant-train", "lean-head", settings=SETTINGS):
+        expected, result = [], []
+        for results, where in ((expected, nullcontext()), (result, device_thread())):
+            with where:
+                results.append(trained(options, 2, 1))
+    assert result == expected

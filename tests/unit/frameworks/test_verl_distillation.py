@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_rl_patches.frameworks import verl_distillation
 from megatron_rl_patches.frameworks.verl_distillation import MODES, Mode
+from tests.device_thread import device_thread
 
 ROWS, VOCABULARY, K = 12, 40, 3
 
@@ -34,7 +35,8 @@ def test_all_buckets_count(name: str) -> None:
     """Each is zero where student and teacher agree; the first is the forward KL of the buckets."""
     logits = _rows(2).requires_grad_()
     outputs = _compare(logits, MODES[name])
-    [gradient] = torch.autograd.grad(outputs["distillation_losses"].sum(), logits)
+    with device_thread():
+        [gradient] = torch.autograd.grad(outputs["distillation_losses"].sum(), logits)
     assert gradient.abs().amax(1).min() > 0
     ids = _rows(1).topk(K, 1).indices
     p, q = (_buckets(rows.log_softmax(1), ids) for rows in (logits.detach(), _rows(1)))
