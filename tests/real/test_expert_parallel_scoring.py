@@ -8,12 +8,15 @@ import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import tiny_model
 from tests.ranks import on_ranks
 from tests.real import tiny_gpt
+from tests.real.test_inference_builder import attributes_of_megatron, is_unchanged
 
 
 def microbatch(number: int, width: int = 8) -> dict[str, Any]:
@@ -122,3 +125,20 @@ def _tracker() -> dict[str, dict[str, Any]]:
     home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
     tracker: dict[str, dict[str, Any]] = home.get_moe_layer_wise_logging_tracker()
     return tracker
+
+
+@pytest.mark.parametrize("kind", ["moe", pytest.param("mtp", marks=pytest.mark.slow)])
+@on_ranks(1)
+def test_scoring_leaves_the_process_as_it_was(kind: str) -> None:
+    """Between a forward pass and its backward pass, which reads the scales of auxiliary losses."""
+    tiny = tiny_model(kind)
+    tiny.initialize()
+    chunks = tiny.chunks()
+    scores(chunks, [microbatch(0)])  # what the first pass of a process makes is left
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scale = torch.full((1,), 1024.0)
+    MTPLossAutoScaler.main_loss_backward_scale = torch.full((1,), 512.0)
+    before = attributes_of_megatron()
+    scores(chunks, [microbatch(number) for number in range(4)])
+    after = attributes_of_megatron()
+    assert [name for name in before | after if not is_unchanged(name, before, after)] == []
+    assert float(scale) == 1024.0

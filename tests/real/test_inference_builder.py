@@ -210,7 +210,7 @@ def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int
     assert losses[:2] == losses[2:]
 
 
-def _attributes_of_megatron() -> dict[str, tuple[Any, Any]]:
+def attributes_of_megatron() -> dict[str, tuple[Any, Any]]:
     """What the modules of Megatron and their classes hold, by name; what containers hold, too."""
     attributes = {}
     for module_name, module in list(sys.modules.items()):
@@ -230,7 +230,7 @@ def _content(value: Any) -> Any:
     return list(map(id, value)) if isinstance(value, (dict, list, set)) else None
 
 
-def _is_unchanged(name: str, before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> bool:
+def is_unchanged(name: str, before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> bool:
     if name not in before or name not in after:
         return False
     return before[name][0] is after[name][0] and before[name][1] == after[name][1]
@@ -277,7 +277,7 @@ def test_on_the_meta_device_without_cuda() -> None:
     assert {(p.device.type, p.dtype) for p in chunk.parameters()} == {("meta", torch.bfloat16)}
     assert chunk.module.rotary_pos_emb.inv_freq.device.type == "cpu"
 
-    before = _attributes_of_megatron()
+    before = attributes_of_megatron()
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
     config.moe_token_dispatcher_type = "alltoall"
     config.moe_shared_expert_intermediate_size, config.moe_shared_expert_overlap = 64, True
@@ -292,7 +292,7 @@ def test_on_the_meta_device_without_cuda() -> None:
 
     with pytest.raises(KeyError, match="of the provider"):
         build_inference_model(failing, config, device="cpu", dtype="fp32")
-    after = _attributes_of_megatron()
-    assert [name for name in before | after if not _is_unchanged(name, before, after)] == []
+    after = attributes_of_megatron()
+    assert [name for name in before | after if not is_unchanged(name, before, after)] == []
     assert {p.device.type for p in (*small.parameters(), *initialized.parameters())} == {"cpu"}
     assert not any(bool(p.isnan().any()) for p in initialized.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -33,6 +34,13 @@ Group = torch.distributed.ProcessGroup | None
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
 Score = Callable[[Microbatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
+
+# Classes whose attribute scales an auxiliary loss in backward.
+_LOSS_SCALERS = (
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
 
 
 def forward_only(
@@ -105,6 +113,7 @@ def forward_only(
             variable_seq_lengths=forward is not None or len(shapes) > 1 or config.variable_seq_lengths,
         ),
         _without_mtp(chunks),
+        _preserved_loss_scales(),
         tqdm(total=len(schedule), desc="scoring", unit="microbatch", leave=False, disable=hide) as bar,
     ):
 
@@ -271,6 +280,17 @@ def _without_mtp(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             stack.enter_context(replaced(config, mtp_num_layers=None))
         for model in models:
             stack.enter_context(replaced(model, mtp_process=False))
+        yield
+
+
+@contextmanager
+def _preserved_loss_scales() -> Iterator[None]:
+    """Keep the scales of auxiliary losses, which schedules set for the whole process, forward only, too."""
+    with ExitStack() as stack:
+        for module, name in _LOSS_SCALERS:
+            if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
+                # A scale that exists would be overwritten in place.
+                stack.enter_context(replaced(scaler, main_loss_backward_scale=None))
         yield
 
 
