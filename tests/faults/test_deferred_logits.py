@@ -89,7 +89,7 @@ def test_tensor_parallel_ranks_whose_rows_differ(counts: tuple[int, int], tmp_pa
     try:
         _differing(counts=counts, folder=tmp_path)
     except RanksFailed as failed:
-        assert counts == (4, 3) and "Fatal Python error: Aborted" in str(failed)
+        assert "Fatal Python error: Aborted" in str(failed)
 
 
 @on_ranks(2)

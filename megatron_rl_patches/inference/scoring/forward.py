@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,8 +83,9 @@ def forward_log_probs(
         on the other stages.
 
     Raises:
-        InvalidInputError: on every rank alike, before any communication; for logits of a wrong shape from
-            ``forward``, on all stages after the last microbatch.
+        InvalidInputError: on every rank that would wait, before the model runs, even if one rank alone passes
+            what is wrong; for logits of a wrong shape from ``forward``, on all stages after the last
+            microbatch.
     """
     VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
 
@@ -147,9 +147,17 @@ def forward_topk(
             "`forward` that returns the logits of whole sequences."
         )
     most = vocab_size or vocabulary_of(model)
-    if k is not None and (at is not None or k < 1 or (most is not None and k > most)):
-        raise InvalidInputError(f"k is {k}. Expected: 1 to {most}, the vocabulary, and no `at` beside it.")
-    at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at or []]
+    at_ids: list[Any] = []
+    if isinstance(at, Sequence):
+        at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at]
+
+    def problem(batches: Sequence[Microbatch]) -> str | None:
+        if k is None:
+            return _problem_with_ids(at_ids, most, batches) if isinstance(at, Sequence) else _wrong_at(at)
+        is_number = isinstance(k, int) and not isinstance(k, bool)
+        if at is not None or not is_number or k < 1 or (most is not None and k > most):
+            return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at` beside it."
+        return None
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         options = _options(batch, group, temperature)
@@ -160,8 +168,7 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
 
-    check = None if k is not None else partial(_problem_with_ids, None if at is None else at_ids, most)
-    samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, check)
+    samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, problem)
     return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
 
 
@@ -276,12 +283,16 @@ def output_head(model: Model) -> OutputHead | None:
     return OutputHead(weight.detach(), bias)
 
 
-def _problem_with_ids(
-    at: Sequence[torch.Tensor] | None, vocabulary: int | None, batches: Sequence[Microbatch]
-) -> str | None:
-    """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
+def _wrong_at(at: Any) -> str:
     if at is None:
         return "pass k or `at`: they say which tokens of the vocabulary to score."
+    return f"`at` is a {type(at).__name__}. Expected: a list of ids or distributions, one per sample."
+
+
+def _problem_with_ids(
+    at: Sequence[torch.Tensor], vocabulary: int | None, batches: Sequence[Microbatch]
+) -> str | None:
+    """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
     lengths: dict[int, int] = {}
     for batch in batches:
         lengths.update(zip(batch.indices, batch.layout.response_lengths, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ def parse_microbatches(
     cp_size: int = 1,
     device: torch.device | str = "cpu",
     every_token: bool = False,
+    positions: int | None = None,
 ) -> list[Microbatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
 
@@ -53,7 +55,12 @@ def parse_microbatches(
         device: where the logits will be.
         every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
             response.
+        positions: for how many positions the model has embeddings, if it looks positions up.
     """
+    if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
+        raise InvalidInputError(
+            f"microbatches are a {type(mappings).__name__}. Expected: a list of mappings, also for one."
+        )
     if not mappings:
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     microbatches: list[Microbatch] = []
@@ -63,6 +70,8 @@ def parse_microbatches(
         try:
             microbatch = _microbatch(mapping, count, packing, rank, every_token)
             _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
+            if not packing:  # else a function of the caller's reads them, in any form
+                _check_what_the_model_reads(mapping, microbatch.tokens_bs, positions)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -79,6 +88,8 @@ def parse_microbatches(
 def _microbatch(
     fields: Mapping[str, Any], first_index: int, packing: bool, rank: dict[str, Any], every_token: bool
 ) -> Microbatch:
+    if not isinstance(fields, Mapping):
+        raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
         raise InvalidInputError(f"there is no {' and no '.join(repr(name) for name in missing)} in it.")
     tokens_bs = fields["tokens"]
@@ -86,13 +97,15 @@ def _microbatch(
         kind, shape = getattr(tokens_bs, "dtype", type(tokens_bs).__name__), getattr(tokens_bs, "shape", ())
         raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
-    lengths = _integers(fields["lengths"])
+    lengths = _integers("lengths", fields["lengths"])
     samples = _samples(tokens_bs, lengths, packing)
     if every_token:
         responses = lengths
     else:
-        responses = _integers(fields.get("response_lengths"), default=[length - 1 for length in lengths])
-    indices = _integers(fields.get("indices"), default=[first_index + i for i in range(len(lengths))])
+        responses = _integers(
+            "response_lengths", fields.get("response_lengths"), [length - 1 for length in lengths]
+        )
+    indices = _integers("indices", fields.get("indices"), [first_index + i for i in range(len(lengths))])
     if len(indices) != len(lengths):
         raise InvalidInputError(f"there are {len(indices)} indices for {len(lengths)} samples.")
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
@@ -143,7 +156,41 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
-def _integers(values: Any, default: list[int] | None = None) -> list[int]:
+def _check_what_the_model_reads(
+    fields: Mapping[str, Any], tokens_bs: torch.Tensor, positions: int | None
+) -> None:
+    """Refuse what would raise within the model, on some pipeline stages only."""
+    (size, width), ids, mask = tokens_bs.shape, fields.get("position_ids"), fields.get("attention_mask")
+    if ids is None:
+        highest = width - 1
+    else:
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            kind = getattr(ids, "dtype", type(ids).__name__)
+            raise InvalidInputError(f"position_ids are {kind}. Expected: an int64 tensor [{size}, {width}].")
+        if tuple(ids.shape) not in ((size, width), (1, width)) or int(ids.min()) < 0:
+            lowest = f" with {int(ids.min())} as the lowest" if ids.numel() else ""
+            raise InvalidInputError(
+                f"position_ids are {list(ids.shape)}{lowest}. Expected: [{size}, {width}], as the "
+                "tokens are, from 0 on."
+            )
+        highest = int(ids.max())
+    if positions is not None and highest >= positions:
+        raise InvalidInputError(
+            f"position_ids go up to {highest}. Expected: 0 to {positions - 1}, the positions of the model."
+        )
+    if mask is not None:
+        shape = list(getattr(mask, "shape", ()))
+        if len(shape) != 4 or shape[0] not in (1, size) or shape[2] not in (1, width) or shape[3] != width:
+            raise InvalidInputError(
+                f"attention_mask is a {type(mask).__name__} {shape}. Expected: a tensor [{size}, 1, {width}, "
+                f"{width}], True where a token must not look."
+            )
+
+
+def _integers(name: str, values: Any, default: list[int] | None = None) -> list[int]:
     if values is None and default is not None:
         return default
-    return [int(value) for value in (values.tolist() if isinstance(values, torch.Tensor) else values)]
+    try:
+        return [operator.index(value) for value in getattr(values, "tolist", lambda: values)()]
+    except TypeError:
+        raise InvalidInputError(f"{name} are {values!r}. Expected: a list of integers.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ...losses.logits.deferred import hide_columns
 from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
-from ...reentry.forward_pre_hooks import gathered_parameters
+from ...reentry.forward_pre_hooks import gathered_parameters, why_not_gathered
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch, parse_microbatches
 
@@ -56,8 +56,9 @@ def forward_only(
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
-    ``check`` returns what is wrong with data that only the last stage has. What it returns, and an
-    ``InvalidInputError`` of ``score``, is raised on all stages. The result has for each sample, in the
+    ``check`` returns what is wrong with data that only the last stage has. What it returns, and any other
+    problem with the arguments, is raised on all ranks that would wait; an ``InvalidInputError`` of ``score``
+    on all stages. The result has for each sample, in the
     original order, the part of each tensor of ``score`` that belongs to its response, or with ``every_token``
     to the whole sample, with memory of its own; it is ``None`` on stages other than the last.
     """
@@ -70,33 +71,34 @@ def forward_only(
         )
     config = get_model_config(chunks[0])
     padded_size = vocabulary_of(chunks)
-    if vocab_size is not None and not 0 < vocab_size <= (padded_size or vocab_size):
-        raise InvalidInputError(f"vocab_size is {vocab_size}. Expected: 1 to {padded_size}, the model's ids.")
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     device = next(chunks[-1].parameters()).device
     batches: list[Microbatch] = []
-    refusal: str | None = None
+    problem = _problem_with_options(forward, vocab_size, padded_size, output_device)
+    problem = problem or why_not_gathered(chunks)
     try:
         batches = parse_microbatches(
             microbatches,
             packing=forward is not None,
-            vocabulary=vocab_size or padded_size,
+            vocabulary=None if problem else vocab_size or padded_size,
             sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
             cp_rank=context_parallel.rank,
             cp_size=context_parallel.size,
             device=device,
             every_token=every_token,
+            positions=_positions_of(chunks[0]) if forward is None else None,
         )
-        if check is not None:
-            _raise_on_all_stages(check(batches) if on_last_stage else None)
+        if check is not None and on_last_stage:
+            problem = problem or check(batches)
     except InvalidInputError as error:
-        refusal = str(error)  # the error itself would keep this frame, and the model in it, in a cycle
+        problem = problem or str(error)  # the error itself would keep this frame, and the model, in a cycle
+    raise_on_all(problem, _groups_that_wait(chunks, config))
     # The interleaved schedule takes full groups.
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     schedule = _filled(batches, len(batches) + -len(batches) % group_size)
-    schedule = _agreed_by_replicas(schedule, refusal, config)
+    schedule = _agreed_by_replicas(schedule, config)
     shapes = {batch.tokens_bs.shape for batch in batches}
     problems: list[str] = []
     hide = not (progress and is_rank_0())
@@ -151,7 +153,7 @@ def forward_only(
         if device.type == "cuda" and torch.device(output_device).type == "cpu":
             # Once for all copies to host memory.
             torch.cuda.current_stream(device).synchronize()
-        _raise_on_all_stages(problems[0] if problems else None)
+        raise_on_all(problems[0] if problems else None, [parallel_state.get_pipeline_model_parallel_group()])
         return _by_sample(batches, collected[: len(batches)]) if on_last_stage else None
 
 
@@ -161,18 +163,60 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def _raise_on_all_stages(problem: str | None) -> None:
-    """Raise the problem of the last pipeline stage on all stages."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        problems = [problem]
-        torch.distributed.broadcast_object_list(
-            problems,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        [problem] = problems
+def raise_on_all(problem: str | None, groups: Iterable[Any]) -> None:
+    """Raise a problem of any rank on all ranks of the groups, which are asked one after the other.
+
+    Raises:
+        InvalidInputError: some rank has a problem; one that has none names that rank.
+    """
+    known = None if problem is None else (torch.distributed.get_rank(), problem)
+    for group in groups:
+        if group.size() > 1:
+            gathered: list[Any] = [None] * group.size()
+            torch.distributed.all_gather_object(gathered, known, group=group)
+            known = known or next(filter(None, gathered), None)
     if problem is not None:
         raise InvalidInputError(problem)
+    if known is not None:
+        raise InvalidInputError(f"rank {known[0]} cannot score: {known[1]}")
+
+
+def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
+    """Return groups through which every rank that would wait for this one in a collective is reached."""
+    groups = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
+    if _shares_experts(config):
+        groups.append(parallel_state.get_expert_model_parallel_group())
+    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
+        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return groups
+
+
+def _shares_experts(config: Any) -> bool:
+    return bool(getattr(config, "num_moe_experts", None)) and config.expert_model_parallel_size > 1
+
+
+def _problem_with_options(
+    forward: Any, vocab_size: Any, padded_size: int | None, output_device: Any
+) -> str | None:
+    """Return what is wrong with options that all functions of scoring take; ``None``: nothing."""
+    if forward is not None and not callable(forward):
+        return f"forward is {forward!r}. Expected: a function of a model chunk and a microbatch."
+    is_number = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
+    if vocab_size is not None and not (is_number and 0 < vocab_size <= (padded_size or vocab_size)):
+        return f"vocab_size is {vocab_size!r}. Expected: 1 to {padded_size}, the model's ids."
+    try:
+        torch.device(output_device)
+    except (RuntimeError, TypeError):
+        return f"output_device is {output_device!r}. Expected: a device of torch."
+    return None
+
+
+def _positions_of(chunk: torch.nn.Module) -> int | None:
+    """Return how many positions the model has embeddings for; ``None``: it has none, or does not say."""
+    if _attribute(chunk, "position_embedding_type", None) != "learned_absolute":
+        return None
+    size: int | None = _attribute(chunk, "max_sequence_length", None)
+    return size
 
 
 def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
@@ -181,31 +225,24 @@ def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
     return batches + smallest * (length - len(batches))
 
 
-def _agreed_by_replicas(schedule: list[Microbatch], refusal: str | None, config: Any) -> list[Microbatch]:
-    """Raise what this replica refuses; else return as many microbatches as other replicas have.
+def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microbatch]:
+    """Return as many microbatches as other replicas have.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
-    waiting in the token dispatcher, as would one that refuses its input. One collective, if there are
-    such replicas.
+    waiting in the token dispatcher. One collective, if there are such replicas.
 
     Raises:
-        InvalidInputError: some replica refuses its input; or the dispatcher ``allgather`` would get tokens of
-            different shapes.
+        InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
     """
     gathered: list[Any] = []
-    if getattr(config, "num_moe_experts", None) and config.expert_model_parallel_size > 1:
+    if _shares_experts(config):
         group = parallel_state.get_expert_model_parallel_group()
         gathered = [None] * group.size()
         shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
-        torch.distributed.all_gather_object(gathered, (refusal, shapes), group=group)
-    if refusal is not None:
-        raise InvalidInputError(refusal)
-    for rank, (text, _) in enumerate(gathered):
-        if text is not None:
-            raise InvalidInputError(f"expert-parallel rank {rank} refuses its microbatches: {text}")
-    rounds = max([len(schedule), *(len(of_rank) for _, of_rank in gathered)])
+        torch.distributed.all_gather_object(gathered, shapes, group=group)
+    rounds = max([len(schedule), *map(len, gathered)])
     if gathered and config.moe_token_dispatcher_type == "allgather":
-        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for _, of_rank in gathered]
+        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in gathered]
         for number, of_round in enumerate(zip(*full, strict=True)):
             if len(set(of_round)) > 1:
                 raise InvalidInputError(
