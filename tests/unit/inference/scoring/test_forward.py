@@ -76,7 +76,7 @@ def test_rows_and_what_they_predict(
         ({"lengths": [6]}, r"lengths \[6\] do not fit"),
         ({"tokens": torch.zeros(1, 12, dtype=torch.int64)}, r"lengths \[6, 4\] do not fit"),
         ({"response_lengths": [6, 3]}, "sample 0 has 6 tokens and a response of 6"),
-        ({"response_lengths": [1]}, "2 total lengths and 1 response lengths"),
+        ({"response_lengths": [1]}, "total_lengths are of 2 samples and response_lengths of 1"),
         ({"indices": [0, 2]}, r"indices \[0, 2\] are no permutation of 0 to 1"),
         ({"indices": [0]}, "there are 1 indices for 2 samples"),
         ({"tokens": torch.full((2, 6), VOCABULARY)}, "token ids are 50 to 50. Expected: 0 to 49"),
