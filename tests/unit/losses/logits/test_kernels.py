@@ -76,6 +76,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Plan]]:
 
     def give_up(call: Any, error: Exception) -> None:
         assert "Planned" in str(error)
+        call.compiled = False
 
     monkeypatch.setattr(compiling, "WORTHWHILE_ELEMENTS", 0)
     monkeypatch.setattr(compiling, "_call_compiled", call)
