@@ -75,7 +75,7 @@ def _check_wrong_groups(cp2: dist.ProcessGroup, cp4: dist.ProcessGroup) -> None:
         for group, message in ((None, "pass cp_group"), (cp4, r"rank \d of 4, but .* rank \d of 2")):
             with pytest.raises(InvalidInputError, match=message):
                 layout.gather_responses(values, group)
-        with pytest.raises(InvalidInputError, match=r"values of \d+ tokens"):
+        with pytest.raises(InvalidInputError, match=r"values are \[\d+\]; CP rank"):
             layout.gather_responses(torch.zeros(len(values) + 1), cp2)
         with pytest.raises(InvalidInputError, match="values have the lengths"):
             layout.gather_responses([values], cp2)
