@@ -285,8 +285,9 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
             "for NaN or missing log-probabilities in what its server returns"
         )
     ordered = ids.sort(-1).values
-    if wrong := ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]].tolist():
-        return f"a teacher names the ids {first(wrong)} twice for a token, expected each at most once"
+    twice = torch.unique(ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]).tolist()
+    if twice:
+        return f"a teacher names the ids {first(twice)} twice for a token, expected each at most once"
     return None
 
 

@@ -12,8 +12,10 @@ before the other one or after it. Two rules keep them apart:
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +30,10 @@ _Thing = tuple[int, Callable[..., None]]
 #: Attributes of a config that training loops install, and use until they end.
 _LOOP_FUNCTIONS = (*SYNC_FUNCTIONS, "grad_scale_func", "finalize_model_grads_func")
 _lock = threading.RLock()
-#: The calls that run, in the order in which they began.
-_running: list[RunningCall] = []
+_numbers = itertools.count()
+#: The calls that run, in the order in which they began. The references are weak, so that a call which a
+#: signal interrupts while it begins or ends does not stay here.
+_running: weakref.WeakValueDictionary[int, RunningCall] = weakref.WeakValueDictionary()
 
 
 def places_in_use(*configs: Any) -> set[Place]:
@@ -38,7 +42,7 @@ def places_in_use(*configs: Any) -> set[Place]:
         return {
             place
             for place, value in _functions(configs).items()
-            if any(call.owns(place, value) for call in _running)
+            if any(call.owns(place, value) for call in _running.values())
         }
 
 
@@ -70,7 +74,7 @@ class RunningCall:
             self._of_others = {
                 place: (call, value)
                 for place, value in self._values().items()
-                for call in _running
+                for call in _running.values()
                 if call.owns(place, value)
             }
             if (id(self._timers), INTERVAL_TIMER) not in self._of_others:
@@ -82,7 +86,8 @@ class RunningCall:
             self._foreign = {
                 place: value if place[1] in own else None for place, value in self._values().items()
             }
-            _running.append(self)
+            self._number = next(_numbers)
+            _running[self._number] = self
 
     def _things(self, optimizer: Any) -> Iterator[tuple[_Thing, tuple[Any, Any]]]:
         yield (0, _set_gc), (None, gc.isenabled())
@@ -112,8 +117,8 @@ class RunningCall:
     def end(self, failed: bool) -> None:
         """End the call, and put back what it found: garbage collection, and after an exception all else."""
         with _lock:
-            later = _running[_running.index(self) + 1 :]
-            _running.remove(self)
+            later = [call for call in _running.values() if call._number > self._number]
+            _running.pop(self._number, None)
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
@@ -139,10 +144,10 @@ class RunningCall:
         for config in self.configs:
             for name in _LOOP_FUNCTIONS:
                 call, value = self._of_others.get((id(config), name), (None, None))
-                if call in _running and values[id(config), name] is not value:
+                if call is not None and call._number in _running and values[id(config), name] is not value:
                     setattr(config, name, value)
         for place in values.keys() - self._of_others.keys():
-            for call in _running:
+            for call in _running.values():
                 if place in call._foreign and not _is_of_another(place[1], values[place], self.model):
                     call._foreign[place] = values[place]
 
@@ -155,7 +160,7 @@ def _is_of_another(name: str, functions: Any, model: Model) -> bool:
     """Return whether these are sync functions of the model of a running call, and not of this model."""
     if name not in SYNC_FUNCTIONS or belongs_to(model, functions, name):
         return False
-    return any(belongs_to(call.model, functions, name) for call in _running)
+    return any(belongs_to(call.model, functions, name) for call in _running.values())
 
 
 def _restore_config(config: Any, found: tuple[Model, dict[str, Any]]) -> None:

@@ -257,7 +257,7 @@ def test_bad_input_is_refused_on_all_ranks(with_tensordict: list[str], tp: int, 
     job = DistillationJob(teacher_table(80), "forward_kl_topk", k, tp=tp, vocab_size=64)
     data = job.batch()
     ids, row = data["teacher_ids"].values(), int(data["input_ids"].offsets()[1]) - 3
-    ids.clamp_(max=63)
+    ids.copy_(torch.arange(ids.shape[1]).expand_as(ids))
     if torch.distributed.get_rank():
         if problem == "NaN":
             data["teacher_logprobs"].values()[row, 1] = torch.nan

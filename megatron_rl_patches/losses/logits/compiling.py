@@ -145,6 +145,11 @@ def _call_compiled(function: Callable[..., Any], *args: Any) -> Any:
         return _compiled(function)(*args)
 
 
+#: The compiler writes an intermediate result to memory if it needs more operations or reads than these. With
+#: its own limits, a divergence that is weighted with an old policy's probabilities takes twice the kernels.
+_OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 200, "realize_reads_threshold": 40}
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=True, fullgraph=True, options=_OPTIONS)
