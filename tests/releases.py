@@ -19,7 +19,7 @@ from tests.frameworks.packages import Packages
 
 # Releases that need a package which the installed environment lacks or has in another version: numpy 1 to
 # save checkpoints from several ranks, and triton, which is imported although no kernel runs.
-NEEDS = dict.fromkeys(("0.12.3", "0.13.1", "0.14.0", "0.15.3"), "numpy<2")
+NEEDS = dict.fromkeys(("0.14.0", "0.15.3"), "numpy<2")
 NEEDS |= dict.fromkeys(("0.18.2", "0.19.2"), "triton")
 
 

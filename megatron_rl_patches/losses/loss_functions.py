@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -203,17 +202,4 @@ def _checked_divisor(
     layout.check_group(cp_group)
     if normalizer is not None:
         check_positive("normalizer", normalizer)
-    return (normalizer or 1.0) * (layout.cp_size if layout.cp_size > 1 and _adds_up_parts() else 1)
-
-
-def _adds_up_parts() -> bool:
-    """Return whether Megatron takes the losses of context-parallel ranks for parts, as 0.12 does.
-
-    It multiplies them by the number of ranks, or does not add up the counts. Later the factor cancels.
-    """
-    try:
-        from megatron.core.pipeline_parallel.schedules import forward_step
-    except ImportError:
-        return False
-    # The release that changed this also added the parameter vp_stage.
-    return "vp_stage" not in inspect.signature(forward_step).parameters
+    return normalizer or 1.0

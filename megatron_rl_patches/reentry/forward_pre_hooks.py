@@ -1,7 +1,7 @@
 """Enabling and disabling forward pre-hooks any number of times, in any order.
 
 With ``overlap_param_gather`` a hook on every submodule waits for the all-gather of its parameters. Upstream,
-from megatron-core 0.12 to today, a second ``disable`` raises ``KeyError`` and a second ``enable``
+from megatron-core 0.14 to today, a second ``disable`` raises ``KeyError`` and a second ``enable``
 ``AssertionError``, and a submodule added in between makes ``disable`` stop half-way (THUDM/slime#1857).
 """
 

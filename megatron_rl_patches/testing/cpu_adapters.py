@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from types import ModuleType
@@ -175,16 +175,6 @@ def replacements() -> list[Replacements]:
 # --- faults of megatron-core where TransformerEngine is not installed
 
 
-def _accepting_no_parameters(original: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    if original is None:
-        return None
-
-    def quantize(model_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        return original(model_params, *args, **kwargs) if model_params else None
-
-    return quantize
-
-
 def _known_te_version(original: Any) -> Any:
     if original is not None or find_spec("transformer_engine") is not None:
         return original
@@ -223,8 +213,6 @@ class _Gap(NamedTuple):
 
 _DISTRIBUTED_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _GAPS = (
-    # megatron-core 0.12 calls this function without parameters in every optimizer step, and it raises then.
-    _Gap("megatron.core.fp8_utils", "_quantize_param_shard_impl", _accepting_no_parameters),
     # Up to megatron-core 0.18, is_te_min_version compares _te_version with a version even if it is None.
     _Gap("megatron.core.utils", "_te_version", _known_te_version),
     # The router compares te_general_gemm with None, but the failed import has left the name undefined.

@@ -54,7 +54,7 @@ def cpu_backend() -> Iterator[None]:
     Enter the block **before** megatron is imported if you can: then its functions decorated with
     ``torch.compile`` are plain ones for good. Functions that are compiled already run eagerly inside the
     block. A module that does ``from torch.distributed import isend`` keeps the function that it has
-    imported; megatron-core 0.12 to 0.19 does this nowhere that matters, so entering late works too.
+    imported; megatron-core 0.14 to 0.19 does this nowhere that matters, so entering late works too.
 
     The CPU cannot show races between streams, memory figures, TransformerEngine, FP8 and CUDA graphs.
     """

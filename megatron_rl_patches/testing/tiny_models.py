@@ -5,7 +5,6 @@ They are for tests of training loops: on a CPU inside ``cpu_backend()``, or on a
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +121,6 @@ class TinyModel:
     def initialize(self) -> None:
         """Initialize Megatron's process groups over the whole world, and its random number generators."""
         parallel_state.destroy_model_parallel()
-        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None  # which 0.12 forgets to destroy
         parallel_state.initialize_model_parallel(
             self.tp,
             self.pp,
@@ -217,9 +215,6 @@ class TinyModel:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
         layers = [layer] * (config.num_layers // (self.pp * (self.vpp or 1)))
         optional: dict[str, Any] = {} if vp_stage is None else {"vp_stage": vp_stage}
-        if "vp_stage" not in inspect.signature(GPTModel).parameters:
-            # Up to 0.12 stages are numbered by a global.
-            parallel_state.set_virtual_pipeline_model_parallel_rank(optional.pop("vp_stage", None))
         if config.mtp_num_layers:
             optional["mtp_block_spec"] = _mtp_block(config, layer, optional)
         return GPTModel(

@@ -59,7 +59,7 @@ def test_metadata_says_what_is_needed(metadata):
     assert metadata["Requires-Python"] == ">=3.10"
     assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "mutation", "docs"}
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert {"torch>=2.6", "megatron-core>=0.12", "wrapt<3,>=1.16"} <= needed
+    assert {"torch>=2.6", "megatron-core>=0.14", "wrapt<3,>=1.16"} <= needed
 
 
 def test_the_index_takes_the_files(artifacts, metadata):

@@ -5,24 +5,19 @@ For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.rea
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.testing import TinyModel
@@ -69,9 +64,7 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         get_default_save_sharded_strategy("torch_dist"),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    with _for_newer_torch():
-        content = {"content_metadata": _sharding()} if _versioned() else {}
-        dist_checkpointing.save(state, str(folder), strategy, **content)
+    dist_checkpointing.save(state, str(folder), strategy, content_metadata=_sharding())
     _track(root, iteration)
     return folder
 
@@ -88,13 +81,10 @@ def load_torch_dist(chunks: Sequence[Any], optimizer: Any, folder: Path) -> None
 def _sharded(chunks: Sequence[Any], optimizer: Any, is_loading: bool = False) -> dict[str, Any]:
     """The model's sharded state, and the optimizer's, if there is one."""
     state: dict[str, Any] = {}
-    for stage, (key, chunk) in enumerate(_keyed(chunks)):
-        if len(chunks) > 1:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    for key, chunk in _keyed(chunks):
         state[key] = chunk.sharded_state_dict(metadata=_sharding())
     if optimizer is not None:
-        kind = {"metadata": _sharding()} if _versioned() else {"sharding_type": _sharding()[_SHARDING_TYPE]}
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, **kind)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading, metadata=_sharding())
     return state
 
 
@@ -102,24 +92,6 @@ def _sharding() -> dict[str, Any]:
     reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
     kind = "dp_reshardable" if reshardable else "fully_sharded_model_space"
     return {_SHARDING_TYPE: kind, "chained_optim_avoid_prefix": True}
-
-
-def _versioned() -> bool:
-    """Does this release save how the optimizer is sharded? It does from 0.14 on."""
-    return "content_metadata" in inspect.signature(dist_checkpointing.save).parameters
-
-
-@contextmanager
-def _for_newer_torch() -> Iterator[None]:
-    """Releases up to 0.13 write through a private function that takes one argument more since torch 2.7."""
-    expected = "serialization_format" in inspect.signature(filesystem._write_item).parameters
-    if not expected or "serialization_format" in inspect.getsource(filesystem_async):
-        yield
-        return
-    torch_save = filesystem.SerializationFormat.TORCH_SAVE
-    write = partial(filesystem_async._write_item, serialization_format=torch_save)
-    with mock.patch.object(filesystem_async, "_write_item", write):
-        yield
 
 
 def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -57,8 +56,6 @@ so that each pair of stages at which two ranks fail has a test of its own, on th
 
 - Up to 0.18, megatron-core trains multi-token prediction with labels only, so that a loss on logits cannot be
   combined with it.
-- In 0.12, the hybrid model needs TransformerEngine, and the distributed optimizer does not know the embedding
-  that multi-token prediction shares with the first stage of a pipeline.
 """
 
 
@@ -69,16 +66,6 @@ def reason(model: str, layout: str) -> str:
     if model == "hybrid" and layout in ("TP 2", "PP 2, VPP 2", "CP 2"):
         return "the state space of the tiny model is not divided, and Megatron's needs a GPU"
     return ""
-
-
-def skip_what_this_release_cannot_do(model: dict[str, Any]) -> None:
-    """Skip the test in 0.12, for one of the reasons on the page."""
-    if not version("megatron-core").startswith("0.12."):
-        return
-    if model["kind"] == "hybrid":
-        pytest.skip("the hybrid model needs TransformerEngine")
-    if model["kind"] == "mtp" and model.get("pp") == 2 and "vpp" not in model:
-        pytest.skip("the distributed optimizer does not know weights that two stages share")
 
 
 def cells(

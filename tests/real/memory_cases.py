@@ -104,8 +104,6 @@ def measure(cases: Sequence[Case], env: Mapping[str, str] | None = None) -> dict
 
 def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
     with gpu_or_cpu() as device:
-        # megatron-core 0.12 does not forget who was in the group for position embeddings: pipelines first.
-        cases = sorted(cases, key=lambda case: -case.parallel.pipeline_model_parallel_size)
         _measure(cases[0], device)  # lasting tensors come with the first model: random streams, masks
         return {case.name: _measure(case, device) for case in cases}
 

@@ -59,7 +59,6 @@ LAYOUTS = {
     "PP 2, deallocated outputs": Layout(
         sizes={"pp": 2}, flags={"config": {"deallocate_pipeline_outputs": True}}
     ),
-    # The distributed optimizer of 0.12 does not know weights that two stages share.
     "PP 2, tied": Layout(
         sizes={"pp": 2},
         flags={"tied": True, "use_distributed_optimizer": False, "overlap_param_gather": False},

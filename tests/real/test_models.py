@@ -29,7 +29,6 @@ MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12
 @matrix.cells(always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any]) -> None:
-    matrix.skip_what_this_release_cannot_do(model)
     check_rollouts(TinyModel(**model))
 
 
@@ -37,7 +36,6 @@ def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any])
 @matrix.cells(leave_out={"PP 2", "PP 2, VPP 2"})  # where ranks wait for each other: test_interruption.py
 @on_ranks(lambda ranks: ranks)
 def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[str, Any]) -> None:
-    matrix.skip_what_this_release_cannot_do(model)
     options = TinyModel(**model)
     with applied("reentrant-train", settings=SETTINGS):
         undisturbed = run(options, "", (0, 0))
@@ -50,7 +48,6 @@ def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[s
 @matrix.cells(always={"MoE, EP 2", "hybrid, 1 rank"})
 @on_ranks(lambda ranks: ranks)
 def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
-    matrix.skip_what_this_release_cannot_do(model)
     options = TinyModel(**model)
     policy, _ = checkpoints.trained(options)
     expected = _scores(policy)
@@ -76,7 +73,6 @@ def _scores(model: list[Any]) -> list[torch.Tensor]:
 @matrix.cells(always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks, timeout=240)
 def test_gradients_of_deferred_logits(ranks: int, model: dict[str, Any]) -> None:
-    matrix.skip_what_this_release_cannot_do(model)
     if model["kind"] == "mtp" and not tiny_gpt.trains_mtp_without_labels():
         pytest.skip("this release trains multi-token prediction with labels only")
     check_gradients("", Layout(ranks, flags=model), {"entropy bonus": CASES["entropy bonus"]})

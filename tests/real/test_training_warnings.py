@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import __version__ as release
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
@@ -26,11 +25,6 @@ from tests.real import tiny_gpt
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
-
-since_0_14 = pytest.mark.skipif(
-    release.startswith("0.12."),
-    reason="megatron-core 0.12, which is too old to be supported, leaves other traces",
-)
 
 
 def train(
@@ -168,7 +162,6 @@ AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@since_0_14
 @pytest.mark.parametrize("setting", [*AUXILIARY, None])
 @on_ranks(1)
 def test_the_weight_of_an_auxiliary_loss(setting: str | None) -> None:
@@ -222,7 +215,6 @@ def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
         assert "disable_forward_pre_hook()" in first[0]
 
 
-@since_0_14
 @pytest.mark.parametrize(
     ("distributed", "overlap"), [(True, False), (True, True), (False, False), (False, True)]
 )
@@ -233,7 +225,11 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
         use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, overlap_param_gather=False
     )
     weights, lines = {}, {}
-    for reduces in ("schedule", "loop", "copy", "never"):
+    # Old releases raise in the next step if a step has begun reductions that nobody finishes.
+    [chunk], _ = options.build()
+    raises = overlap and not hasattr(chunk.bucket_groups[0], "is_first_batch")
+    unreduced = () if raises else ("copy", "never")
+    for reduces in ("schedule", "loop", *unreduced):
         model, optimizer = options.build()
         copied = {"config": copy.copy(get_model_config(model[0])), "reduces": "schedule"}
         how = copied if reduces == "copy" else {"reduces": reduces}
@@ -241,7 +237,7 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
         weights[reduces] = torch.cat([p.detach().flatten() for p in model[0].parameters()])
     assert lines["schedule"] == lines["loop"] == []
     assert torch.equal(weights["schedule"], weights["loop"])
-    for reduces in ("copy", "never"):
+    for reduces in unreduced:
         assert not torch.allclose(weights["schedule"], weights[reduces], rtol=1e-3)
         if reduces == "never" and not distributed and not overlap:
             assert lines[reduces] == []  # a loop that reduces in a way of its own looks the same

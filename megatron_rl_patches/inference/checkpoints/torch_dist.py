@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...errors import CheckpointError, first
-from ..models.provider import virtual_rank
 from ..weights import Differences, differences
 from .location import MAX_PADDING, reading
 from .pickles import EXTRA_STATE, MetadataUnpickler, as_dict, load_dict, load_torch
@@ -95,13 +94,12 @@ class TorchDistCheckpoint:
         request: dict[str, Any] = {}
         for index, chunk in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{index}"
-            with virtual_rank(None if len(chunks) == 1 else index):
-                # The content metadata says how the saver named layers.
-                metadata = dict(self.common.get("content_metadata") or {})
-                if (group := getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)) is not None:
-                    # Megatron would ask its global groups otherwise, which such a model need not use.
-                    metadata["dp_cp_group"] = group
-                request[key] = chunk.sharded_state_dict(metadata=metadata)
+            # The content metadata says how the saver named layers.
+            metadata = dict(self.common.get("content_metadata") or {})
+            if (group := getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)) is not None:
+                # Megatron would ask its global groups otherwise, which such a model need not use.
+                metadata["dp_cp_group"] = group
+            request[key] = chunk.sharded_state_dict(metadata=metadata)
         _, request = extract_matching_values(request, self._is_absent_extra_state)
         return request
 

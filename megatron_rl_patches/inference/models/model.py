@@ -239,7 +239,7 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
         "config.virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
     }
     if pg_collection is None:
-        # Schedules read it, and releases without vp_stage also read it to build the model.
+        # Schedules read it.
         sizes_by_source[groups] = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     sizes = {size for size in sizes_by_source.values() if size is not None}
     if not sizes or sizes == {1}:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ _TRAINING_ONLY = (
 )
 
 # Newer releases pass the virtual stage to a model as an argument, older ones set a global.
-_STAGES_BY_ARGUMENT = "vp_stage" in inspect.signature(parallel_state.is_pipeline_first_stage).parameters
 
 
 def without_training(config: Any) -> Any:
@@ -72,28 +70,13 @@ def call_provider(provider: Callable[..., Module], arguments: Mapping[str, Any])
     parameters = inspect.signature(provider).parameters.values()
     takes = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        takes |= arguments.keys() - (set() if _STAGES_BY_ARGUMENT else {"vp_stage"})
-    if _STAGES_BY_ARGUMENT and "vp_stage" in arguments and "vp_stage" not in takes:
+        takes |= arguments.keys()
+    if "vp_stage" in arguments and "vp_stage" not in takes:
         raise InvalidInputError(
             f"the model provider {provider!r} takes no vp_stage, so it cannot tell virtual pipeline stages "
             "apart: give it that parameter, and pass it on to the model"
         )
-    with virtual_rank(arguments.get("vp_stage")):
-        return provider(**{name: value for name, value in arguments.items() if name in takes})
-
-
-@contextmanager
-def virtual_rank(stage: int | None) -> Iterator[None]:
-    """Set the global by which models of releases without ``vp_stage`` know their virtual stage."""
-    if stage is None or _STAGES_BY_ARGUMENT:
-        yield
-        return
-    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
-    parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-    try:
-        yield
-    finally:
-        parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+    return provider(**{name: value for name, value in arguments.items() if name in takes})
 
 
 def require_inference_chunk(chunk: Any) -> None:

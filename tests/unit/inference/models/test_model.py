@@ -57,23 +57,10 @@ def test_a_provider_gets_what_it_takes(provider: Callable[..., Any], gets: set[s
 
 
 def test_virtual_stages_by_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_provider, "_STAGES_BY_ARGUMENT", True)
     assert call_provider(lambda vp_stage: vp_stage, {"vp_stage": 1}) == 1
     assert call_provider(_anything, {"vp_stage": 1}) == {"vp_stage": 1}
     with pytest.raises(InvalidInputError, match="takes no vp_stage"):
         call_provider(_only_ends, {**ARGUMENTS, "vp_stage": 1})
-
-
-def test_virtual_stages_by_a_global(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage: list[Any] = [None]
-    state = _provider.parallel_state
-    monkeypatch.setattr(_provider, "_STAGES_BY_ARGUMENT", False)
-    monkeypatch.setattr(state, "get_virtual_pipeline_model_parallel_rank", lambda: stage[-1])
-    monkeypatch.setattr(state, "set_virtual_pipeline_model_parallel_rank", stage.append)
-    assert call_provider(lambda **kwargs: (kwargs, stage[-1]), {"vp_stage": 1}) == ({}, 1)
-    with pytest.raises(ZeroDivisionError):
-        call_provider(lambda: 1 // 0, {"vp_stage": 1})
-    assert stage == [None, 1, None, 1, None]
 
 
 # --- configs
