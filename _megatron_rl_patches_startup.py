@@ -235,16 +235,33 @@ def unless_strict_never_raise(function):
     def guarded() -> None:
         try:
             function()
-        except Exception as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             if not is_strict():
                 _complain(error)
-            elif isinstance(error, ImportError):
-                # Frameworks swallow those where they make each other optional.
-                raise RuntimeError(f"megatron_rl_patches could not be activated: {error}") from error
+            elif isinstance(error, ImportError) or not isinstance(error, Exception):
+                # Frameworks swallow the former where they make each other optional; SystemExit says nothing.
+                raise RuntimeError(f"megatron_rl_patches could not be activated: {_shown(error)}") from error
             else:
                 raise
 
     return guarded
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception ends the program from outside: Ctrl-C, or raised by a signal's handler."""
+    import signal
+
+    if isinstance(error, (KeyboardInterrupt, GeneratorExit)):
+        return True
+    handlers: list[object] = [signal.getsignal(number) for number in signal.valid_signals()]
+    objects = [handler.__call__ for handler in handlers if callable(handler)]
+    codes = [getattr(function, "__code__", None) for function in (*handlers, *objects)]
+    entry = error.__traceback__
+    while entry is not None and entry.tb_frame.f_code not in codes:
+        entry = entry.tb_next
+    return entry is not None
 
 
 @unless_strict_never_raise
@@ -285,14 +302,17 @@ def _roots() -> frozenset[str]:
     return frozenset(_ROOTS).union(filter(None, extra)) - {"megatron_rl_patches"}
 
 
-def _complain(error: Exception) -> None:
+def _shown(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _complain(error: BaseException) -> None:
     import sys
     from contextlib import suppress
 
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
     with suppress(Exception):  # there is no stderr, or it is closed
         sys.stderr.write(
-            f"megatron_rl_patches: not activated, going on without: {reason} "
+            f"megatron_rl_patches: not activated, going on without: {_shown(error)} "
             "(MEGATRON_RL_PATCHES_STRICT=1 makes this an error)\n"
         )
 

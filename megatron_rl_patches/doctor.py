@@ -27,7 +27,8 @@ from .engine.patch import Patch
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
 from .engine.sources import PROGRAM, Environment, find_spec
 from .engine.target_source import functions_in
-from .errors import InvalidInputError
+from .engine.third_party import third_party
+from .errors import InvalidInputError, PatchError
 
 WRAPT_RANGE = ">=1.16,<3"
 STARTUP_FILE = "megatron_rl_patches_startup.pth"
@@ -293,7 +294,15 @@ def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     patches = (registry.patches()[name] for name in names)
     functions = (item for _, item in _configured_functions(choice).values() if item.startswith(f"{PROGRAM}:"))
     of_program = [f"{item} is looked at in the program that runs, and not by doctor" for item in functions]
-    return of_program + [note for patch in patches if patch.notes for note in patch.notes(of_these)]
+    return of_program + [note for patch in patches for note in _notes_of_patch(patch, of_these)]
+
+
+def _notes_of_patch(patch: Patch, statuses: Sequence[SiteStatus]) -> list[str]:
+    try:
+        with third_party(f"{patch.name}: its function `notes`"):
+            return list(patch.notes(statuses)) if patch.notes else []
+    except PatchError as error:
+        return [str(error)]
 
 
 def _in_this_process() -> list[str]:

@@ -22,6 +22,7 @@ from .patch import Patch, Site, imported
 from .records import Claim, Moves, Record, copies_out_of_reach, rebind
 from .settings import Settings
 from .sources import PROGRAM
+from .third_party import third_party
 
 _log = logging.getLogger("megatron_rl_patches")
 #: Claims that stay until a revert, by whether they are required.
@@ -280,10 +281,13 @@ class Installer(Listener):
         def run(call: Call) -> Any:
             nonlocal adapter, is_first
             if is_first:
+                function = self._imported(site, adapter) if isinstance(adapter, str) else adapter
+                if function is None:
+                    return call()
+                adapter = function
                 if not self.announcer.done:
                     with self._log_internal_errors():
                         self.announcer.once(self.status())
-                adapter = imported(adapter) if isinstance(adapter, str) else adapter
                 is_first = False
             if self._awaited_of_program:
                 self.import_ended()
@@ -291,6 +295,22 @@ class Installer(Listener):
             return adapter(call)  # type: ignore[operator]
 
         return run
+
+    def _imported(self, site: Site, path: str) -> Callable[[Call], Any] | None:
+        """Import an adapter. If it raises, its patch is left out from now on, or is an error if required."""
+        try:
+            with third_party(f"importing its adapter {path}"):
+                return imported(path)
+        except PatchError as error:
+            faults: list[SiteStatus] = []
+            with self._lock:
+                if record := self._records.get((site.patch, site.target)):
+                    if record.is_required:
+                        raise PatchError(str(status_of(site, "failed", str(error)))) from error.__cause__
+                    record.no_adapter = str(error)
+                    faults = self._apply_ready([record])
+            self.announcer.warn(faults)
+            return None
 
     # --- of the process
 

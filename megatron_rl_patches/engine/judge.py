@@ -17,6 +17,7 @@ from .patch import Patch, Site
 from .settings import Settings
 from .sources import Source
 from .target_source import TargetSource
+from .third_party import third_party
 
 #: How the reason begins of a site that fits, and has the state of another site of its patch.
 IN_COMPANY = "another site cannot take effect"
@@ -113,9 +114,10 @@ def judge(site: Site, target: TargetSource | None) -> SiteStatus:
     if target is None:
         return without_source(site)
     try:
-        state, reason = _judge(site, target)
-    except Exception as error:
-        state, reason = "failed", f"judging it raised {type(error).__name__}: {error}"
+        with third_party("judging it"):
+            state, reason = _judge(site, target)
+    except PatchError as error:
+        state, reason = "failed", str(error)
     return status_of(site, state, reason, target.fingerprint)
 
 

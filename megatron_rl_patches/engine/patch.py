@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import PatchError
 from .call import Call
 from .target_source import TargetSource
+from .third_party import third_party
 
 #: Called in place of a function.
 Adapter = Callable[[Call], Any]
@@ -121,14 +121,11 @@ class Patch:
         Raises:
             PatchError: ``configured`` raises.
         """
-        try:
-            configured = self.configured(options) if self.configured else ()
-        except Exception as error:
-            reason = f"its function `configured` raised {type(error).__name__}: {error}"
-            raise PatchError(f"patch {self.name!r} is left out: {reason}") from error
         known = {site.target for site in self.sites}
-        sites = (*self.sites, *(site for site in configured if site.target not in known))
-        return tuple(replace(site, patch=self.name) for site in sites)
+        with third_party(f"patch {self.name!r} is left out: its function `configured`"):
+            configured = self.configured(options) if self.configured else ()
+            sites = (*self.sites, *(site for site in configured if site.target not in known))
+            return tuple(replace(site, patch=self.name) for site in sites)
 
 
 def imported(path: str) -> Adapter:

@@ -14,11 +14,13 @@ from typing import Any
 
 from _megatron_rl_patches_startup import finder
 
+from ..errors import PatchError
 from .call import Call
 from .judge import SiteStatus, judge_site, status_of, without_source
 from .patch import Site
 from .sources import PROGRAM, Environment
 from .target_source import layers, resolve
+from .third_party import third_party
 from .wrapper import SwitchableWrapper
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
@@ -50,6 +52,7 @@ class Record:
         group: patch and framework; all sites of a group take effect, or none.
         owner: the module or class that held the target when it was wrapped.
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
+        no_adapter: the reason why the adapter could not be imported at the first call, or empty.
     """
 
     def __init__(self, site: Site) -> None:
@@ -59,6 +62,7 @@ class Record:
         self.group = (site.patch, site.framework)
         self.owner: Any = None
         self.wrapper: SwitchableWrapper | None = None
+        self.no_adapter = ""
 
     @property
     def is_required(self) -> bool:
@@ -93,7 +97,11 @@ class Record:
         if self.wrapper is not None and not self.is_in_place:
             return status_of(site, "lost", self._reason_lost(), status.fingerprint)
         if status.state == "applied" and site.detail is not None:
-            return replace(status, detail=site.detail())
+            try:
+                with third_party("its function `detail`"):
+                    return replace(status, detail=site.detail())
+            except PatchError as error:
+                return replace(status, detail=str(error))
         if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
             return status
         if environment.has_package(site.framework):
@@ -101,7 +109,9 @@ class Record:
         return status_of(site, "absent", f"{site.framework} is not installed")
 
     def judge(self, is_imported: bool) -> SiteStatus:
-        """Judge the site anew, unless it is in place."""
+        """Judge the site anew, unless it is in place, or its adapter cannot be imported."""
+        if self.no_adapter:
+            return status_of(self.site, "failed", self.no_adapter, self.status.fingerprint)
         if self.is_in_place:
             return self.status
         status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)

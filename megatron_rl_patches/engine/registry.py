@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from ..errors import PatchError
 from .patch import Patch
+from .third_party import third_party
 
 ENTRY_POINT_GROUP = "megatron_rl_patches.patches"
 # Options of patches cannot have these names, whose variables have a meaning of their own.
@@ -30,12 +31,13 @@ def patches() -> dict[str, Patch]:
     registered = {patch.name: patch for patch in _built_in()}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            patch = entry.load()
-            if not isinstance(patch, Patch):
-                raise TypeError(f"expected a Patch, got {type(patch).__name__}")
-            _check(patch, registered)
-        except Exception as error:
-            _log.warning("patch %s of %s could not be loaded: %s", entry.name, entry.value, error)
+            with third_party(f"loading patch {entry.name} of {entry.value}"):
+                patch = entry.load()
+                if not isinstance(patch, Patch):
+                    raise TypeError(f"expected a Patch, got {type(patch).__name__}")
+                _check(patch, registered)
+        except PatchError as error:
+            _log.warning("megatron_rl_patches: %s; going on without it", error)
         else:
             registered[patch.name] = patch
     return registered

@@ -23,6 +23,7 @@ from _megatron_rl_patches_startup import OFF, ON
 from ..errors import MegatronRLPatchesError, PatchError
 from . import registry
 from .patch import Patch
+from .third_party import third_party
 
 VARIABLE = "MEGATRON_RL_PATCHES"
 STRICT_VARIABLE = f"{VARIABLE}_STRICT"
@@ -150,13 +151,9 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
     """Make an instance of the dataclass; ``PatchError`` if a value is not of its field's type, or refused."""
     types = registry.field_types(options)
     arguments = {name: convert(name, value, types[name]) for name, value in values.items()}
-    try:
+    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    with third_party(f"{options.__name__}({shown})", passing=MegatronRLPatchesError):
         return options(**arguments)
-    except MegatronRLPatchesError:
-        raise
-    except Exception as error:
-        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        raise PatchError(f"{shown}: {error}") from error
 
 
 def convert(name: str, value: object, kind: Any) -> Any:

@@ -385,7 +385,10 @@ def test_a_patch_whose_own_code_fails_is_alone(
     def configured(options: object) -> tuple[Any, ...]:
         raise ValueError("not today")
 
-    broken = Patch("broken", "", configured=configured)
+    def notes(statuses: object) -> list[str]:
+        sys.exit(0)
+
+    broken = Patch("broken", "", configured=configured, notes=notes)
     broken.wrap("mrp_nowhere.model", "train")(lambda wrapped, instance, args, kwargs: None)
     patches = {"test-patch": patch_with(("mrp_nowhere.model", "save")), "broken": broken}
     monkeypatch.setattr(registry, "patches", lambda: patches)
@@ -402,6 +405,7 @@ def test_a_patch_whose_own_code_fails_is_alone(
     assert [problem.message for problem in diagnosis.problems if "broken" in problem.message] == [
         f"broken: broken.configured: failed: {message}"
     ]
+    assert "broken: its function `notes` raised SystemExit: 0" in diagnosis.notes
 
 
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"

@@ -268,6 +268,8 @@ class Options:
     def __post_init__(self):
         if self.mood == "grim":
             raise ValueError("be merry")
+        if self.mood == "glum":
+            raise SystemExit
 
 @dataclass(frozen=True)
 class Taken:
@@ -319,8 +321,11 @@ def test_options_of_a_third_partys_patch(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "MEGATRON_RL_PATCHES_LOUDNESS" in variables()
     with pytest.raises(PatchError, match="loudness='5': expected an integer"):
         Settings(loudness="5")
-    with pytest.raises(PatchError, match="mood='grim': be merry"):
+    with pytest.raises(PatchError, match=r"^Options\(mood='grim'\) raised ValueError: be merry$"):
         Settings(mood="grim")
+    settings, refused = Settings.without_bad_values({"MEGATRON_RL_PATCHES_MOOD": "glum"})
+    assert settings.mood == "plain"
+    assert refused == {"MEGATRON_RL_PATCHES_MOOD": "Options(mood='glum') raised SystemExit"}
     assert Settings(mood={"any": "thing"}).mood == {"any": "thing"}
     monkeypatch.setenv("MEGATRON_RL_PATCHES_LOUDNESS", "7")
     import third_party_options

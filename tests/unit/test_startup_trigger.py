@@ -195,9 +195,10 @@ def test_activation_that_imports_a_framework_is_not_started_twice(framework, act
     assert calls == [1]
 
 
-def test_failure_costs_one_line_and_disarms(framework, activate, capsys):
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_failure_costs_one_line_and_disarms(framework, activate, capsys, kind):
     def fail() -> None:
-        raise ValueError("two\nlines")
+        raise kind("two\nlines")
 
     calls = activate(fail)
     startup.main()
@@ -205,7 +206,7 @@ def test_failure_costs_one_line_and_disarms(framework, activate, capsys):
     importlib.import_module(f"{framework}.model")
     assert calls == [1]
     (line,) = capsys.readouterr().err.splitlines()
-    assert "not activated" in line and "ValueError: two lines" in line
+    assert "not activated" in line and f"{kind.__name__}: two lines" in line
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["no stderr", "closed stderr"])
@@ -235,17 +236,21 @@ def test_strict_failure_is_raised_at_every_import(framework, activate, monkeypat
     assert capsys.readouterr().err == ""
 
 
-def test_strict_import_error_cannot_be_mistaken_for_a_missing_framework(framework, activate, monkeypatch):
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'wrapt'"), SystemExit(0)])
+def test_strict_error_cannot_be_mistaken_for_a_missing_framework_or_an_end(
+    framework, activate, monkeypatch, error
+):
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
 
     def fail() -> None:
-        raise ModuleNotFoundError("No module named 'wrapt'")
+        raise error
 
     activate(fail)
     startup.main()
-    with pytest.raises(RuntimeError, match="could not be activated: No module named 'wrapt'") as caught:
+    message = f"could not be activated: {type(error).__name__}: {error}$"
+    with pytest.raises(RuntimeError, match=message) as caught:
         importlib.import_module(framework)
-    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert caught.value.__cause__ is error
 
 
 @pytest.mark.parametrize("patience", [60.0, 0.05])
