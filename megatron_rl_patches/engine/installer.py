@@ -281,10 +281,9 @@ class Installer(Listener):
         def run(call: Call) -> Any:
             nonlocal adapter, is_first
             if is_first:
-                function = self._imported(site, adapter) if isinstance(adapter, str) else adapter
-                if function is None:
-                    return call()
-                adapter = function
+                if isinstance(adapter, str):
+                    with third_party(f"patch {site.patch!r}: importing its adapter {adapter}"):
+                        adapter = imported(adapter)
                 if not self.announcer.done:
                     with self._log_internal_errors():
                         self.announcer.once(self.status())
@@ -295,22 +294,6 @@ class Installer(Listener):
             return adapter(call)  # type: ignore[operator]
 
         return run
-
-    def _imported(self, site: Site, path: str) -> Callable[[Call], Any] | None:
-        """Import an adapter. If it raises, its patch is left out from now on, or is an error if required."""
-        try:
-            with third_party(f"importing its adapter {path}"):
-                return imported(path)
-        except PatchError as error:
-            faults: list[SiteStatus] = []
-            with self._lock:
-                if record := self._records.get((site.patch, site.target)):
-                    if record.is_required:
-                        raise PatchError(str(status_of(site, "failed", str(error)))) from error.__cause__
-                    record.no_adapter = str(error)
-                    faults = self._apply_ready([record])
-            self.announcer.warn(faults)
-            return None
 
     # --- of the process
 

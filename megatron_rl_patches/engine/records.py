@@ -52,7 +52,6 @@ class Record:
         group: patch and framework; all sites of a group take effect, or none.
         owner: the module or class that held the target when it was wrapped.
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
-        no_adapter: the reason why the adapter could not be imported at the first call, or empty.
     """
 
     def __init__(self, site: Site) -> None:
@@ -62,7 +61,6 @@ class Record:
         self.group = (site.patch, site.framework)
         self.owner: Any = None
         self.wrapper: SwitchableWrapper | None = None
-        self.no_adapter = ""
 
     @property
     def is_required(self) -> bool:
@@ -109,9 +107,7 @@ class Record:
         return status_of(site, "absent", f"{site.framework} is not installed")
 
     def judge(self, is_imported: bool) -> SiteStatus:
-        """Judge the site anew, unless it is in place, or its adapter cannot be imported."""
-        if self.no_adapter:
-            return status_of(self.site, "failed", self.no_adapter, self.status.fingerprint)
+        """Judge the site anew, unless it is in place."""
         if self.is_in_place:
             return self.status
         status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)
