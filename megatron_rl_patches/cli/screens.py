@@ -181,7 +181,9 @@ def _show_selected(console: Console, diagnosis: Diagnosis) -> None:
     if diagnosis.hook:
         value = f"{diagnosis.hook} applies the patches of {value}"
     if names:
-        _show(console, f"{value}: selected: {', '.join(names)}")
+        others = [patch for patch in grouped(diagnosis.sites) if patch not in names]
+        all_but = f"all but {', '.join(others)}" if others else "all"
+        _show(console, f"{value}: selected: {all_but if len(others) < len(names) else ', '.join(names)}")
     elif variable:
         _show(console, f"{value}: nothing is selected")
     else:

@@ -26,17 +26,13 @@ class _PolicyLoss:
 
     Attributes:
         args: options of the framework.
-        batch: the batch whose masked tokens do not overflow.
+        log_probs: log-probs ``[n]`` of the batch by name, in which masked tokens do not overflow.
         counted_n: which tokens of this rank the loss counts.
     """
 
     args: Any
-    batch: Mapping[str, Any]
+    log_probs: Mapping[str, Tensor]
     counted_n: Tensor
-
-    def of_batch(self, name: str) -> Tensor | None:
-        """Return the values of all tokens of this rank, or ``None`` if the batch has no such."""
-        return _joined(self.batch, name, len(self.counted_n))
 
     @property
     def without_kl(self) -> bool:
@@ -51,12 +47,12 @@ def policy_loss_function(call: Call) -> Any:
     """Run the policy loss on a batch in which masked tokens do not overflow."""
     batch, counted_n = _without_overflow(call, "advantages", "opd_reverse_kl")
     joined = {name: _joined(batch, name, len(counted_n)) for name in _LOG_PROBS}
-    present = {name: values_n for name, values_n in joined.items() if values_n is not None}
-    if present:
-        log_probs = finite.comparable_where_masked(list(present.values()), counted_n)
-        for name, values_n in zip(present, log_probs, strict=True):
-            batch[name] = _split_as(values_n, batch[name])
-    with _policy_loss.enter(_PolicyLoss(call["args"], batch, counted_n)):
+    log_probs = {name: values_n for name, values_n in joined.items() if values_n is not None}
+    if log_probs:
+        comparable = finite.comparable_where_masked(list(log_probs.values()), counted_n)
+        log_probs = dict(zip(log_probs, comparable, strict=True))
+        batch.update({name: _split_as(values_n, batch[name]) for name, values_n in log_probs.items()})
+    with _policy_loss.enter(_PolicyLoss(call["args"], log_probs, counted_n)):
         return call(batch=batch)
 
 
@@ -72,10 +68,9 @@ def get_log_probs_and_entropy(call: Call) -> Any:
     scores = returned[1] if isinstance(returned, tuple) else returned
     if loss is None or (log_probs_n := _joined(scores, "log_probs", len(loss.counted_n))) is None:
         return returned
-    others = [values_n for name in _LOG_PROBS if (values_n := loss.of_batch(name)) is not None]
-    log_probs_n = finite.kept_near(log_probs_n, others, loss.counted_n)
+    log_probs_n = finite.kept_near(log_probs_n, list(loss.log_probs.values()), loss.counted_n)
     is_rollout = getattr(loss.args, "use_rollout_logprobs", False)
-    old_n = loss.of_batch("rollout_log_probs" if is_rollout else "log_probs")
+    old_n = loss.log_probs.get("rollout_log_probs" if is_rollout else "log_probs")
     if getattr(loss.args, "use_unbiased_kl", False) and old_n is not None:
         # This term's ratio is computed in the middle of the framework's function.
         log_probs_n = finite.near_old(log_probs_n, old_n)

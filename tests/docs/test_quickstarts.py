@@ -26,7 +26,7 @@ SOURCES = {
     "own-loop": "",
 }
 CORE = "megatron-core 0.16.1"
-EXPLICIT = ("distillation", "finite-loss")
+EXPLICIT = ("distillation",)
 
 
 def _that_fit(source: str) -> Counter[tuple[str, str]]:

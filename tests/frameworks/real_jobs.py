@@ -6,6 +6,7 @@ Import this on ranks only, inside ``cpu_backend()``, with the checkouts first on
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from functools import partial
 from typing import Any
@@ -138,6 +139,30 @@ class RealMilesJob(_RolloutJob):
         if not hasattr(dumper.DumperConfig, "_kv_pairs_to_dict"):  # a stub
             dumper.DumperConfig._kv_pairs_to_dict = staticmethod(lambda pairs: {})
         set_parallel_state_of_miles()
+
+
+def with_policy_loss(framework: str) -> type[Job]:
+    """Return the job of slime, vime or miles with their policy loss; its old policy is the uniform one."""
+
+    class PolicyJob(JOBS[framework]):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            vars(self.args).update(
+                loss_type="policy_loss",
+                advantage_estimator="grpo",
+                eps_clip=0.2,
+                eps_clip_high=0.2,
+                entropy_coef=0.01,
+            )
+
+        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+            lengths = rollout["response_lengths"]
+            rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
+            old = -math.log(tiny_gpt.VOCABULARY)
+            rollout["log_probs"] = [torch.full((length,), old) for length in lengths]
+            return super()._data_iterator(rollout, indices)
+
+    return PolicyJob
 
 
 class RealMegatronJob(MegatronJob):

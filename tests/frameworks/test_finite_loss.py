@@ -69,7 +69,7 @@ def microbatch(job: Any) -> dict[str, Any]:
     """Return a batch with masked tokens, a sample that is wholly masked, and all log-probs."""
     batch = job.batch()
     masks = [mask.clone() for mask in batch["loss_masks"]]
-    masks[0][1] = masks[1][4] = 0
+    masks[0][1] = masks[1][5] = 0
     masks[2][:] = 0
     batch["loss_masks"] = masks
     batch["rollout_mask_sums"] = [mask.sum().float() for mask in masks]
@@ -90,7 +90,7 @@ def spoilt(job: Any, values: dict[str, float], places: list[tuple[int, int]]) ->
     return batch
 
 
-MASKED, COUNTED = [(0, 1), (1, 4), (2, 0)], [(1, 2)]
+MASKED, COUNTED = [(0, 1), (1, 5), (2, 0)], [(1, 2)]
 
 
 def is_finite(run: dict[str, Any]) -> bool:

@@ -18,6 +18,7 @@ from tests.frameworks.test_finite_loss import (
     check_value_loss,
 )
 from tests.frameworks.test_real_lean_loss import EAGER, _initialize
+from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -60,6 +61,46 @@ def test_with_other_patches(framework: str, paths: list[str]) -> None:
             check_counted_tokens(framework, deferred=deferred)
     with applied(PATCH), applied("lean-loss"):
         check_policy(framework, True, deferred=True)
+
+
+@on_ranks(1, timeout=400, env=EAGER)
+def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
+    """``finite-step`` alone skips each step that a masked infinite ratio spoils; with both, it skips none.
+
+    The weights are those of clean rollouts with and without the patch, deferred logits included.
+    """
+    prepare(paths)
+    from tests.frameworks.real_jobs import with_policy_loss
+
+    class Job(with_policy_loss(framework)):  # type: ignore[misc]
+        old_log_prob = -4.0  # of the masked tokens
+
+        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
+            iterator = super()._data_iterator(rollout, indices)  # it refers to this rollout
+            rollout["ref_log_probs"] = [values.clone() for values in rollout["log_probs"]]
+            rollout["loss_masks"] = [mask.clone() for mask in rollout["loss_masks"]]
+            old = self.old_log_prob
+            for name, value in (("loss_masks", 0), ("log_probs", old), ("ref_log_probs", -old)):
+                for values in rollout[name]:
+                    values[1] = value
+            return iterator
+
+    def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
+        """Return a checksum of weights and moments, and how many samples the schedule has seen."""
+        with applied("reentrant-train", "finite-step", *patches):
+            job = Job()
+            vars(job.args).update(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="low_var_kl")
+            job.old_log_prob = old_log_prob
+            for chunk in job.model:
+                chunk.ddp_config.check_for_nan_in_grad = False
+            for steps in (1, 2):
+                job.train(steps)
+            return job.checksum(), job.scheduler.num_steps
+
+    for others in ((), ("lean-loss", "lean-head")):
+        clean = trained(*others)
+        assert clean[1] > 0 == trained(*others, old_log_prob=-1e3)[1]
+        assert trained(*others, PATCH) == clean == trained(*others, PATCH, old_log_prob=-1e3)
 
 
 @on_ranks(1, timeout=400)

@@ -7,7 +7,6 @@ the memory.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,13 +25,6 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 TOKENS, VOCABULARY = 1600, 32768
 WAYS = {"unpatched": (), "lean-loss": ("lean-loss",), "lean-head": ("lean-loss", "lean-head")}
-POLICY_LOSS = {
-    "loss_type": "policy_loss",
-    "advantage_estimator": "grpo",
-    "eps_clip": 0.2,
-    "eps_clip_high": 0.2,
-    "entropy_coef": 0.01,
-}
 
 
 @pytest.mark.runs("lean-head")
@@ -45,26 +37,17 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
 
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
     tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
-    from tests.frameworks.real_jobs import JOBS
+    from tests.frameworks.real_jobs import with_policy_loss
 
-    class PolicyJob(JOBS[framework]):  # type: ignore[misc]
-        def __init__(self) -> None:
-            one = {"num_layers": 1, "num_attention_heads": 1}
-            super().__init__(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
-            vars(self.args).update(POLICY_LOSS)
-
-        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-            lengths = rollout["response_lengths"]
-            rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
-            rollout["log_probs"] = [torch.full((length,), -math.log(VOCABULARY)) for length in lengths]
-            return super()._data_iterator(rollout, indices)
+    make_job = with_policy_loss(framework)
+    one = {"num_layers": 1, "num_attention_heads": 1}
 
     def run(patches: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
         """Return the peak in logits, and losses, gradient norms and log-probabilities."""
         before = reachable_bytes()
         log = logging.getLogger("megatron_rl_patches")
         with applied("reentrant-train", *patches), mock.patch.object(log, "warning") as warning:
-            job = PolicyJob()
+            job = make_job(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
             steps: list[Any] = []  # losses and gradient norm, and what else a framework returns

@@ -118,6 +118,7 @@ def test_problems_of(
             "1",
             [
                 "expert-norm",
+                "finite-loss",
                 "finite-step",
                 "inference-only",
                 "reentrant-train",
@@ -127,7 +128,14 @@ def test_problems_of(
         ),
         (
             "all,-inference-only",
-            ["expert-norm", "finite-step", "reentrant-train", "router-replay", "scheduler-resume"],
+            [
+                "expert-norm",
+                "finite-loss",
+                "finite-step",
+                "reentrant-train",
+                "router-replay",
+                "scheduler-resume",
+            ],
         ),
         ("lean-loss,reentrant-train", ["reentrant-train"]),
         ("lean-loss", []),

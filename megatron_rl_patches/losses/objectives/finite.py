@@ -9,6 +9,7 @@ Tensors are ``[n]``, one number per token of this rank, and no collective runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -82,7 +83,7 @@ def bounded_kl_arguments(
         log_ratio_n = log_ratio_n + importance_ratio_n.detach().float().log().clamp(min=0)
     overflows_n = log_ratio_n > MAX_LOG_RATIO
     if importance_ratio_n is not None:
-        smaller_n = importance_ratio_n.detach().clamp(max=torch.tensor(BOUND).exp().item())
+        smaller_n = importance_ratio_n.detach().clamp(max=math.exp(BOUND))
         importance_ratio_n = torch.where(overflows_n, smaller_n, importance_ratio_n)
     return (
         torch.where(overflows_n, -BOUND, log_probs_n),

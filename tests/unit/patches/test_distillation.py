@@ -147,7 +147,7 @@ def test_check_says_which_patches_only_their_names_select() -> None:
 
     lines = CliRunner().invoke(app, ["check"]).stdout.splitlines()
     explicit = [line.partition(" ")[0] for line in lines if " (only where it is named): " in line]
-    assert explicit == [NAME, "finite-loss"]
+    assert explicit == [NAME]
 
 
 def test_helpers_for_a_run_without_rewards() -> None:
