@@ -5,7 +5,6 @@ The real schedule, ``DistributedDataParallel`` and ``finalize_model_grads`` run 
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -18,24 +17,11 @@ from torch import Tensor
 
 from ..errors import InvalidInputError, first
 from .cpu_backend import cpu_backend
-from .ranks import RanksFailed, spawn_ranks
+from .ranks import spawn_ranks
 
 Sample = Mapping[str, Any]
 #: Gradients that differ by less than this are the same: float32 leaves a tenth of it.
 _TOLERANCE = 1e-4
-#: What can make up for weights that differ. Each factor is ``(name of the setting, exponent, advice)``.
-_CORRECTIONS = (
-    [("microbatches", 1, "multiply the loss by the number of microbatches")],
-    [("dp", 1, "multiply the loss by the data-parallel size")],
-    [
-        ("cp", 1, "multiply the loss by the context-parallel size"),
-        ("cp", -1, "divide the loss by the context-parallel size"),
-    ],
-    [
-        ("tokens", 1, "divide by the step's mean tokens per microbatch, not by its own"),
-        ("samples", 1, "divide by the step's mean samples per microbatch, not by its own"),
-    ],
-)
 
 
 @dataclass(frozen=True)
@@ -48,12 +34,19 @@ class Split:
         token_budget: cut by a dynamic batch size instead: a microbatch has as many samples as fit into so
             many tokens, or into as many as the ``"longest"`` sample has. Replicas have about the same number
             of tokens, and the same number of microbatches.
+        without_masked: leave out the samples in which every token is masked. A loss that counts them, as
+            samples or as tokens, gives the other samples less weight.
     """
 
     dp: int = 1
     cp: int = 1
     microbatches: int = 1
     token_budget: int | Literal["longest"] | None = None
+    without_masked: bool = False
+
+    def of(self, batch: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of the batch that this split has."""
+        return [sample for sample in batch if not self.without_masked or sample["loss_mask"].any()]
 
     def cut(self, batch: Sequence[Sample]) -> list[list[list[Sample]]]:
         """Return the samples of each microbatch of each replica.
@@ -61,6 +54,7 @@ class Split:
         Raises:
             InvalidInputError: the batch cannot be cut like this.
         """
+        batch = self.of(batch)
         if self.token_budget is None:
             size, rest = divmod(len(batch), self.dp * self.microbatches)
             if rest or not size:
@@ -99,6 +93,7 @@ SPLITS: Mapping[str, Split] = {
     "DP 2, token budget": Split(dp=2, token_budget="longest"),
     "CP 2": Split(cp=2),
     "CP 2, token budget": Split(cp=2, token_budget="longest"),
+    "without masked samples": Split(without_masked=True),
 }
 
 
@@ -108,10 +103,10 @@ class Microbatch:
 
     Attributes:
         samples: the whole samples of this microbatch, the same on all context-parallel ranks.
-        batch: all samples of the step, for numbers that belong to the global batch.
+        batch: all samples of the step that the split has, for numbers that belong to the global batch.
         num_microbatches: number of microbatches of this replica in this step.
         split: sizes of the parallel groups.
-        calculate_per_token_loss: as in the model's config. Both values may be tried.
+        calculate_per_token_loss: as in the model's config.
     """
 
     samples: Sequence[Sample]
@@ -128,30 +123,26 @@ class SplitResult(NamedTuple):
         split: its name.
         same: the gradient is that of the undivided batch.
         factor: number by which the gradient of the undivided batch comes closest to this one.
-        residual: norm of what is left then, relative to this gradient; about zero for a uniform factor.
-        per: ``"sample"`` or ``"token"`` if the gradient is a sum over them with other weights, or ``""``.
-        weights: weight of each sample or unmasked token of the batch, relative to the undivided batch.
+        residual: norm of what is left then, relative to this gradient. It is about zero if all tokens have
+            the same factor.
     """
 
     split: str
     same: bool
     factor: float
     residual: float
-    per: str = ""
-    weights: tuple[float, ...] = ()
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all tokens have the same factor."""
+        return self.residual < _TOLERANCE
 
     def __str__(self) -> str:
-        if self.same:
-            text = "yes"
-        elif self.residual < _TOLERANCE:
-            text = f"no: {self.factor:.4g} times as large"
-        elif self.weights:
-            weights = [f"{weight:.3g}" for weight in self.weights]
-            many = f"{min(self.weights):.3g} to {max(self.weights):.3g}"
-            text = f"no: {self.per}s weigh {many if len(weights) > 6 else ', '.join(weights)}"
-        else:
-            text = "no: other weights alone do not explain it"
-        return f"{self.split:<20}{self.factor:<8.4g}{self.residual:<9.1e}{text}"
+        text = "yes"
+        if not self.same:
+            uniform, other = f"{self.factor:.4g} times as large", "tokens have other weights"
+            text = f"no: {uniform if self.is_uniform else other}"
+        return f"{self.split:<24}{self.factor:<8.4g}{self.residual:<9.1e}{text}"
 
 
 @dataclass(frozen=True)
@@ -160,12 +151,9 @@ class NormalizationReport:
 
     Attributes:
         rows: one per split.
-        remedy: what makes all splits the same, computed from the measured weights or, for
-            ``calculate_per_token_loss``, tried; empty if nothing needs to be mended or nothing helped.
     """
 
     rows: tuple[SplitResult, ...]
-    remedy: str
 
     @property
     def same(self) -> bool:
@@ -173,9 +161,8 @@ class NormalizationReport:
         return all(row.same for row in self.rows)
 
     def __str__(self) -> str:
-        remedy = "none is needed" if self.same else self.remedy or "none of those that were tried"
-        heading = f"{'split':<20}{'factor':<8}{'residual':<9}same as undivided"
-        return "\n".join([heading, *map(str, self.rows), f"Mended by: {remedy}"])
+        heading = f"{'split':<24}{'factor':<8}{'residual':<9}same as undivided"
+        return "\n".join([heading, *map(str, self.rows)])
 
 
 def check_normalization(
@@ -194,8 +181,7 @@ def check_normalization(
     ``finalize_model_grads`` is compared with that of the undivided batch: one microbatch on one rank. Call it
     in a unit test, outside of ranks, and assert ``report.same``.
 
-    Weights of samples, and of tokens where these do not explain the difference, are inferred from the
-    gradients of batches in which all others are masked.
+    A batch with samples in which every token is masked also shows whether these count.
 
     Args:
         loss_func_or_train_step: a loss function ``(microbatch, logits) -> (loss, metrics)`` or
@@ -214,7 +200,7 @@ def check_normalization(
         calculate_per_token_loss: as in the model's config, and in :class:`Microbatch`.
         is_train_step: the function is a train step.
         vocab_size: vocabulary size of the tiny model.
-        timeout: seconds for the ranks of one size; they start up to six times.
+        timeout: seconds for the ranks of one size.
 
     Raises:
         InvalidInputError: batch, splits or function are not of these forms, before a rank starts; or the
@@ -225,21 +211,19 @@ def check_normalization(
     multiple = 2 * max(split.cp for split in splits.values())
     length = math.ceil(max(len(sample["tokens"]) for sample in batch) / multiple) * multiple
     run = partial(_run, loss_func_or_train_step, is_train_step, (vocab_size, length), timeout)
-    rows = _rows(run, batch, splits, calculate_per_token_loss)
-    if all(row.same for row in rows):
-        return NormalizationReport(rows, "")
-    other = not calculate_per_token_loss
-    setting = f"calculate_per_token_loss={other}"
-    try:
-        rows_of_other = _rows(run, batch, splits, other)
-    except (RanksFailed, InvalidInputError):  # the function refuses this setting
-        return NormalizationReport(rows, _correction(rows, batch, splits))
-    if all(row.same for row in rows_of_other):
-        return NormalizationReport(rows, setting)
-    remedy = _correction(rows, batch, splits)
-    if not remedy and (correction := _correction(rows_of_other, batch, splits)):
-        remedy = f"{setting}; {correction}"
-    return NormalizationReport(rows, remedy)
+    whole, *gradients = run(
+        [(split, batch) for split in [Split(), *splits.values()]], calculate_per_token_loss
+    )
+    if not 0 < whole.norm() < math.inf:
+        raise InvalidInputError(
+            f"the gradient of the undivided batch has the norm {whole.norm():g}; pass a batch with a loss"
+        )
+    rows = []
+    for name, gradient in zip(splits, gradients, strict=True):
+        factor = (gradient @ whole / whole.square().sum()).item()
+        residual = ((gradient - factor * whole).norm() / gradient.norm().clamp(min=1e-30)).item()
+        rows.append(SplitResult(name, max(residual, abs(factor - 1)) < _TOLERANCE, factor, residual))
+    return NormalizationReport(tuple(rows))
 
 
 def _check(function: Any, batch: Sequence[Sample], splits: Mapping[str, Split], vocab_size: int) -> None:
@@ -284,96 +268,6 @@ def _cp_ranks_of(batch: Sequence[Sample], cp: int) -> set[int]:
         piece = (mask.nonzero().flatten() + length - len(mask) - 1) // math.ceil(length / (2 * cp))
         ranks.update(torch.minimum(piece, 2 * cp - 1 - piece).tolist())
     return ranks
-
-
-def _rows(
-    run: Callable[..., list[Tensor]], batch: Sequence[Sample], splits: Mapping[str, Split], per_token: bool
-) -> tuple[SplitResult, ...]:
-    """Compare each split with the undivided batch; infer weights where the gradients differ by no factor."""
-    whole, *gradients = run([(split, batch) for split in [Split(), *splits.values()]], per_token)
-    if not 0 < whole.norm() < math.inf:
-        raise InvalidInputError(
-            f"the gradient of the undivided batch has the norm {whole.norm():g}; pass a batch with a loss"
-        )
-    rows = []
-    for name, gradient in zip(splits, gradients, strict=True):
-        factor = (gradient @ whole / whole.square().sum()).item()
-        residual = ((gradient - factor * whole).norm() / gradient.norm().clamp(min=1e-30)).item()
-        rows.append(SplitResult(name, max(residual, abs(factor - 1)) < _TOLERANCE, factor, residual))
-    token, sample = _unmasked(batch)
-    of_samples = [token[sample == i] for i in _distinct(sample)]
-    for per, parts in (("sample", of_samples), ("token", [*token[:, None]])):
-        if not any(_is_unexplained(row) for row in rows):
-            break
-        columns = run([(Split(), _with_only(batch, part)) for part in parts], per_token)
-        basis = torch.stack(columns, dim=1)
-        reference = _weights(basis, whole)
-        for i, gradient in enumerate(gradients):
-            weights = _weights(basis, gradient)
-            if _is_unexplained(rows[i]) and weights is not None and reference is not None:
-                rows[i] = rows[i]._replace(per=per, weights=tuple((weights / reference).tolist()))
-    return tuple(rows)
-
-
-def _is_unexplained(row: SplitResult) -> bool:
-    return row.residual >= _TOLERANCE and not row.weights
-
-
-def _unmasked(batch: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-    """Return the places of unmasked tokens among those of all responses, and the sample of each."""
-    masks = [sample["loss_mask"] for sample in batch]
-    numbers = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(mask) for mask in masks]))
-    places = torch.cat(masks).nonzero().flatten()
-    return places, numbers[places]
-
-
-def _distinct(numbers: Tensor) -> list[int]:
-    return sorted(set(numbers.tolist()))
-
-
-def _with_only(batch: Sequence[Sample], places: Tensor) -> list[Sample]:
-    """Return the batch with all tokens masked but these."""
-    masks = [sample["loss_mask"] for sample in batch]
-    only = torch.zeros_like(torch.cat(masks))
-    only[places] = torch.cat(masks)[places]
-    pieces = torch.split(only, [len(mask) for mask in masks])
-    return [{**sample, "loss_mask": piece} for sample, piece in zip(batch, pieces, strict=True)]
-
-
-def _weights(basis: Tensor, gradient: Tensor) -> Tensor | None:
-    """Return the weights of the columns that make up the gradient, or ``None`` if none do."""
-    scale = basis.norm(dim=0).clamp(min=1e-30)
-    weights = torch.linalg.lstsq(basis / scale, gradient[:, None]).solution[:, 0] / scale
-    return weights if (basis @ weights - gradient).norm() < 10 * _TOLERANCE * gradient.norm() else None
-
-
-def _correction(rows: Sequence[SplitResult], batch: Sequence[Sample], splits: Mapping[str, Split]) -> str:
-    """Return the fewest corrections that give every token its weight in all splits, or an empty string."""
-    choices = itertools.product(*([None, *group] for group in _CORRECTIONS))
-    for factors in sorted([[f for f in chosen if f] for chosen in choices], key=len):
-        if all(_is_corrected(row, batch, splits[row.split], factors) for row in rows):
-            return "; ".join(advice for _, _, advice in factors)
-    return ""
-
-
-def _is_corrected(row: SplitResult, batch: Sequence[Sample], split: Split, factors: list[Any]) -> bool:
-    pieces = [piece for replica in split.cut(batch) for piece in replica]
-    corrections = {}
-    for piece in pieces:
-        values = {
-            "microbatches": len(pieces) / split.dp,
-            "dp": split.dp,
-            "cp": split.cp,
-            "tokens": len(_unmasked(piece)[0]) * len(pieces) / len(_unmasked(batch)[0]),
-            "samples": len(piece) * len(pieces) / len(batch),
-        }
-        correction = math.prod(values[name] ** exponent for name, exponent, _ in factors)
-        corrections.update(dict.fromkeys(map(id, piece), correction))
-    sample = _unmasked(batch)[1]
-    numbers = sample.tolist() if row.per == "token" else _distinct(sample)
-    weights = row.weights or [row.factor] * len(numbers)
-    products = [w * corrections[id(batch[i])] for w, i in zip(weights, numbers, strict=True)]
-    return not _is_unexplained(row) and all(abs(product - 1) < 1e-2 for product in products)
 
 
 def _run(
@@ -426,7 +320,7 @@ def _on_rank(
                 built = split.dp, split.cp
             mine = split.cut(batch)[parallel_state.get_data_parallel_rank()]
             model[0].zero_grad_buffer()
-            train_step(model, [Microbatch(s, batch, len(mine), split, per_token) for s in mine])
+            train_step(model, [Microbatch(s, split.of(batch), len(mine), split, per_token) for s in mine])
             main_grads = [parameter.main_grad for parameter in model[0].parameters()]
             gradients.append(torch.cat([gradient.double().flatten() for gradient in main_grads]))
         return gradients

@@ -46,7 +46,11 @@ class OfFramework:
 def rollout_loss(
     framework: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor
 ) -> Any:
-    """``loss_function`` of slime or miles, which their forward steps hand to Megatron."""
+    """``loss_function`` of slime or miles, which their forward steps hand to Megatron.
+
+    A value loss takes the first column of the logits for its values. Distillation is this package's custom
+    loss, with the reduction of the framework.
+    """
     from tests.frameworks.loss_jobs import LOSSES, LossJob, call
     from tests.real.normalization_losses import VOCABULARY
 
@@ -59,11 +63,19 @@ def rollout_loss(
         vocabulary=VOCABULARY,
         calculate_per_token_loss=microbatch.calculate_per_token_loss,
         global_batch_size=samples,
+        value_clip=100.0,
+        opd_divergence="forward_kl",
+        opd_beta=0.5,
         **options,
     )
-    tensors = {
-        name: job.local([sample[name] for sample in microbatch.samples])
-        for name in ("advantages", "old_log_probs")
+    columns = {
+        "advantages": "advantages",
+        "log_probs": "old_log_probs",
+        "values": "values",
+        "returns": "returns",
+        "teacher_topk_indices": "teacher_ids",
+        "teacher_topk_log_probs": "teacher_log_probs",
+        "teacher_topk_tail": "teacher_tail",
     }
     denominators = [mask.sum().float() for mask in masks]
     batch = {
@@ -73,8 +85,7 @@ def rollout_loss(
         "loss_masks": masks,
         "rollout_mask_sums": denominators,
         "group_mask_sums": denominators,
-        "advantages": tensors["advantages"],
-        "log_probs": tensors["old_log_probs"],
+        **{name: job.local([sample[key] for sample in microbatch.samples]) for name, key in columns.items()},
     }
     return call(
         importlib.import_module(LOSSES[framework]).loss_function,
@@ -83,7 +94,7 @@ def rollout_loss(
         num_microbatches=microbatch.num_microbatches,
         step_global_batch_size=samples,
         num_rollouts=samples,
-        logits=logits,
+        logits=logits[..., :1] if job.args.loss_type == "value_loss" else logits,
         apply_megatron_loss_scaling=True,
     )
 
@@ -91,16 +102,25 @@ def rollout_loss(
 def verl_train_step(
     framework: str, options: dict[str, Any], model: list[Any], microbatches: list[Microbatch]
 ) -> None:
-    """``forward_backward_batch`` of verl's Megatron engine with its PPO loss."""
+    """``forward_backward_batch`` of verl's Megatron engine.
+
+    Options:
+        of: the loss, which is ``"policy"``, ``"value"`` or ``"distillation"``. The first column of the logits
+            stands for a value head.
+        nested: masks, advantages and so on are nested tensors.
+        others: those of verl's config of the actor or critic.
+    """
     from megatron.core.utils import get_model_config
 
     from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments
 
     options = dict(options)
-    nested = options.pop("nested", False)
+    of, nested = options.pop("of", "policy"), options.pop("nested", False)
     module = importlib.import_module(VERL_ENGINE)
     config = importlib.import_module("verl.workers.config")
-    engine = object.__new__(module.MegatronEngineWithLMHead)
+    engine = object.__new__(
+        module.MegatronEngineWithValueHead if of == "value" else module.MegatronEngineWithLMHead
+    )
     engine.module, engine.tf_config = model, get_model_config(model[0])
     split = microbatches[0].split
     engine.engine_config = config.McoreEngineConfig(context_parallel_size=split.cp)
@@ -110,32 +130,55 @@ def verl_train_step(
         hf_config=SimpleNamespace(architectures=["GPT"]),
         tokenizer=SimpleNamespace(pad_token_id=0),
     )
-    actor = config.ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.0, **options
-    )
-    ppo_loss = importlib.import_module("verl.workers.utils.losses").ppo_loss
+    loss = _verl_loss(of, {"strategy": "megatron", "ppo_micro_batch_size_per_gpu": 1, **options})
+    run_alone = partial(_isolated, model[0].module.forward, 1 if of == "value" else None)
+    batch_of = partial(_verl_batch, nested=nested, is_distillation=of == "distillation")
     with (
         mock.patch.object(module, "get_device_id", lambda: "cpu"),
-        mock.patch.object(module, "prepare_micro_batches", partial(_cut_as_given, microbatches, nested)),
-        mock.patch.object(model[0].module, "forward", partial(_isolated, model[0].module.forward)),
+        mock.patch.object(module, "prepare_micro_batches", partial(_cut_as_given, microbatches, batch_of)),
+        mock.patch.object(model[0].module, "forward", run_alone),
     ):
-        engine.forward_backward_batch(_verl_batch(microbatches, nested=nested), partial(ppo_loss, actor))
+        engine.forward_backward_batch(batch_of(microbatches), loss)
+
+
+def _verl_loss(of: str, options: dict[str, Any]) -> Callable[..., Any]:
+    config = importlib.import_module("verl.workers.config")
+    losses = importlib.import_module("verl.workers.utils.losses")
+    if of == "value":
+        return partial(losses.value_loss, config.CriticConfig(cliprange_value=100.0, **options))
+    actor = config.ActorConfig(rollout_n=1, entropy_coeff=0.0, **options)
+    if of == "policy":
+        return partial(losses.ppo_loss, actor)
+    distillation = config.DistillationConfig(
+        distillation_loss=config.DistillationLossConfig(
+            loss_mode="forward_kl_topk",
+            topk=4,
+            use_task_rewards=False,
+            use_policy_gradient=False,
+            loss_max_clamp=None,
+            log_prob_min_clamp=None,
+        )
+    )
+    loss = importlib.import_module("verl.trainer.distillation.losses").distillation_ppo_loss
+    return partial(loss, config=actor, distillation_config=distillation)
 
 
 def _cut_as_given(
-    microbatches: list[Microbatch], nested: bool, data: Any, **unused: Any
+    microbatches: list[Microbatch], batch_of: Callable[..., Any], data: Any, **unused: Any
 ) -> tuple[list[Any], None]:
     """Return verl's batches of these microbatches, with the numbers that its engine has given the whole."""
     tu = importlib.import_module("verl.utils.tensordict_utils")
-    pieces = [_verl_batch([microbatch], nested=nested) for microbatch in microbatches]
+    pieces = [batch_of([microbatch]) for microbatch in microbatches]
     for piece in pieces:
         names = set(data.keys()) - set(piece.keys())
         tu.assign_non_tensor(piece, **{name: tu.get_non_tensor_data(data, name, None) for name in names})
     return pieces, None
 
 
-def _isolated(forward: Any, input_ids: torch.Tensor, packed_seq_params: Any, **unused: Any) -> torch.Tensor:
-    """Run each packed sample alone, as packed attention needs TransformerEngine."""
+def _isolated(
+    forward: Any, columns: int | None, input_ids: torch.Tensor, packed_seq_params: Any, **unused: Any
+) -> torch.Tensor:
+    """Run each packed sample alone, as packed attention needs TransformerEngine; return the first columns."""
     from megatron.core import parallel_state
 
     from megatron_rl_patches.testing import TinyModel
@@ -146,10 +189,10 @@ def _isolated(forward: Any, input_ids: torch.Tensor, packed_seq_params: Any, **u
         positions_s = TinyModel(cp=cp, seq_length=end - start).positions()
         mask_ss = torch.ones(1, 1, end - start, end - start, dtype=torch.bool).triu(1)
         logits.append(forward(input_ids[:, start // cp : end // cp], positions_s[None], mask_ss))
-    return torch.cat(logits, dim=1)
+    return torch.cat(logits, dim=1)[..., :columns]
 
 
-def _verl_batch(microbatches: list[Microbatch], *, nested: bool) -> Any:
+def _verl_batch(microbatches: list[Microbatch], *, nested: bool, is_distillation: bool) -> Any:
     """Samples without padding; masks and log-probs padded to the longest response, as ray_trainer.py does.
 
     ``nested``: these have no padding either.
@@ -164,8 +207,11 @@ def _verl_batch(microbatches: list[Microbatch], *, nested: bool) -> Any:
         "responses": [sample[-response:] for sample, response in tokens],
     }
     names = {"loss_mask": "loss_mask", "response_mask": "loss_mask"}
-    names |= {"old_log_probs": "old_log_probs", "advantages": "advantages"}
+    names |= {name: name for name in ("old_log_probs", "advantages", "values", "returns")}
     columns = {name: [sample[key] for sample in samples] for name, key in names.items()}
+    if is_distillation:
+        unpadded["teacher_logprobs"] = [_of_all_tokens(sample, "teacher_log_probs") for sample in samples]
+        unpadded["teacher_ids"] = [_of_all_tokens(sample, "teacher_ids").int() for sample in samples]
     padded = {}
     if nested:
         unpadded |= columns
@@ -178,23 +224,40 @@ def _verl_batch(microbatches: list[Microbatch], *, nested: bool) -> Any:
         name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in unpadded.items()
     }
     numbers = {"calculate_entropy": False, "use_dynamic_bsz": False}
+    numbers |= {"distillation_use_topk": is_distillation, "distillation_only": is_distillation}
     numbers["global_batch_size"] = len(microbatches[0].batch)
     if not nested:
         numbers["max_response_len"] = longest
     return tu.get_tensordict({"temperature": torch.ones(len(samples)), **jagged, **padded}, numbers)
 
 
+def _of_all_tokens(sample: Any, name: str) -> torch.Tensor:
+    """Return what is known of response tokens at the tokens before them, as verl's teacher server does."""
+    value, total = sample[name], len(sample["tokens"])
+    whole = value.new_zeros(total, *value.shape[1:])
+    whole[total - len(value) - 1 : -1] = value
+    return whole
+
+
 def reference_loss(
     framework: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor
 ) -> Any:
-    """PPO's loss of this package, in which it is known what a token weighs."""
-    from megatron_rl_patches.losses import PolicyOptions
-    from tests.real.normalization_losses import of_package
+    """A loss in which it is known what a token weighs: this package's, for a value loss a plain one."""
+    from megatron_rl_patches.losses import DistillationOptions, PolicyOptions
+    from tests.real.normalization_losses import of_package, weighted
 
-    return of_package(PolicyOptions(**options), microbatch, logits)
+    options = dict(options)
+    of = options.pop("of", "policy")
+    if of == "policy":
+        return of_package(PolicyOptions(**options), microbatch, logits)
+    if of == "distillation":
+        return of_package(DistillationOptions(divergence="forward_kl", **options), microbatch, logits)
+    loss, count, metrics = weighted(of, options, microbatch, logits)
+    return loss * (0.5 if framework == "verl" else 1.0), count, metrics  # verl halves squared errors
 
 
 def plain_loss(framework: str, options: dict[str, Any], *arguments: Any) -> Any:
     """A function of :mod:`tests.real.normalization_losses`."""
     losses = importlib.import_module("tests.real.normalization_losses")
-    return getattr(losses, options["name"])(*arguments)
+    options = dict(options)
+    return getattr(losses, options.pop("name"))(*arguments, **options)

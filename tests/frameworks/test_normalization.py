@@ -2,73 +2,123 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_rl_patches.testing import Split, SplitResult, check_normalization, normalization
+from megatron_rl_patches.testing import (
+    SPLITS,
+    RanksFailed,
+    Split,
+    SplitResult,
+    check_normalization,
+    normalization,
+)
 from tests.docs import pages
 from tests.frameworks import normalization_jobs as jobs
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
 from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_verl import TENSORDICT
-from tests.real.normalization_losses import VOCABULARY, global_batch
+from tests.real.normalization_losses import MASKED, VOCABULARY, global_batch
 
 pytestmark = pytest.mark.slow
 
-#: What a token of the undivided batch weighs, and the options of the loss of this package that has it.
+#: What a token of the batch without masked samples weighs, and the options of the loss that has it.
 WEIGHTS: dict[str, dict[str, Any]] = {
     "1 / tokens": {"normalization": "token"},
     "1 / (samples × its tokens)": {"normalization": "sequence"},
     "1 / samples": {"normalization": "constant", "constant_length": 1},
     "1 / (samples × longest response)": {"normalization": "constant", "constant_length": 9},
 }
+#: Name in the table -> (function, kind of the loss).
+PLAIN: dict[str, tuple[dict[str, Any], str]] = {
+    "sum of this rank's tokens, with their number": ({"name": "over_the_step"}, "likelihood"),
+    "mean over the microbatch's tokens": ({"name": "over_its_microbatch"}, "likelihood"),
+    "mean over the microbatch's samples": ({"name": "over_its_samples"}, "likelihood"),
+    "sum of this rank's tokens, with the number of all CP ranks": (
+        {"name": "without_context_parallelism"},
+        "likelihood",
+    ),
+    "value, mean over the microbatch's tokens × microbatches": (
+        {"name": "sum_of_means", "of": "value"},
+        "value",
+    ),
+    "distillation, mean over the microbatch's tokens": (
+        {"name": "over_its_microbatch", "of": "distillation"},
+        "distillation",
+    ),
+}
+ROLLOUT: dict[str, dict[str, Any]] = {
+    "policy": {"loss_type": "policy_loss"},
+    "value": {"loss_type": "value_loss"},
+    "distillation": {
+        "loss_type": "custom_loss",
+        "custom_loss_function_path": "megatron_rl_patches.frameworks.distillation_loss.opd_loss",
+    },
+}
+#: miles rounds gradients of logits to bfloat16, by Megatron's fused cross entropy.
+_ROUNDED = 1e-2
 NORM = "seq-mean-token-sum-norm"
 VERL: dict[str, dict[str, Any]] = {
-    "`token-mean`": {"loss_agg_mode": "token-mean"},
-    "`seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean"},
-    "`seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum"},
-    f"`{NORM}`": {"loss_agg_mode": NORM},
-    f"`{NORM}`, nested tensors": {"loss_agg_mode": NORM, "nested": True},
+    "policy, `token-mean`": {"loss_agg_mode": "token-mean"},
+    "policy, `seq-mean-token-mean`": {"loss_agg_mode": "seq-mean-token-mean"},
+    "policy, `seq-mean-token-sum`": {"loss_agg_mode": "seq-mean-token-sum"},
+    f"policy, `{NORM}`": {"loss_agg_mode": NORM},
+    f"policy, `{NORM}`, nested tensors": {"loss_agg_mode": NORM, "nested": True},
     "the same, `loss_scale_factor` set": {"loss_agg_mode": NORM, "nested": True, "loss_scale_factor": 9},
+    "value, `token-mean`": {"loss_agg_mode": "token-mean", "of": "value"},
+    "distillation, `token-mean`": {"loss_agg_mode": "token-mean", "of": "distillation"},
 }
 
 
-def row(loss: str, function: jobs.OfFramework, per_token: bool, is_train_step: bool = False) -> str:
-    """Return the row of the table."""
-    batch = global_batch()
-    setting = {"calculate_per_token_loss": per_token}
-    report = check_normalization(function, batch, is_train_step=is_train_step, **setting)
-    if function.function is jobs.plain_loss:  # a likelihood, which is the policy gradient of equal advantages
-        batch = [_without_advantages(sample) for sample in batch]
+def table(
+    loss: str,
+    function: jobs.OfFramework,
+    of: str = "policy",
+    *,
+    settings: Sequence[bool] = (False, True),
+    is_train_step: bool = False,
+    masked: Sequence[int] = MASKED,
+) -> list[str]:
+    """Return the rows of the table, a single one if ``calculate_per_token_loss`` does not matter."""
+    cells = [_cells(function, of, setting, is_train_step, masked) for setting in settings]
+    if len(set(cells)) < len(settings):
+        return [f"| {loss} | either | {cells[0]} |"]
+    return [f"| {loss} | {setting} | {text} |" for setting, text in zip(settings, cells, strict=True)]
+
+
+def _cells(
+    function: jobs.OfFramework, of: str, per_token: bool, is_train_step: bool, masked: Sequence[int]
+) -> str:
+    batch = global_batch(masked)
+    report = check_normalization(
+        function, batch, calculate_per_token_loss=per_token, is_train_step=is_train_step
+    )
     length = max(len(sample["tokens"]) for sample in batch) + 1
-    run = partial(normalization._run, sizes=(VOCABULARY, length), timeout=300, jobs=[(Split(), batch)])
+    jobs_of_run = [(Split(without_masked=True), batch)]
+    run = partial(normalization._run, sizes=(VOCABULARY, length), timeout=300, jobs=jobs_of_run)
     [whole] = run(function, is_train_step, per_token=per_token)
-    weighs = [name for name, options in WEIGHTS.items() if _is_same(whole, run, function, options)]
+    weighs = next(name for name, options in WEIGHTS.items() if _is_same(whole, run, function, of, options))
     different = "; ".join(map(_cell, (result for result in report.rows if not result.same)))
-    remedy = report.remedy or ("" if report.same else "none was found")
-    return f"| {loss} | {per_token} | {' '.join(weighs)} | {different or 'none'} | {remedy} |"
+    return f"{weighs} | {different or 'none'}"
 
 
-def _is_same(whole: torch.Tensor, run: Any, function: jobs.OfFramework, options: dict[str, Any]) -> bool:
+def _is_same(
+    whole: torch.Tensor, run: Any, function: jobs.OfFramework, of: str, options: dict[str, Any]
+) -> bool:
+    options = {"of": of, **options}
     reference = jobs.OfFramework(jobs.reference_loss, function.framework, function.paths, options)
     [gradient] = run(reference, False, per_token=True)
-    # miles rounds gradients of logits to bfloat16, by Megatron's fused cross entropy.
-    return bool((whole - gradient).norm() < 1e-2 * gradient.norm())
-
-
-def _without_advantages(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    mask = sample["loss_mask"]
-    return {"tokens": sample["tokens"], "loss_mask": mask, "advantages": torch.ones(len(mask))}
+    return bool((whole - gradient).norm() < _ROUNDED * gradient.norm())
 
 
 def _cell(result: SplitResult) -> str:
-    if result.weights:
-        return f"{result.split}: {result.per}s {min(result.weights):.3g} to {max(result.weights):.3g}"
-    return f"{result.split}: × {result.factor:.3g}"
+    about = "" if result.residual < _ROUNDED else "about "
+    return f"{result.split}: {about}× {result.factor:.3g}"
 
 
 def check_page(rows: list[str]) -> None:
@@ -80,29 +130,25 @@ def check_page(rows: list[str]) -> None:
 @pytest.mark.runs("losses", ranks=[1, 2])
 def test_losses_of_this_package() -> None:
     rows = []
-    for name in ("token", "sequence"):
-        function = jobs.OfFramework(jobs.reference_loss, "", [], {"normalization": name})
-        loss = f'`make_loss_func`, `normalization="{name}"`'
-        rows += [row(loss, function, per_token) for per_token in (False, True)]
-    for name, loss in (
-        ("over_the_step", "sum of this rank's tokens, with their number"),
-        ("over_its_microbatch", "mean over the microbatch's tokens"),
-        ("over_its_samples", "mean over the microbatch's samples"),
-        ("without_context_parallelism", "sum of this rank's tokens, with the number of all CP ranks"),
-    ):
-        function = jobs.OfFramework(jobs.plain_loss, "", [], {"name": name})
-        rows += [row(loss, function, per_token) for per_token in (False, True)]
+    for of, loss in (("policy", "make_loss_func"), ("distillation", "make_distillation_loss_func")):
+        for name in ("token", "sequence"):
+            options = {"of": of, "normalization": name}
+            function = jobs.OfFramework(jobs.reference_loss, "", [], options)
+            rows += table(f'`{loss}`, `normalization="{name}"`', function, of)
+    for loss, (options, of) in PLAIN.items():
+        rows += table(loss, jobs.OfFramework(jobs.plain_loss, "", [], options), of)
     check_page(rows)
 
 
 @pytest.mark.frameworks
 @pytest.mark.runs("losses", ranks=[1, 2])
+@pytest.mark.parametrize("of", ROLLOUT)
 @pytest.mark.parametrize("framework", ["slime", "miles"])
-def test_rollout_losses(framework: str, paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_losses(framework: str, of: str, paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EAGER.items():
         monkeypatch.setenv(name, value)
-    function = jobs.OfFramework(jobs.rollout_loss, framework, paths)
-    check_page([row(f"{framework}, `policy_loss`", function, per_token) for per_token in (False, True)])
+    function = jobs.OfFramework(jobs.rollout_loss, framework, paths, ROLLOUT[of])
+    check_page(table(f"{framework}, {of}", function, of))
 
 
 @pytest.mark.frameworks
@@ -112,7 +158,15 @@ def test_verl(loss: str, checkouts: Checkouts, packages: Packages, monkeypatch: 
     for name, value in EAGER.items():
         monkeypatch.setenv(name, value)
     paths = checkouts("verl") + [str(packages.unpacked(release)) for release in TENSORDICT]
-    function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, VERL[loss])
-    is_refused = VERL[loss]["loss_agg_mode"] == "seq-mean-token-mean"  # with calculate_per_token_loss
-    settings = (False,) if is_refused else (False, True)
-    check_page([row(f"verl, {loss}", function, per_token, is_train_step=True) for per_token in settings])
+    options = VERL[loss]
+    function = jobs.OfFramework(jobs.verl_train_step, "verl", paths, options)
+    of = options.get("of", "policy")
+    how: dict[str, Any] = {"is_train_step": True}
+    if options["loss_agg_mode"] == "seq-mean-token-mean":  # verl refuses it with calculate_per_token_loss
+        how["settings"] = (False,)
+    if of == "distillation":
+        alone = {"token budget": SPLITS["token budget"]}
+        with pytest.raises(RanksFailed, match=r"numel\(\) == 0"):
+            check_normalization(function, global_batch(), alone, is_train_step=True)
+        how["masked"] = MASKED[1:]  # which fills no microbatch alone
+    check_page(table(f"verl, {loss}", function, of, **how))

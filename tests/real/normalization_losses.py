@@ -12,36 +12,63 @@ from typing import Any
 import torch
 
 from megatron_rl_patches.losses import (
+    DistillationBatch,
+    DistillationOptions,
     PolicyBatch,
     PolicyOptions,
     SequenceLayout,
+    TopKDistribution,
+    make_distillation_loss_func,
     make_loss_func,
     mean_count,
     packed_log_probs_and_entropy,
+    token_weights,
 )
 from megatron_rl_patches.testing import Microbatch
 
 VOCABULARY = 32
 #: Prompt and response of each sample: their numbers of tokens differ in every split.
-LENGTHS = ((2, 9), (1, 7), (5, 1), (1, 4), (2, 2), (3, 1))
+LENGTHS = ((2, 9), (1, 7), (5, 1), (3, 8), (1, 4), (2, 2), (3, 1), (1, 3))
+#: Samples in which every token is masked. The longer one fills a microbatch of a dynamic batch size alone.
+MASKED = (3, 7)
+TOPK = 4
 
 
-def global_batch(lengths: Sequence[tuple[int, int]] = LENGTHS) -> list[dict[str, torch.Tensor]]:
+def global_batch(masked: Sequence[int] = MASKED) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     batch = []
-    for prompt, response in lengths:
+    for number, (prompt, response) in enumerate(LENGTHS):
         mask = torch.ones(response, dtype=torch.int)
         if response > 3:
             mask[1] = 0  # the output of a tool
+        if number in masked:
+            mask.zero_()
+        ids, log_probs, tail = teacher_of(response, generator)
         batch.append(
             {
                 "tokens": torch.randint(VOCABULARY, (prompt + response,), generator=generator),
                 "loss_mask": mask,
                 "advantages": torch.randn(response, generator=generator),
                 "old_log_probs": -3.5 + 0.1 * torch.randn(response, generator=generator),
+                "values": torch.zeros(response),
+                "returns": torch.randn(response, generator=generator),
+                "teacher_ids": ids,
+                "teacher_log_probs": log_probs,
+                "teacher_tail": tail,
             }
         )
     return batch
+
+
+def teacher_of(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, log-probs and tails of a teacher, whose tails are next to nothing.
+
+    Frameworks that leave the tail out have the same gradient then.
+    """
+    ids = torch.rand(tokens, VOCABULARY, generator=generator).topk(TOPK, dim=1).indices
+    tail = torch.full((tokens,), 1e-6).log()
+    logits = torch.randn(tokens, TOPK, generator=generator)
+    return ids, logits.log_softmax(1) + torch.log1p(-tail.exp())[:, None], tail
 
 
 def layout_of(microbatch: Microbatch) -> SequenceLayout:
@@ -55,37 +82,68 @@ def layout_of(microbatch: Microbatch) -> SequenceLayout:
     )
 
 
-def of_package(options: PolicyOptions, microbatch: Microbatch, logits: torch.Tensor) -> Any:
+def of_package(
+    options: PolicyOptions | DistillationOptions, microbatch: Microbatch, logits: torch.Tensor
+) -> Any:
     """The loss of this package, as its documentation says for either value of calculate_per_token_loss."""
     from megatron.core import parallel_state
 
-    names = [name for name in ("advantages", "loss_mask", "old_log_probs") if name in microbatch.batch[0]]
-    columns = [[sample[name] for sample in microbatch.samples] for name in names]
     normalizer = None
     if not microbatch.calculate_per_token_loss:
         masks = [sample["loss_mask"] for sample in microbatch.batch]
         microbatches = microbatch.num_microbatches * microbatch.split.dp
         normalizer = mean_count(masks, microbatches, options.normalization)
-    loss_func = make_loss_func(
-        [sample["tokens"] for sample in microbatch.samples],
-        layout_of(microbatch),
-        PolicyBatch(*columns),
-        options,
-        cp_group=parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None,
-        normalizer=normalizer,
-    )
-    return loss_func(logits)
-
-
-def _sums(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood and number of the tokens of this rank, and the number on all CP ranks."""
+    groups = {
+        "cp_group": parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None,
+        "normalizer": normalizer,
+    }
     layout = layout_of(microbatch)
-    log_probs, _ = packed_log_probs_and_entropy(
-        logits, [sample["tokens"] for sample in microbatch.samples], layout, with_entropy=False
-    )
+    if isinstance(options, DistillationOptions):
+        masks = [sample["loss_mask"] for sample in microbatch.samples]
+        names = ("teacher_ids", "teacher_log_probs", "teacher_tail")
+        teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in microbatch.samples]
+        batch = DistillationBatch([teacher], masks)
+        return make_distillation_loss_func(layout, batch, options, **groups)(logits)
+    names = [name for name in ("advantages", "loss_mask", "old_log_probs") if name in microbatch.batch[0]]
+    columns = [[sample[name] for sample in microbatch.samples] for name in names]
+    tokens = [sample["tokens"] for sample in microbatch.samples]
+    return make_loss_func(tokens, layout, PolicyBatch(*columns), options, **groups)(logits)
+
+
+def _per_token(of: str, microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, SequenceLayout]:
+    """Return the loss of each response token of this rank: likelihood, value or distillation."""
+    layout = layout_of(microbatch)
+
+    def local(name: str) -> torch.Tensor:
+        return torch.cat([sample[name] for sample in microbatch.samples])[layout.response_index]
+
+    if of == "likelihood":
+        tokens = [sample["tokens"] for sample in microbatch.samples]
+        log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
+        return -torch.cat(log_probs), layout
+    rows = layout.rows_of(logits)[layout.response_rows]
+    if of == "value":  # the first column stands for a value head
+        return (rows[:, 0] - local("returns")).square(), layout
+    log_probs_nk = local("teacher_log_probs")
+    difference = log_probs_nk - rows.log_softmax(1).gather(1, local("teacher_ids"))
+    return (log_probs_nk.exp() * difference).sum(1), layout
+
+
+def _sums(
+    microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss and number of the tokens of this rank, and the number on all CP ranks."""
+    losses, layout = _per_token(of, microbatch, logits)
     whole = torch.cat([sample["loss_mask"] for sample in microbatch.samples])
     mask = whole[layout.response_index]
-    return -(torch.cat(log_probs) * mask).sum(), mask.sum(), whole.sum()
+    return (losses * mask).sum(), mask.sum(), whole.sum()
+
+
+def weighted(of: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    """The loss on one rank, with the weights and the count of :func:`token_weights`."""
+    losses, _ = _per_token(of, microbatch, logits)
+    weights, count = token_weights([sample["loss_mask"] for sample in microbatch.samples], **options)
+    return (weights * losses).sum(), count, {}
 
 
 def over_the_step(microbatch: Microbatch, logits: torch.Tensor) -> Any:
@@ -94,20 +152,31 @@ def over_the_step(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     return loss, count.int(), {}
 
 
-def over_its_microbatch(microbatch: Microbatch, logits: torch.Tensor) -> Any:
+def counting_masked_samples(microbatch: Microbatch, logits: torch.Tensor) -> Any:
+    """Wrong: a sample without a counted token counts as one, as in slime's and miles' number of tokens."""
+    loss, _, _ = _sums(microbatch, logits)
+    count = sum(sample["loss_mask"].sum().clamp(min=1) for sample in microbatch.samples)
+    return loss, count.int(), {}
+
+
+def over_its_microbatch(microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
     """Wrong: the mean over the microbatch, which Megatron averages over microbatches."""
-    loss, _, count = _sums(microbatch, logits)
+    loss, _, count = _sums(microbatch, logits, of)
     return loss / count.clamp(min=1), {}
+
+
+def sum_of_means(microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
+    """Wrong: the mean over the microbatch, and Megatron's average over microbatches undone."""
+    loss, _ = over_its_microbatch(microbatch, logits, of)
+    return loss * microbatch.num_microbatches, {}
 
 
 def over_its_samples(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Wrong: means of the samples, divided by their number in the microbatch."""
-    layout = layout_of(microbatch)
-    tokens = [sample["tokens"] for sample in microbatch.samples]
-    log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
+    losses, layout = _per_token("likelihood", microbatch, logits)
     masks = [sample["loss_mask"] for sample in microbatch.samples]
     weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
-    return -(torch.cat(log_probs) * weights).sum() / len(masks), {}
+    return (losses * weights).sum() / len(masks), {}
 
 
 def without_context_parallelism(microbatch: Microbatch, logits: torch.Tensor) -> Any:
@@ -120,13 +189,6 @@ def over_its_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Wrong: each CP rank averages over its own tokens, so tokens of one sample weigh differently."""
     loss, count, _ = _sums(microbatch, logits)
     return loss / count.clamp(min=1) / microbatch.split.cp, {}
-
-
-def mended(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """``over_its_microbatch`` with the correction that the report proposes."""
-    loss, _, _ = _sums(microbatch, logits)
-    tokens = sum(int(sample["loss_mask"].sum()) for sample in microbatch.batch)
-    return loss / tokens * microbatch.num_microbatches * microbatch.split.dp, {}
 
 
 def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:

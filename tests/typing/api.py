@@ -322,7 +322,7 @@ def unit_tests() -> None:
     splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, token_budget=100)}
     report: NormalizationReport = check_normalization(a_loss, [], splits, calculate_per_token_loss=True)
     results_of_splits: tuple[SplitResult, ...] = report.rows
-    print(report.same, report.remedy, results_of_splits[0].factor)
+    print(report.same, results_of_splits[0].is_uniform, results_of_splits[0].factor)
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
     ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])

@@ -224,6 +224,22 @@ def test_losses_of_full_distributions_are_those_of_the_divergence(divergence: An
     assert torch.allclose(loss, expected[MASK].sum(), rtol=1e-10)
 
 
+def test_microbatches_of_one_token_and_of_three() -> None:
+    """Their mean is over tokens, 2.5, and not 2.0 over microbatches (modelscope/ms-swift#10076)."""
+    steps = []
+    for divergence, tokens in ((1.0, 1), (3.0, 3)):
+        log_prob = torch.full((tokens, 1), -divergence)  # of the id of which the teacher is certain
+        certain = TopKDistribution(
+            torch.zeros_like(log_prob).long(), 0 * log_prob, torch.full((tokens,), -torch.inf)
+        )
+        batch = DistillationBatch([[certain]], [torch.ones(tokens)])
+        tail = torch.log1p(-log_prob[:, 0].exp())
+        steps.append(distillation_loss([log_prob], [tail], batch, DistillationOptions("forward_kl")))
+    losses, counts, metrics = zip(*steps, strict=True)
+    assert sum(losses) / sum(counts) == pytest.approx(2.5)
+    assert average_metrics(metrics)["loss"] == pytest.approx(2.5)
+
+
 @of_each_kind
 @pytest.mark.parametrize("divergence", ["reverse_kl", "importance_weighted_reverse_kl"])
 def test_masked_tokens_may_be_anything_and_are_not_computed(kind: str, divergence: Any) -> None:
