@@ -35,7 +35,7 @@ class Installer(Listener):
         self._records: dict[tuple[str, str], Record] = {}
         #: The options of a patch, by its name; adapters read them at every call, without a lock.
         self._options: dict[str, Any] = {}
-        #: Those outside of :func:`.applied` blocks.
+        #: Those of patches that ``apply()`` has selected, for after the last ``applied()`` block.
         self._lasting_options: dict[str, Any] = {}
         self._has_failed = False
         #: Sites that the program has not defined yet.
@@ -69,10 +69,10 @@ class Installer(Listener):
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
             before = dict(self._records)
-            lasting, running = self._selected(lasting=True), self._selected(lasting=False)
-            in_force = set() if replace_options else lasting | running
-            chosen = {p.name: settings.options_of(p) for p in patches if p.name not in in_force}
-            for name in running & chosen.keys():
+            in_blocks = self._in_blocks()
+            selected = set() if replace_options else in_blocks | self._lasting_options.keys()
+            chosen = {p.name: settings.options_of(p) for p in patches if p.name not in selected}
+            for name in in_blocks & chosen.keys():
                 if chosen[name] != self._options[name]:
                     raise PatchError(
                         f"{name} is in an applied() block with {self._options[name]!r} and cannot take "
@@ -96,8 +96,8 @@ class Installer(Listener):
                 self._has_failed |= not isinstance(error, PatchError)
                 raise
             if claim.lasts:
-                names = {patch.name for patch in patches} - (set() if replace_options else lasting)
-                self._lasting_options |= {name: self._options[name] for name in names}
+                in_force = {patch.name: self._options[patch.name] for patch in patches}
+                self._lasting_options = {**in_force, **self._lasting_options, **chosen}
                 for record in records:  # one claim of its kind, however often apply() is called
                     record.claims = {*record.claims - {claim}, _LASTING[claim.required]}
         self.announcer.warn(skipped)
@@ -111,10 +111,9 @@ class Installer(Listener):
                 self._awaited_of_program.append(record)
         return record
 
-    def _selected(self, lasting: bool) -> set[str]:
-        """Return the patches that ``apply()`` has selected, or those that ``applied()`` blocks have."""
-        records = self._records.values()
-        return {r.site.patch for r in records if any(claim.lasts is lasting for claim in r.claims)}
+    def _in_blocks(self) -> set[str]:
+        """Return the patches that running ``applied()`` blocks have selected."""
+        return {r.site.patch for r in self._records.values() if not all(claim.lasts for claim in r.claims)}
 
     def release(self, claim: Claim) -> None:
         """Undo what the call did: sites that another call has selected, too, stay in place.
@@ -126,8 +125,9 @@ class Installer(Listener):
             for record in claimed:
                 record.claims.remove(claim)
             self._revert(record for record in claimed if not record.claims)
-            ended = {record.site.patch for record in claimed} - self._selected(lasting=False)
-            self._options |= {n: o for n, o in self._lasting_options.items() if n in ended}
+            ended = {record.site.patch for record in claimed} - self._in_blocks()
+            for name in ended & self._lasting_options.keys():
+                self._options[name] = self._lasting_options[name]
             # A site that is gone now may have kept the others of its group from taking effect.
             self._apply_ready(self._missed())
 
@@ -137,6 +137,7 @@ class Installer(Listener):
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
                 record.claims.clear()
+                self._lasting_options.pop(record.site.patch, None)
             self._revert(record for record in records if not record.is_reverted)
 
     def _revert(self, records: Iterable[Record]) -> None:
