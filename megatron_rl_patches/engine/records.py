@@ -224,9 +224,9 @@ def _layers(function: Any) -> Iterator[Any]:
 
 def _holders(ids: Collection[int]) -> Iterator[tuple[ModuleType, str]]:
     """Yield the modules that hold one of these objects, and its name there."""
-    for module in list(sys.modules.values()):
+    for module in sys.modules.copy().values():  # copies, as other threads, and finalizers, may import
         if isinstance(module, ModuleType):
-            yield from [(module, name) for name, value in list(vars(module).items()) if id(value) in ids]
+            yield from [(module, name) for name, value in vars(module).copy().items() if id(value) in ids]
 
 
 def rebind(moves: Moves) -> None:
