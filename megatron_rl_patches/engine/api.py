@@ -37,10 +37,11 @@ def apply(
         the state of every selected site.
 
     Raises:
-        PatchError: unknown name, or a patch that must take effect cannot. Exactly what this call did is
-            undone; what other threads apply at the same time stays.
+        PatchError: unknown name, a patch that must take effect cannot, or a patch is in a running
+            :func:`applied` block with other options. Exactly what this call did is undone; what other threads
+            apply at the same time stays.
     """
-    installer.installer.keep(_apply(names, exclude, settings, strict))
+    _apply(names, exclude, settings, strict, lasts=True)
     return status()
 
 
@@ -48,8 +49,10 @@ def apply(
 def applied(
     *names: str, exclude: Collection[str] = (), settings: Settings | None = None, strict: bool | None = None
 ) -> Iterator[Statuses]:
-    """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it."""
-    claim = _apply(names, exclude, settings, strict)
+    """:func:`apply` for the length of a ``with`` block. Sites that another call asks for stay after it, and
+    the options of the last :func:`apply` are back. Blocks that overlap must agree about the options.
+    """
+    claim = _apply(names, exclude, settings, strict, lasts=False)
     try:
         yield status()
     finally:
@@ -57,7 +60,11 @@ def applied(
 
 
 def _apply(
-    names: tuple[str, ...], exclude: Collection[str], settings: Settings | None, strict: bool | None
+    names: tuple[str, ...],
+    exclude: Collection[str],
+    settings: Settings | None,
+    strict: bool | None,
+    lasts: bool,
 ) -> Claim:
     chosen = settings or Settings.from_environment()
     required = bool(names) or (chosen.strict if strict is None else strict)
@@ -65,7 +72,9 @@ def _apply(
     if required:
         # Judged by source before anything is changed, frameworks that are not imported yet included.
         refuse_faults(judge_all(Environment(), patches, chosen))
-    return installer.installer.add(patches, chosen, required, replace_options=settings is not None)
+    claim = Claim(required, lasts)
+    installer.installer.add(patches, chosen, claim, replace_options=settings is not None)
+    return claim
 
 
 def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
@@ -85,8 +94,7 @@ def activate_from_environment(environ: Mapping[str, str] = os.environ) -> None:
     if messages:
         _log.warning("megatron_rl_patches: %s; going on without", "; ".join(messages))
     # Options of an apply() that the program has called itself stay in force.
-    claim = installer.installer.add(patches, settings, required=settings.strict, replace_options=False)
-    installer.installer.keep(claim)
+    installer.installer.add(patches, settings, Claim(settings.strict, lasts=True), replace_options=False)
 
 
 def revert(*names: str) -> None:

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from _megatron_rl_patches_startup import Listener, finder
@@ -19,14 +18,14 @@ from .announce import Announcer
 from .call import Call
 from .judge import SiteStatus, Statuses, all_or_nothing, refuse_faults, status_of
 from .patch import Patch, Site, imported
-from .records import Claim, Moves, Record, copies_out_of_reach, rebind
+from .records import Claim, Moves, Record, rebind
 from .settings import Settings
 from .sources import PROGRAM
 from .third_party import third_party
 
 _log = logging.getLogger("megatron_rl_patches")
 #: Claims that stay until a revert, by whether they are required.
-_LASTING = {required: Claim(required) for required in (True, False)}
+_LASTING = {required: Claim(required, lasts=True) for required in (True, False)}
 
 
 class Installer(Listener):
@@ -37,6 +36,8 @@ class Installer(Listener):
         self._records: dict[tuple[str, str], Record] = {}
         #: The options of a patch, by its name; adapters read them at every call, without a lock.
         self._options: dict[str, Any] = {}
+        #: Those of patches that ``apply()`` has selected, for after the last ``applied()`` block.
+        self._lasting_options: dict[str, Any] = {}
         self._has_failed = False
         #: Sites that the program has not defined yet.
         self._awaited_of_program: list[Record] = []
@@ -45,55 +46,62 @@ class Installer(Listener):
         self.announcer = Announcer()
 
     def add(
-        self, patches: Collection[Patch], settings: Settings, required: bool, replace_options: bool = True
-    ) -> Claim:
+        self, patches: Collection[Patch], settings: Settings, claim: Claim, replace_options: bool = True
+    ) -> None:
         """Put the patches in place, now or when their frameworks are imported.
 
         Args:
-            required: raise ``PatchError`` if a patch does not fit. Whatever is raised, exactly what this call
-                did is undone.
+            claim: on behalf of what; one that does not last is for :meth:`release`.
             replace_options: patches that are selected already take the options of these settings, too.
 
-        Returns:
-            the claim of this call, for :meth:`keep` or :meth:`release`.
+        Raises:
+            PatchError: a patch is in a running block with other options, or does not fit and is required.
+                Whatever is raised, exactly what this call did is undone.
         """
-        claim = Claim(required)
         sites: list[Site] = []
         for patch in patches:
             try:
                 sites += patch.sites_for(settings.options_of(patch))
             except PatchError as error:
-                if required:
+                if claim.required:
                     raise
                 _log.warning("megatron_rl_patches: %s", error)
         # The lock is held from selection to judgement, so that no other thread sees what may yet be undone.
         # Hooks take no other lock, and nothing below waits for an import, so this cannot deadlock.
         with self._lock:
             before = dict(self._records)
+            in_blocks = self._in_blocks()
+            selected = set() if replace_options else in_blocks | self._lasting_options.keys()
+            chosen = {p.name: settings.options_of(p) for p in patches if p.name not in selected}
+            for name in in_blocks & chosen.keys():
+                if chosen[name] != self._options[name]:
+                    raise PatchError(
+                        f"{name} is in an applied() block with {self._options[name]!r} and cannot take "
+                        f"{chosen[name]!r}: wait for the end of that block, or pass its settings"
+                    )
             try:
                 # Hooks are registered first. A module whose import has ended by now is found in sys.modules
                 # below. One whose import ends later calls its hook, which waits for the lock.
                 for module in {site.module for site in sites}:
                     finder.watch(module, self)
-                selected = {record.site.patch for record in self._records.values() if record.claims}
                 records = [self._select(site) for site in sites]
                 for record in records:
                     record.claims.add(claim)
-                for patch in patches:
-                    if replace_options or patch.name not in selected:
-                        own = settings.options_of(patch)
-                        claim.options[patch.name] = self._options.get(patch.name, own), own
-                        self._options[patch.name] = own
+                self._options |= chosen
                 skipped = self._apply_ready(r for r in records if r.is_open and r.is_imported)
-                refuse_faults(record.current() for record in records if required)
+                refuse_faults(record.current() for record in records if claim.required)
             except BaseException as error:
                 self.release(claim)
                 self._records = before
                 # The caller gets the exception, so it need not be logged as well.
                 self._has_failed |= not isinstance(error, PatchError)
                 raise
+            if claim.lasts:
+                in_force = {patch.name: self._options[patch.name] for patch in patches}
+                self._lasting_options = {**in_force, **self._lasting_options, **chosen}
+                for record in records:  # one claim of its kind, however often apply() is called
+                    record.claims = {*record.claims - {claim}, _LASTING[claim.required]}
         self.announcer.warn(skipped)
-        return claim
 
     def _select(self, site: Site) -> Record:
         key = (site.patch, site.target)
@@ -104,26 +112,23 @@ class Installer(Listener):
                 self._awaited_of_program.append(record)
         return record
 
-    def keep(self, claim: Claim) -> None:
-        """Let what the call put in place stay until it is reverted."""
-        with self._lock:
-            for record in self._records.values():
-                if claim in record.claims:
-                    record.claims = {*record.claims - {claim}, _LASTING[claim.required]}
+    def _in_blocks(self) -> set[str]:
+        """Return the patches that running ``applied()`` blocks have selected."""
+        return {r.site.patch for r in self._records.values() if not all(claim.lasts for claim in r.claims)}
 
     def release(self, claim: Claim) -> None:
         """Undo what the call did: sites that another call has selected, too, stay in place.
 
-        The options of before are back, unless another call has set other ones since.
+        After the last block of a patch, the options of the last ``apply()`` are back.
         """
         with self._lock:
             claimed = [record for record in self._records.values() if claim in record.claims]
             for record in claimed:
                 record.claims.remove(claim)
-            for patch, (before, own) in claim.options.items():
-                if self._options[patch] is own:
-                    self._options[patch] = before
             self._revert(record for record in claimed if not record.claims)
+            ended = {record.site.patch for record in claimed} - self._in_blocks()
+            for name in ended & self._lasting_options.keys():
+                self._options[name] = self._lasting_options[name]
             # A site that is gone now may have kept the others of its group from taking effect.
             self._apply_ready(self._missed())
 
@@ -133,6 +138,7 @@ class Installer(Listener):
             records = [record for record in self._records.values() if record.site.patch in names]
             for record in records:
                 record.claims.clear()
+                self._lasting_options.pop(record.site.patch, None)
             self._revert(record for record in records if not record.is_reverted)
 
     def _revert(self, records: Iterable[Record]) -> None:
@@ -162,9 +168,9 @@ class Installer(Listener):
             records = [record for record in self._records.values() if record.site.module == module_name]
             required = any(record.is_required for record in records)
             with self._log_internal_errors(required):
-                # Nobody outside of the package can have copied names of a module whose import ends now.
-                package = module_name.partition(".")[0]
-                faults = self._apply_ready((r for r in records if r.is_open and r.is_imported), package)
+                for record in records:
+                    record.leave()
+                faults = self._apply_ready(r for r in records if r.is_open and r.is_imported)
                 refuse_faults(s for s in faults if self._records[s.patch, s.target].is_required)
         self.announcer.warn(faults)
 
@@ -205,30 +211,24 @@ class Installer(Listener):
         """Return the records of imported modules whose site may be patched and has not been."""
         return [r for r in self._records.values() if r.wrapper is None and r.is_open and r.is_imported]
 
-    def _apply_ready(self, records: Iterable[Record], package: str = "") -> list[SiteStatus]:
-        """Judge and wrap the groups that these records belong to; return the faults.
-
-        Args:
-            package: the only package in which copies are looked for.
-        """
+    def _apply_ready(self, records: Iterable[Record]) -> list[SiteStatus]:
+        """Judge and wrap the groups that these records belong to; return the faults."""
         groups = dict.fromkeys(record.group for record in records)
         try:
             return [fault for group in groups for fault in self._apply_group(group)]
         finally:
-            self._rebind_copies(package)
+            self._rebind_copies()
 
-    def _rebind_copies(self, package: str = "") -> None:
+    def _rebind_copies(self) -> None:
         """Have modules that hold copies of what was wrapped hold the wrapper, or the original again."""
-        rebind(self._moved, package)
-        wrappers = {id(new) for _, new in self._moved}
-        self._moved.clear()
-        for record in () if package else self._records.values():
-            wrapper = record.wrapper
-            if wrapper and id(wrapper) in wrappers and (count := copies_out_of_reach(wrapper)):
-                reason = (
-                    f"in place, but copies made before, in a table or a closure, are the original: {count}"
-                )
-                record.status = replace(record.status, reason=reason)
+        moves, new = self._moved, {id(new) for _, new in self._moved}
+        wrapped = [record for record in self._records.values() if id(record.wrapper) in new]
+        # Modules are searched after a revert, or if anybody holds what has been wrapped.
+        if len(wrapped) < len(moves) or any(record.copies_out_of_reach(moves) for record in wrapped):
+            rebind(moves)
+        for record in wrapped:
+            record.report_copies(moves)
+        moves.clear()
 
     def _apply_group(self, name: tuple[str, str]) -> list[SiteStatus]:
         """Put one patch in place in one framework, or leave it out there altogether.
@@ -263,7 +263,7 @@ class Installer(Listener):
         return [status for status in statuses.values() if status.is_fault]
 
     def _wrap(self, record: Record, status: SiteStatus) -> SiteStatus:
-        self._moved += record.unwrap()
+        self._moved += record.unwrap(former=False)
         try:
             self._moved += record.wrap(self._adapter_of(record.site))
         except Exception as error:

@@ -133,6 +133,8 @@ def _judge(site: Site, target: TargetSource) -> tuple[State, str]:
             f"replaced by {target.replaced_by}, which has no __wrapped__ to say what it stands for; "
             "put this patch in place before it, give it functools.wraps, or exclude this patch"
         )
+    if target.descriptor:
+        return "drifted", f"it is a {target.descriptor}, which runs when it is read and not when it is called"
     if site.skip_if and (reason := site.skip_if(target)):
         return "not needed", reason
     if not target.runs_when_called:

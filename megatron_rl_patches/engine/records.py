@@ -6,10 +6,11 @@ Only this module changes foreign objects.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from types import ModuleType, SimpleNamespace
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from _megatron_rl_patches_startup import finder
@@ -21,7 +22,7 @@ from .patch import Site
 from .sources import PROGRAM, Environment
 from .target_source import layers, resolve
 from .third_party import third_party
-from .wrapper import SwitchableWrapper
+from .wrapper import SwitchableWrapper, as_in_its_class
 
 #: Old and new functions, one after the other: the new one of a pair may be the old one of a later pair.
 Moves = list[tuple[Any, Any]]
@@ -29,15 +30,15 @@ Moves = list[tuple[Any, Any]]
 
 @dataclass(eq=False)
 class Claim:
-    """What a call of ``apply()`` asked for, while it may still be undone.
+    """What a call of ``apply()``, or an ``applied()`` block, asked for.
 
     Attributes:
         required: a site that does not fit is an error.
-        options: of each patch whose options this call has set: what they were before, and what they are.
+        lasts: it stays until it is reverted, and not for the length of a block.
     """
 
     required: bool
-    options: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    lasts: bool
 
 
 class Record:
@@ -50,7 +51,6 @@ class Record:
     Attributes:
         claims: the calls that have selected the site and not been undone.
         group: patch and framework; all sites of a group take effect, or none.
-        owner: the module or class that held the target when it was wrapped.
         wrapper: what is, or was, in place of the target; ``None`` before it is wrapped, and after a revert.
     """
 
@@ -59,8 +59,9 @@ class Record:
         self.status = _waiting(site)
         self.claims: set[Claim] = set()
         self.group = (site.patch, site.framework)
-        self.owner: Any = None
         self.wrapper: SwitchableWrapper | None = None
+        #: Wrappers of functions from before a reload, while anybody holds them.
+        self._former: list[weakref.ref[SwitchableWrapper]] = []
 
     @property
     def is_required(self) -> bool:
@@ -82,7 +83,7 @@ class Record:
 
     @property
     def is_in_place(self) -> bool:
-        return self.wrapper is not None and any(layer is self.wrapper for layer in layers(self._live()[1]))
+        return self.wrapper is not None and any(each is self.wrapper for each in _layers(self._live()[1]))
 
     @property
     def is_open(self) -> bool:
@@ -94,24 +95,30 @@ class Record:
         site, status, environment = self.site, self.status, Environment()
         if self.wrapper is not None and not self.is_in_place:
             return status_of(site, "lost", self._reason_lost(), status.fingerprint)
-        if status.state == "applied" and site.detail is not None:
-            try:
-                with third_party("its function `detail`"):
-                    return replace(status, detail=site.detail())
-            except PatchError as error:
-                return replace(status, detail=str(error))
+        if status.state == "applied":
+            if module := self._code_on_top():
+                reason = f"{status.reason}, under code of {module}; in force only if that calls what it wraps"
+                status = replace(status, reason=reason)
+            return replace(status, detail=self._detail())
         if status.state != "waiting" or site.module in sys.modules or environment.file_of(site.module):
             return status
         if environment.has_package(site.framework):
             return without_source(site)
         return status_of(site, "absent", f"{site.framework} is not installed")
 
+    def _detail(self) -> str:
+        try:
+            with third_party("its function `detail`"):
+                return self.site.detail() if self.site.detail else ""
+        except PatchError as error:
+            return str(error)
+
     def judge(self, is_imported: bool) -> SiteStatus:
         """Judge the site anew, unless it is in place."""
         if self.is_in_place:
             return self.status
         status = judge_site(self.site, Environment(), sys.modules[self.site.module] if is_imported else None)
-        if status.state == "conflict" and self.wrapper is not None and self._live()[0] is self.owner:
+        if status.state == "conflict" and self.wrapper is not None and self._live()[0] is self.wrapper.owner:
             # The code that overwrote it may call it. So it stays as it is, and is reported as lost.
             return status_of(self.site, "applied", "in place", status.fingerprint)
         return status
@@ -123,22 +130,37 @@ class Record:
 
     def wrap(self, adapter: Callable[[Call], Any]) -> Moves:
         """Put a wrapper in place that calls the adapter; return what moved."""
-        self.owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
-        current = vars(self.owner)[name]
+        owner, name = resolve(sys.modules[self.site.module], self.site.qualname)
+        current = vars(owner)[name]
         # An earlier revert may have switched a wrapper off and left it under another one.
         path = (self.site.patch, self.site.module, self.site.qualname)
-        own = (w for w in layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
-        self.wrapper = next(own, None) or SwitchableWrapper(current, adapter, self.site, self.owner)
+        own = (w for w in _layers(current) if type(w) is SwitchableWrapper and w.path == path and not w.is_on)
+        self.wrapper = next(own, None) or SwitchableWrapper(current, adapter, self.site, owner)
         if not self.is_in_place:
-            setattr(self.owner, name, self.wrapper)
+            setattr(owner, name, self.wrapper)
         self.wrapper.switch(True)
         return [(self.wrapper.__wrapped__, self.wrapper)]
 
-    def unwrap(self) -> Moves:
-        """Put the original back; return what moved."""
-        wrapper = self.wrapper
-        if wrapper is None:
-            return []
+    def leave(self) -> None:
+        """Let go of a wrapper that is not in place, as its module has been executed anew.
+
+        It stays in force until :meth:`unwrap` in copies and in objects of the old classes, which go on with
+        the old code.
+        """
+        if self.wrapper is not None and not self.is_in_place:
+            self._former.append(weakref.ref(self.wrapper))
+            self.wrapper = None
+
+    def unwrap(self, former: bool = True) -> Moves:
+        """Put the original back, and those of before reloads; return what moved."""
+        wrappers = [self.wrapper]
+        self.wrapper = None
+        if former:
+            wrappers += [reference() for reference in self._former]
+            self._former.clear()
+        return [self._unwrapped(wrapper) for wrapper in wrappers if wrapper is not None]
+
+    def _unwrapped(self, wrapper: SwitchableWrapper) -> tuple[Any, Any]:
         # The wrapper is switched off first, so that it is inert in calls of other threads and in copies that
         # cannot be reached.
         wrapper.switch(False)
@@ -147,10 +169,40 @@ class Record:
         while type(original) is SwitchableWrapper and not original.is_on:
             original = original.__wrapped__
         name = self.site.qualname.rpartition(".")[2]
-        if vars(self.owner).get(name) is wrapper:
-            setattr(self.owner, name, original)
-        self.wrapper = None
-        return [(wrapper, original)]
+        if vars(wrapper.owner).get(name) is wrapper:
+            setattr(wrapper.owner, name, original)
+        return wrapper, original
+
+    def copies_out_of_reach(self, moves: Moves) -> int:
+        """Return how many references to the original there are besides those of the wrapper and the moves."""
+        holder: Any = self.wrapper
+        held_once = SimpleNamespace(__wrapped__=object())
+        count = sys.getrefcount(holder.__wrapped__) - sys.getrefcount(held_once.__wrapped__)
+        of_moves = sum(each is holder.__wrapped__ for move in moves for each in move)
+        # The wrapper's closure holds it, too, and so does a record if it is the wrapper of another patch.
+        return count - of_moves - 1 - (type(holder.__wrapped__) is SwitchableWrapper)
+
+    def report_copies(self, moves: Moves) -> None:
+        """Put into the status where the original, or a function that it has replaced, is still in use."""
+        reason, name = self.status.reason, self.site.qualname
+        if count := self.copies_out_of_reach(moves):
+            reason += f", but copies made before, in a table or a closure, are the original: {count}"
+        functions = [each for each in layers(self.wrapper) if type(each) is not SwitchableWrapper]
+        beneath = {id(each) for each in functions[1:] if getattr(each, "__name__", "") == name}
+        modules = dict.fromkeys(module.__name__ for module, _ in _holders(beneath)) if beneath else {}
+        if others := [module for module in modules if module != self.site.module]:
+            reason += f", but not in {', '.join(others)}, with a function that another package has replaced"
+        self.status = replace(self.status, reason=reason)
+
+    def _code_on_top(self) -> str:
+        """Return the module of the code that other packages have put around the wrapper, or ``""``."""
+        for layer in _layers(self._live()[1]):
+            if layer is self.wrapper:
+                break
+            if type(layer) is not SwitchableWrapper:
+                is_plain = type(layer) is FunctionType
+                return str(layer.__globals__.get("__name__") if is_plain else type(layer).__module__)
+        return ""
 
     def _live(self) -> tuple[Any, Any]:
         """Return the owner of the target and the target, as they are now; after a reload both are others."""
@@ -164,7 +216,7 @@ class Record:
         owner, current = self._live()
         if current is None:
             return f"{self.site.target} is gone"
-        if owner is not self.owner:
+        if self.wrapper is not None and owner is not self.wrapper.owner:
             return f"{self.site.module} was imported anew; call apply() again"
         home = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', '?')}"
         return f"overwritten by {home}; in force only if that calls what it replaced"
@@ -175,30 +227,23 @@ def _waiting(site: Site, fingerprint: str = "") -> SiteStatus:
     return status_of(site, "waiting", f"waits for the {event}", fingerprint)
 
 
-def rebind(moves: Moves, package: str = "") -> None:
-    """Have every module that holds an old function under some name hold the new one, found by identity.
+def _layers(function: Any) -> Iterator[Any]:
+    return map(as_in_its_class, layers(function))
 
-    Args:
-        moves: what was wrapped and unwrapped.
-        package: the only package whose modules are searched; without it all are.
-    """
+
+def _holders(ids: Collection[int]) -> Iterator[tuple[ModuleType, str]]:
+    """Yield the modules that hold one of these objects, and its name there."""
+    for module in sys.modules.copy().values():  # copies, as other threads, and finalizers, may import
+        if isinstance(module, ModuleType):
+            yield from [(module, name) for name, value in vars(module).copy().items() if id(value) in ids]
+
+
+def rebind(moves: Moves) -> None:
+    """Have every module that holds an old function under some name hold the new one, found by identity."""
     final: dict[int, Any] = {}
     for old, new in reversed(moves):
         final[id(old)] = final.get(id(new), new)
-    if not final:
-        return
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or (package and module_name.partition(".")[0] != package):
-            continue
-        for name in [name for name, value in list(vars(module).items()) if id(value) in final]:
-            # A module that refuses keeps the old function, like other copies that cannot be reached.
-            with suppress(Exception):
-                setattr(module, name, final[id(vars(module)[name])])
-
-
-def copies_out_of_reach(wrapper: SwitchableWrapper) -> int:
-    """Return how many references to the original there are, after :func:`rebind`, besides the wrapper's."""
-    held_once = SimpleNamespace(__wrapped__=object())
-    count = sys.getrefcount(wrapper.__wrapped__) - sys.getrefcount(held_once.__wrapped__)
-    # The wrapper's closure holds it, too, and so does a record if it is the wrapper of another patch.
-    return count - 1 - (type(wrapper.__wrapped__) is SwitchableWrapper)
+    for module, name in _holders(final):
+        # A module that refuses keeps the old function, like other copies that cannot be reached.
+        with suppress(Exception):
+            setattr(module, name, final[id(vars(module)[name])])

@@ -8,7 +8,7 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partialmethod, singledispatchmethod
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +53,7 @@ class TargetSource:
         imported_from: set when the module binds the name by an import instead of defining it.
         module: syntax tree of the whole module.
         replaced_by: where the live function comes from, when that is not the module itself.
+        descriptor: what takes the function's place if reading the attribute runs it, such as ``property``.
     """
 
     target: str
@@ -60,6 +61,7 @@ class TargetSource:
     imported_from: str | None = None
     module: ast.Module | None = None
     replaced_by: str | None = None
+    descriptor: str = ""
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -132,11 +134,13 @@ class TargetSource:
             AttributeError: the module does not define the target.
         """
         owner, name = resolve(module, qualname)
-        original = list(layers(vars(owner)[name]))[-1]
+        all_layers = list(layers(vars(owner)[name]))
+        original = all_layers[-1]
         namespace = getattr(original, "__globals__", None)  # that of the module that the function is made in
         foreign = namespace is not None and namespace.get("__name__") != module.__name__
         home = f"{getattr(original, '__module__', None)}.{getattr(original, '__qualname__', '?')}"
-        return replace(self, replaced_by=home if foreign else None)
+        descriptors = [type(layer).__name__ for layer in all_layers if not _runs_when_called(layer)]
+        return replace(self, replaced_by=home if foreign else None, descriptor="".join(descriptors[:1]))
 
 
 def from_source(module: str, qualname: str, text: str) -> TargetSource:
@@ -152,7 +156,7 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
         scope = definitions[-1]
     for node in _statements(scope.body):
         if isinstance(node, FunctionNode) and node.name == name:
-            target = replace(target, function=node, imported_from=None)
+            target = replace(target, function=node, imported_from=None, descriptor=_descriptor(node))
         elif isinstance(node, ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
             target = replace(target, function=None, imported_from="." * node.level + (node.module or ""))
     return target
@@ -188,6 +192,28 @@ def layers(function: Any) -> Iterator[Any]:
         seen.add(id(function))
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def _runs_when_called(value: Any) -> bool:
+    if hasattr(type(value), "__set__"):  # a property, say
+        return False
+    return callable(value) or isinstance(
+        value, classmethod | staticmethod | partialmethod | singledispatchmethod
+    )
+
+
+def _descriptor(node: FunctionNode) -> str:
+    """Return the decorator that makes a property of the function, or ``""``."""
+    names = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
+    accessors = ("setter", "getter", "deleter")
+    return next(
+        (
+            "property" if name in accessors else name
+            for name in names
+            if name.endswith(("property", *accessors))
+        ),
+        "",
+    )
 
 
 @lru_cache(maxsize=16)

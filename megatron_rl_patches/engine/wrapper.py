@@ -49,6 +49,7 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     # wrapt stores attributes with the prefix _self_ on the wrapper, and all others on the wrapped function.
     _self_switch: SimpleNamespace
     _self_path: tuple[str, str, str]
+    _self_holder: Any
 
     def __init__(self, wrapped: Any, adapter: Callable[[Call], Any], site: Site, owner: Any) -> None:
         is_method = isinstance(owner, type) and not isinstance(wrapped, (staticmethod, classmethod))
@@ -75,10 +76,16 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         super().__init__(wrapped, call, lambda: switch.is_on)
         self._self_switch = switch
         self._self_path = (site.patch, site.module, site.qualname)
+        self._self_holder = owner
 
     @property
     def path(self) -> tuple[str, str, str]:
         return self._self_path
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that held the target when it was wrapped."""
+        return self._self_holder
 
     @property
     def is_on(self) -> bool:
@@ -96,6 +103,11 @@ class SwitchableWrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
+
+
+def as_in_its_class(function: Any) -> Any:
+    """Return the wrapper itself if this is one as accessed through its class, and anything else as it is."""
+    return function._self_parent if type(function) is _BoundWrapper else function
 
 
 def is_patched(function: Any, patch: str) -> bool:

@@ -83,6 +83,22 @@ def test_copies_in_main_and_in_other_packages_are_rebound(
     assert [id(holder.train) for holder in holders] == [before, before]
 
 
+def test_copies_of_a_plugin_that_the_module_imports_at_its_end_are_rebound(
+    framework: Framework, tagged: Tagged, tmp_path: Path
+) -> None:
+    name = tagged("train", files={"table": ""})
+    plugin = framework(actor=f"from {name}.model import train\nTABLE = {{'train': train}}\n")
+    with (tmp_path / name / "model.py").open("a") as file:
+        file.write(f"import {plugin}.actor\n")
+    apply()
+    model, actor = load(f"{name}.model"), load(f"{plugin}.actor")
+    assert actor.train is model.train
+    assert actor.train("m") == PATCHED
+    assert status()[0].reason == f"{COPIES}: 1"
+    revert()
+    assert actor.train is model.train is actor.TABLE["train"]
+
+
 def test_copies_that_cannot_be_reached_are_counted(framework: Framework, tagged: Tagged) -> None:
     name = tagged("train")
     table = f"from {name}.model import train\nTABLE = {{'train': train}}\n"
@@ -225,12 +241,37 @@ def test_a_plain_replacement_that_calls_ours_stays_in_force(patched: Any) -> Non
         apply()
 
 
-def test_a_copy_from_before_a_reload_is_inert_after_revert(patched: Any) -> None:
-    old = patched.train
-    importlib.reload(patched)
+@pytest.mark.parametrize("how", ["reload", "import anew"])
+def test_what_was_patched_before_a_reload_stays_patched_until_revert(
+    engine: Engine, tagged: Tagged, how: str
+) -> None:
+    """As without the patch, copies and instances go on with the code that they have."""
+    name = tagged("train", "Trainer.step")
+    engine["other"] = patch_of(name, "train", name="other")
+    actor, model = load(f"{name}.actor"), load(f"{name}.model")
+    original, trainer = model.train, model.Trainer()
+    step = vars(model.Trainer)["step"]
     apply()
+    table = {"train": model.train}
+    for _ in range(2):
+        if how == "reload":
+            importlib.reload(model)
+        else:
+            del sys.modules[f"{name}.model"]
+        model = load(f"{name}.model")
+        apply()
+        for function in (model.train, actor.train, actor.run, table["train"]):
+            assert function("m") == ("patched", PATCHED)
+        assert trainer.step("x") == model.Trainer().step("x") == ("patched", ("step", "x"))
+        assert actor.train is not model.train
+    assert {site.state for site in status()} == {"applied"}
+    revert("other")
+    assert actor.train("m") == model.train("m") == PATCHED
     revert()
-    assert old("m") == patched.train("m") == PLAIN
+    assert actor.train is actor.run is original
+    assert vars(type(trainer))["step"] is step
+    assert model.train("m") == table["train"]("m") == PLAIN
+    assert type(model.train) is type(vars(model.Trainer)["step"]) is FunctionType
 
 
 def test_a_module_removed_and_imported_again_is_patched_again(tagged: Tagged) -> None:

@@ -13,6 +13,7 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer, target_source
 from megatron_rl_patches.engine.judge import judge_all, judge_site
 from megatron_rl_patches.engine.patch import Site
+from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.sources import open_source
 
 from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
@@ -138,6 +139,46 @@ class TestVerdicts:
         )
 
 
+PROPERTIES = """
+from functools import cached_property, cache
+
+class Ours:
+    def __init__(self, function): self.__wrapped__ = function
+    def __get__(self, instance, owner=None): return self.__wrapped__(instance)
+    def __set__(self, instance, value): ...
+
+class Trainer:
+    @property
+    def first(self): return 1
+    @first.setter
+    def first(self, value): ...
+    @cached_property
+    def second(self): return 2
+    @Ours
+    def third(self): return 3
+    @cache
+    def step(self): return 4
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("first", "property"), ("second", "cached_property"), ("third", "Ours"), ("step", "")]
+)
+def test_what_runs_when_it_is_read_is_drift(tagged: Tagged, name: str, kind: str) -> None:
+    framework = tagged(f"Trainer.{name}", files={"model": PROPERTIES})
+    text = open_source(str(Path(importlib.import_module(framework).__path__[0]).parent))
+    reason = f"it is a {kind}, which runs when it is read and not when it is called"
+    expected = ("drifted", reason) if kind else ("applied", "in place")
+    if kind.endswith("property"):
+        judged = judge_site(Site(f"{framework}.model", f"Trainer.{name}", tag), text)
+        assert (judged.state, judged.reason) == expected
+    apply()
+    model = importlib.import_module(f"{framework}.model")
+    assert [(site.state, site.reason) for site in status()] == [expected]
+    if not kind:
+        assert model.Trainer().step() == ("patched", 4)
+
+
 class TestStatus:
     def test_every_state_has_its_words_and_its_code(self, tagged: Tagged) -> None:
         name = tagged("train")
@@ -197,7 +238,7 @@ class TestOwnFaults:
 
     def test_one_line(self, broken: str, caplog: pytest.LogCaptureFixture) -> None:
         with pytest.raises(PatchError):  # which is no fault of this package
-            installer.installer.add([patch_of("pathlib", "gone")], Settings(), True)
+            installer.installer.add([patch_of("pathlib", "gone")], Settings(), Claim(True, lasts=True))
         apply()
         self.break_it()
         importlib.import_module(f"{broken}.model")

@@ -11,6 +11,7 @@ from megatron_rl_patches import PatchError, Settings, apply, revert, status
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.patch import Patch
+from megatron_rl_patches.engine.records import Claim
 
 from .conftest import MODEL, Engine, Framework, Tagged, patch_of, tag
 
@@ -93,7 +94,10 @@ def test_a_missing_module_of_a_present_framework_shows_before_anything_is_import
 ) -> None:
     patch = engine["tagging"] = Patch("tagging", "")
     patch.wrap(f"{framework()}.gone", "train")(tag)
-    for must in (lambda: apply("tagging"), lambda: installer.installer.add([patch], Settings(), True)):
+    for must in (
+        lambda: apply("tagging"),
+        lambda: installer.installer.add([patch], Settings(), Claim(True, lasts=True)),
+    ):
         with pytest.raises(PatchError, match=r"no source of module \w+\.gone is found"):
             must()
         assert status() == []

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from megatron_rl_patches import PatchError, Settings, applied, apply, revert, status
 from megatron_rl_patches.engine import installer
 from megatron_rl_patches.engine.api import activate_from_environment
+from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 
 from .conftest import Engine, Framework, Tagged, patch_of, roles
@@ -95,7 +97,9 @@ def test_a_call_that_fails_erases_nothing_of_another_thread(
     engine["good"] = patch_of(name, "train", name="good")
     module = importlib.import_module(f"{name}.model")
     with ThreadPoolExecutor(1) as other:
-        failing = other.submit(installer.installer.add, [engine["broken"]], Settings(), True)
+        failing = other.submit(
+            installer.installer.add, [engine["broken"]], Settings(), Claim(True, lasts=True)
+        )
         assert broken.reached.wait(10)
         apply("good")
         broken.go_on.set()
@@ -131,12 +135,13 @@ def test_a_site_that_is_gone_again_holds_nobody_back(
     name = framework()
     good, bad = patch_of(name, "train", name="same"), patch_of(name, "train", "no_such", name="same")
     module = importlib.import_module(f"{name}.model")
-    installer.installer.keep(installer.installer.add([good], Settings(), True))
+    installer.installer.add([good], Settings(), Claim(True, lasts=True))
     if by_failing:
         with pytest.raises(PatchError, match="no_such: missing"):
-            installer.installer.add([bad], Settings(), True)
+            installer.installer.add([bad], Settings(), Claim(True, lasts=True))
     else:
-        claim = installer.installer.add([bad], Settings(), False)
+        claim = Claim(False, lasts=False)
+        installer.installer.add([bad], Settings(), claim)
         assert module.train("m") == PLAIN
         installer.installer.release(claim)
     assert module.train("m") == PATCHED
@@ -195,38 +200,53 @@ class TestApplied:
     """Blocks of two threads that overlap."""
 
     def test_the_last_one_out_takes_the_patch_away(self, train: Callable[[], Any]) -> None:
-        first, second = (applied("roles", settings=Settings(inference_roles=(role,))) for role in "ab")
+        apply("roles", settings=chosen("a"))
+        first, second = (applied("roles", settings=chosen("b")) for _ in range(2))
         first.__enter__()
-        assert train() == ("a",)
         second.__enter__()
-        assert train() == ("b",)
         first.__exit__(None, None, None)
         assert train() == ("b",)
         second.__exit__(None, None, None)
+        assert train() == ("a",)
+        with applied("roles", settings=chosen("b")):
+            revert("roles")
         assert train() == PLAIN
 
-    def test_an_inner_block_gives_the_options_back(self, train: Callable[[], Any]) -> None:
+    @pytest.mark.parametrize("is_block", [True, False])
+    def test_other_options_than_those_of_a_running_block_are_refused(
+        self, train: Callable[[], Any], is_block: bool
+    ) -> None:
+        blocks = ExitStack()
+
+        def by(*names: str, **options: Any) -> None:
+            blocks.enter_context(applied(*names, **options)) if is_block else apply(*names, **options)
+
         with applied("roles", settings=chosen("a")):
-            with applied("roles", settings=chosen("b")):
-                assert train() == ("b",)
-            assert train() == ("a",)
-            with applied("roles"):  # says nothing of options
+            for names in ((), ("roles",), ("tagging", "roles")):
+                with pytest.raises(
+                    PatchError,
+                    match=r"roles is in an applied\(\) block .*'a'.*cannot .*'b'.*end of that block",
+                ):
+                    by(*names, settings=chosen("b"))
                 assert train() == ("a",)
+                assert states() == {"roles": "applied"}
+            by("roles")  # says nothing of options
+            by("roles", settings=chosen("a"))
+            by("tagging", settings=chosen("b"))  # of another patch
             assert train() == ("a",)
+        assert train() == ("a",)
+        blocks.close()
+        assert train() == (PLAIN if is_block else ("a",))
 
     def test_an_apply_inside_a_block_stays(self, train: Callable[[], Any]) -> None:
         with applied("roles", settings=chosen("a")):
-            apply("roles", settings=chosen("b"))
-            assert train() == ("b",)
-        assert train() == ("b",)
-        with applied("roles", settings=chosen("a")):
             apply("roles")
-            assert train() == ("a",)
-            apply("roles", settings=chosen("c"))
-            with applied("roles", settings=chosen("d")):
-                assert train() == ("d",)
-            assert train() == ("c",)
-        assert train() == ("c",)
+        assert train() == ("a",)
+        with applied("roles", settings=chosen("b")):
+            with applied("roles"):
+                apply("roles")
+            assert train() == ("b",)
+        assert train() == ("a",)
 
     def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
         with applied("roles"):
