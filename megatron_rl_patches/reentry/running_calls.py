@@ -25,7 +25,7 @@ from .sync_functions import Place, belongs_to, clear_installed
 from .timers import INTERVAL_TIMER, interval_timer_runs, reset_interval_timer, reset_started_since, running
 
 # What a call found: the id of the owner, and the function that puts it back, which gets owner and value.
-_Thing = tuple[int, Callable[..., None]]
+_Restorable = tuple[int, Callable[..., None]]
 
 #: Attributes of a config that training loops install, and use until they end.
 _LOOP_FUNCTIONS = (*SYNC_FUNCTIONS, "grad_scale_func", "finalize_model_grads_func")
@@ -65,10 +65,10 @@ class RunningCall:
         self.configs = distinct_configs(model, config)
         candidates = (timers, *(getattr(each, "timers", None) for each in self.configs))
         self._timers = next((each for each in candidates if each is not None), None)
-        self._found = dict(self._things(optimizer))
+        self._found = dict(self._state_to_restore(optimizer))
         self._modes = modules_with_modes(model)
         #: What calls that failed earlier have left to this one.
-        self._inherited: set[_Thing] = set()
+        self._inherited: set[_Restorable] = set()
         with _lock:
             #: Places whose value belongs to another running call: that call and the value.
             self._of_others = {
@@ -89,7 +89,7 @@ class RunningCall:
             self._number = next(_numbers)
             _running[self._number] = self
 
-    def _things(self, optimizer: Any) -> Iterator[tuple[_Thing, tuple[Any, Any]]]:
+    def _state_to_restore(self, optimizer: Any) -> Iterator[tuple[_Restorable, tuple[Any, Any]]]:
         yield (0, _set_gc), (None, gc.isenabled())
         for config in self.configs:
             found = self.model, snapshot(config, *SYNC_FUNCTIONS, "timers")
@@ -122,15 +122,16 @@ class RunningCall:
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
-            due = set(self._found) if failed else {(0, _set_gc), *self._inherited}
-            for thing in self._found if later or failed else due:
-                heir = next((call for call in later if thing in call._found), None)
+            to_restore = set(self._found) if failed else {(0, _set_gc), *self._inherited}
+            for restorable in self._found if later or failed else to_restore:
+                heir = next((call for call in later if restorable in call._found), None)
                 if heir is not None:
-                    heir._found[thing] = self._found[thing]
-                    heir._inherited.update({thing} & due)
-                elif thing in due:
-                    owner, value = self._found[thing]
-                    thing[1](owner, value)
+                    heir._found[restorable] = self._found[restorable]
+                    heir._inherited.update({restorable} & to_restore)
+                elif restorable in to_restore:
+                    owner, value = self._found[restorable]
+                    _, restore_value = restorable
+                    restore_value(owner, value)
             self._leave_functions()
 
     def _list_modes(self) -> None:

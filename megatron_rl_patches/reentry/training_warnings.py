@@ -3,12 +3,18 @@
 The checks run in each guarded call, until they have found something. Training goes on as it would without
 them: they start no collective, and an error in them is only logged. They read the config of the model, the
 number of tokens of the first microbatches, what reductions of gradients have left at a step, and the state of
-the parameter all-gather. The number of tokens is seen where the patch ``reentrant-train`` is applied.
+the parameter all-gather.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 import logging
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,7 +52,10 @@ class Watch:
         ]
         self._has_stepped = False
         self._hooks: list[Any] = []
-        _watches.append(self)
+        self._number = next(_numbers)
+        with harmless(), _lock:
+            _watches[self._number] = self
+            _observe_forward_steps()
         with harmless():
             _check_dropout(self.configs)
         with harmless():
@@ -65,7 +74,10 @@ class Watch:
 
     def end(self, failed: bool = False) -> None:
         """End, and judge what was seen unless the call has failed."""
-        _watches.remove(self)
+        with harmless(), _lock:
+            _watches.pop(self._number, None)
+            if not _watches:
+                _stop_observing()
         for hook in self._hooks:
             hook.remove()
         if failed:
@@ -125,8 +137,12 @@ class Watch:
             )
 
 
-#: The calls that are watched, in the order in which they began.
-_watches: list[Watch] = []
+_lock = threading.Lock()
+_numbers = itertools.count()
+#: The calls that are watched, in the order in which they began; one that was interrupted does not stay here.
+_watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+#: While calls are watched without the patch: Megatron's module, its ``forward_step``, and what replaces it.
+_observed: list[Any] = []
 
 
 def reported() -> list[str]:
@@ -173,10 +189,39 @@ def note_tokens(chunk: Any, forward_step_result: Any, is_last_stage: bool = Fals
 
 def _watch_of(chunk: Any) -> Watch | None:
     """Return the innermost call that trains the chunk; failing that, the innermost with its config."""
-    watches = _watches[::-1]
+    watches = [*_watches.values()][::-1]
     of_chunk = (watch for watch in watches if any(each is chunk for each in watch.chunks))
     of_config = (watch for watch in watches if any(each is config_of(chunk) for each in watch.configs))
     return next(of_chunk, None) or next(of_config, None)
+
+
+def _observe_forward_steps() -> None:
+    """Have Megatron's schedules note tokens, unless code around ``forward_step``, as of the patch, does."""
+    schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
+    original = getattr(schedules, "forward_step", None)
+    if original is None or hasattr(original, "__wrapped__"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        with harmless():
+            arguments = signature.bind(*args, **kwargs).arguments
+            note_tokens(arguments["model"], result, bool(arguments.get("is_last_stage")))
+        return result
+
+    _observed[:] = schedules, original, forward_step
+    schedules.forward_step = forward_step
+
+
+def _stop_observing() -> None:
+    """Put back what :func:`_observe_forward_steps` has replaced, unless other code has replaced it since."""
+    if _observed:
+        schedules, original, forward_step = _observed
+        _observed.clear()
+        if schedules.forward_step is forward_step:
+            schedules.forward_step = original
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
@@ -137,22 +137,26 @@ def test_dropout(rate: float) -> None:
         assert "set --hidden-dropout 0" in lines[0]
 
 
-@pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated"])
+@pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated", "alone"])
 @on_ranks(1)
 def test_the_weight_of_a_token(form: str) -> None:
+    original = schedules.forward_step
+    # Hooks can be disabled twice only where the patch is.
+    how = {"form": form, "hooks": "on" if form == "alone" else "off"}
     right_model, wrong_model = (
         TinyModel(config={"calculate_per_token_loss": per_token}).build()[0] for per_token in (True, False)
     )
-    right, quiet = _warned(right_model, form=form)
-    wrong, [line] = _warned(wrong_model, form=form)
+    right, quiet = _warned(right_model, **how)
+    wrong, [line] = _warned(wrong_model, **how)
     assert quiet == []
     assert (wrong - right).norm() / right.norm() > 0.2
     assert "calculate_per_token_loss=False" in line
     assert "Microbatches had 3 to 11 tokens" in line
     assert "counts 3.7 times as much" in line
-    assert _warned(wrong_model, tokens=(5, 5), form=form)[1] == []
-    silenced, lines = _warned(wrong_model, warn=False, form=form)
+    assert _warned(wrong_model, tokens=(5, 5), **how)[1] == []
+    silenced, lines = _warned(wrong_model, warn=False, **how)
     assert torch.equal(silenced, wrong) and lines == []
+    assert schedules.forward_step is original
 
 
 AUXILIARY: dict[str, tuple[str, dict[str, Any]]] = {

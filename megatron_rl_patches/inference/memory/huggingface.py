@@ -168,6 +168,8 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
     text = config.get("text_config") or config
     try:
         return _described(config, text, overrides)
+    except InvalidInputError:
+        raise
     except (AttributeError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"a field of the configuration has a value of another type: {one_line(error)}"

@@ -26,8 +26,6 @@ _TRAINING_ONLY = (
     "timers",
 )
 
-# Newer releases pass the virtual stage to a model as an argument, older ones set a global.
-
 
 def without_training(config: Any) -> Any:
     """Return a copy of a ``TransformerConfig`` without the functions and timers of training loops."""

@@ -62,6 +62,7 @@ def loss_func(microbatch: Any, logits: Any) -> None:
     [
         ({"batch": []}, "batch and splits must not be empty"),
         ({"splits": {}}, "batch and splits must not be empty"),
+        ({"batch": samples((2, 3), (4, 5)), "splits": {"": Split(without_masked=True)}}, "must not be empty"),
         ({"batch": [{"tokens": torch.zeros(3)}]}, r"sample 0 of the batch needs .* loss_mask"),
         ({"batch": samples((0, 3))}, "sample 0 of the batch needs .* one token of a prompt"),
         ({"batch": samples((2, 3), (4, 3))}, "same number of unmasked tokens"),

@@ -145,7 +145,7 @@ def test_a_text_part_that_is_null_is_none() -> None:
         ({**LLAMA, "hidden_size": math.inf}, "hidden_size is inf"),
         (
             {**LLAMA, "num_key_value_heads": 3},
-            "num_query_groups is 3; expected a divisor",
+            "^num_query_groups is 3; expected a divisor",
         ),
         ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"text_config": [LLAMA]}, "another type"),
