@@ -1,4 +1,7 @@
-"""Each quickstart begins with what to type, and the line that rank 0 logs then."""
+"""Each quickstart begins with what to type, and the line that rank 0 logs then.
+
+Quickstarts and README name the patches that fit a framework by the verdicts on record.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,21 @@ SOURCES = {
 CORE = "megatron-core 0.16.1"
 EXPLICIT = ("distillation",)
 
+VERDICTS = json.loads((ROOT / "tests" / "frameworks" / "verdicts.json").read_text("utf-8"))
+RECORDED = {entry["source"]: entry["verdicts"] for entry in VERDICTS}
+
+
+def _readme_rows() -> dict[str, str]:
+    """Return which patches the README names for which frameworks, cell by cell."""
+    section = (ROOT / "README.md").read_text("utf-8").partition("\n## Frameworks\n")[2].partition("\n## ")[0]
+    _, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return {row[0]: row[1] for row in rows if row[0] != "your own loop"}
+
 
 def _that_fit(source: str) -> Counter[tuple[str, str]]:
     """Return how many sites fit by patch and framework, as ``tests/frameworks`` recorded it."""
-    verdicts = json.loads((ROOT / "tests" / "frameworks" / "verdicts.json").read_text("utf-8"))
-    recorded = {entry["source"]: entry["verdicts"] for entry in verdicts}
     fit: Counter[tuple[str, str]] = Counter()
-    for framework, of_patches in {**recorded[CORE], **recorded.get(source, {})}.items():
+    for framework, of_patches in {**RECORDED[CORE], **RECORDED.get(source, {})}.items():
         for patch, sites in of_patches.items():
             fit[patch, framework] = list(sites.values()).count("fits")
     return fit
@@ -70,3 +81,39 @@ def test_five_lines_and_what_you_will_see(page: str) -> None:
     assert [count for count in counts if fit[count[0], count[1]] != count[2]] == []
     waiting = {patch for patch, states in parts.items() if states == "waiting for a framework"}
     assert waiting.isdisjoint(patch for patch, framework in fit if fit[patch, framework])
+
+
+def _that_fit_any_release(framework: str) -> set[str]:
+    """Return the patches that fit the framework's own code, in one of the sources on record."""
+    name = framework.casefold()
+    records = [record for source, record in RECORDED.items() if source.split()[0].casefold() == name]
+    assert records, framework
+    return {
+        patch
+        for record in records
+        for of_patches in record.values()
+        for patch, sites in of_patches.items()
+        if "fits" in sites.values()
+    }
+
+
+def _check_names(named: set[str], framework: str) -> None:
+    fit = _that_fit_any_release(framework)
+    assert fit - named == set(), "patches that fit are not named"
+    # Patches of megatron-core, on which each framework runs, may be named.
+    assert named - fit - _that_fit_any_release("megatron-core") == set(), "patches that do not fit are named"
+
+
+@pytest.mark.parametrize("frameworks", _readme_rows())
+def test_the_readme_names_the_patches_that_fit(frameworks: str) -> None:
+    cell = _readme_rows()[frameworks]
+    named = set(re.findall(r"`([\w-]+)`", cell))
+    for framework in frameworks.split(", "):
+        _check_names(set(available()) - named if cell.startswith("all") else named, framework)
+
+
+@pytest.mark.parametrize("page", [page for page in SOURCES if page != "own-loop"])
+def test_what_you_get_names_the_patches_that_fit(page: str) -> None:
+    text = (ROOT / "docs" / "quickstart" / f"{page}.md").read_text("utf-8")
+    section = text.partition("\n## What you get\n")[2].partition("\n## ")[0]
+    _check_names(set(re.findall(r"\]\(\.\./patches/([\w-]+)\.md", section)), SOURCES[page].split()[0])

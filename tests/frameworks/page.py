@@ -35,7 +35,9 @@ Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `ve
 ## Sources
 
 **Run for real**: the suites that passed on this very commit or package, unmodified, on CPU ranks
-([what each shows](frameworks.md)). A patch is listed when it takes effect there.
+([what each shows](frameworks.md)). A patch is listed when it takes effect there. **Not judged**: these
+patches are newer than the row, which is of an earlier date than the others, since its commit can no
+longer be fetched.
 
 """
 
@@ -162,7 +164,9 @@ def _patches(one: Known) -> str:
     fit = dict.fromkeys(f.patch for f in findings if f.state == "fits")
     faults = dict.fromkeys(f.patch for f in findings if f.is_fault)
     effective = [patch for patch in fit if patch not in faults]
-    return ", ".join(effective + [f"**not** {patch}" for patch in faults]) or "none is needed"
+    fitting = ", ".join(effective + [f"**not** {patch}" for patch in faults]) or "none is needed"
+    newer = one.not_judged()
+    return f"{fitting}; not judged: {', '.join(newer)}" if newer else fitting
 
 
 def _run_for_real(one: Known, runs: Sequence[Run], names: dict[str, str]) -> str:

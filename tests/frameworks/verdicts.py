@@ -59,6 +59,14 @@ class Known:
             for site, verdict in sites.items()
         ]
 
+    def not_judged(self) -> list[str]:
+        """Return the patches of today that have a site in this source, and are newer than its record."""
+        return [
+            patch.name
+            for patch in registry.patches().values()
+            if any(patch.name not in self.verdicts.get(site.framework, (patch.name,)) for site in patch.sites)
+        ]
+
 
 def load(file: Path = TABLE) -> list[Known]:
     return [Known(**entry) for entry in json.loads(file.read_text())]
