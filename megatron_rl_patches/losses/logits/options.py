@@ -73,10 +73,14 @@ def in_float32(number: float) -> bool:
 
 def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
     """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or int(value) < lowest or (highest is not None and int(value) > highest):
+    if not is_integer(value) or int(value) < lowest or (highest is not None and int(value) > highest):
         raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
     return int(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, which may be one of numpy's; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
