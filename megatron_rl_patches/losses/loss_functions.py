@@ -200,6 +200,4 @@ def _checked_divisor(
             f"{list(layout.response_lengths)}; pass the full responses, under context parallelism too"
         )
     layout.check_group(cp_group)
-    if normalizer is not None:
-        check_positive("normalizer", normalizer)
-    return normalizer or 1.0
+    return 1.0 if normalizer is None else check_positive("normalizer", normalizer)

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -120,7 +121,7 @@ def test_layouts(layout: str) -> None:
     expected = _reference()
     student, teacher = _models(**sizes)
     options = {"temperature": TEMPERATURE, "progress": False}
-    own = forward_topk(student, microbatches(), K, **options)
+    own = forward_topk(student, microbatches(), np.int64(K), **options)
     of_teacher = forward_topk(teacher, microbatches(), at=own, **options)
     ids = None if own is None else [distribution.indices for distribution in own]
     by_ids = forward_topk(teacher, microbatches(), at=ids, **options)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -292,7 +293,7 @@ def test_padding_of_the_vocabulary_has_no_probability() -> None:
     _, model = filled(TinyModel())
     tokens = torch.randint(20, (1, 11), generator=torch.Generator().manual_seed(0))
     alone = [{"tokens": tokens, "lengths": [11]}]
-    [of_20] = forward_log_probs(model, alone, vocab_size=20, progress=False).log_probs
+    [of_20] = forward_log_probs(model, alone, vocab_size=np.int64(20), progress=False).log_probs
     log_p_sv = model[0](tokens, _positions(tokens), None)[0, :-1, :20].double().log_softmax(-1)
     expected = log_p_sv.gather(1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(of_20.double(), expected, rtol=1e-6, atol=1e-6)

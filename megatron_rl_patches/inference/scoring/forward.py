@@ -18,7 +18,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.logits.options import VocabParallelOptions
+from ...losses.logits.options import VocabParallelOptions, is_integer
 from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch, range_of_wrong_ids
 from .schedule import Forward, Group, forward_only, vocabulary_of
@@ -154,8 +154,7 @@ def forward_topk(
     def problem(batches: Sequence[Microbatch]) -> str | None:
         if k is None:
             return _problem_with_ids(at_ids, most, batches) if isinstance(at, Sequence) else _wrong_at(at)
-        is_number = isinstance(k, int) and not isinstance(k, bool)
-        if at is not None or not is_number or k < 1 or (most is not None and k > most):
+        if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
             return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at` beside it."
         return None
 

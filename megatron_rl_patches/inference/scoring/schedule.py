@@ -21,6 +21,7 @@ from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
+from ...losses.logits.options import is_integer
 from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
@@ -201,8 +202,9 @@ def _problem_with_options(
     """Return what is wrong with options that all functions of scoring take; ``None``: nothing."""
     if forward is not None and not callable(forward):
         return f"forward is {forward!r}. Expected: a function of a model chunk and a microbatch."
-    is_number = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
-    if vocab_size is not None and not (is_number and 0 < vocab_size <= (padded_size or vocab_size)):
+    if vocab_size is not None and not (
+        is_integer(vocab_size) and 0 < vocab_size <= (padded_size or vocab_size)
+    ):
         return f"vocab_size is {vocab_size!r}. Expected: 1 to {padded_size}, the model's ids."
     try:
         torch.device(output_device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -99,8 +99,8 @@ class TopKDistribution(Distribution):
         log_probs: their log-probabilities in nats, float32 or float64 ``[n, k]``.
         tail_log_prob: log-probability of all other ids together, ``[n]``, in the same dtype; -inf if the k
             ids are the whole vocabulary.
-        temperature: what the logits were divided by; ``None``: nobody knows. A loss with another temperature
-            refuses them.
+        temperature: what the logits were divided by; ``None`` if it is not known. Distributions of different
+            temperatures are neither joined, mixed nor compared, and a loss at another one refuses them.
     """
 
     indices: Tensor
@@ -113,7 +113,7 @@ class TopKDistribution(Distribution):
         for name, tensor in zip(("indices", "log_probs", "tail_log_prob"), self.tensors, strict=True):
             check_tensor(name, tensor)
         if self.temperature is not None:
-            check_positive("temperature", self.temperature)
+            object.__setattr__(self, "temperature", check_positive("temperature", self.temperature))
         if indices.dim() != 2 or log_probs.shape != indices.shape or tail.shape != indices.shape[:1]:
             raise InvalidInputError(
                 f"indices are {list(indices.shape)}, log_probs {list(log_probs.shape)} and tail_log_prob "
@@ -152,7 +152,12 @@ class TopKDistribution(Distribution):
         return self.indices.shape[1]
 
     @classmethod
+    def cat(cls, distributions: Sequence[TopKDistribution]) -> TopKDistribution:
+        return replace(super().cat(distributions), temperature=one_temperature(distributions))
+
+    @classmethod
     def mixture(cls, distributions: Sequence[TopKDistribution], weights: Sequence[float]) -> TopKDistribution:
+        temperature = one_temperature(distributions)
         check_same_indices(distributions)
 
         def mix(log_probs: Callable[[TopKDistribution], Tensor]) -> Tensor:
@@ -162,20 +167,23 @@ class TopKDistribution(Distribution):
             return torch.stack(parts).logsumexp(0).to(log_probs(distributions[0]).dtype)
 
         log_probs, tail = mix(lambda one: one.log_probs), mix(lambda one: one.tail_log_prob)
-        temperature = one_temperature(distributions)
         return TopKDistribution(distributions[0].indices, log_probs, tail, temperature=temperature)
 
 
 def one_temperature(distributions: Sequence[Any], of_loss: float | None = None) -> float | None:
-    """Return the temperature of a loss and of those distributions that know theirs; refuse several."""
-    of_each = [of_loss, *(getattr(one, "temperature", None) for one in distributions)]
-    known = [float(number) for number in of_each if number is not None]
+    """Return the temperature of distributions, ``None`` if that of one is not known; refuse several.
+
+    Args:
+        of_loss: temperature of the loss, from which no known one may differ.
+    """
+    of_each = [getattr(one, "temperature", None) for one in distributions]
+    known = [float(number) for number in (of_loss, *of_each) if number is not None]
     if any(not math.isclose(number, known[0], rel_tol=1e-6) for number in known):  # some may be in float32
         raise InvalidInputError(
             f"distributions {'' if of_loss is None else 'and loss '}are of the temperatures "
             f"{list(dict.fromkeys(known))}: score student, teachers and old at that of the rollout"
         )
-    return known[0] if known else None
+    return None if None in of_each else known[0]
 
 
 def check_same_indices(distributions: Sequence[Any]) -> None:

@@ -343,7 +343,7 @@ def divergence_named(name: str, beta: float = 0.5) -> Divergence:
             f"beta is {beta}, expected a number between 0 and 1; at the ends the divergence is zero: use "
             "forward_kl for 0, reverse_kl for 1"
         )
-    return DIVERGENCES[name](beta)
+    return DIVERGENCES[name](float(beta))
 
 
 def _relative_entropy(p: Tensor, q: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:

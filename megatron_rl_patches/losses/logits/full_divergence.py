@@ -9,8 +9,9 @@ relative entropy, which holds for tiles and for tensor-parallel ranks alike::
     KL(p, q) = sum of P_i KL(p_i, q_i) + KL(P, Q)
 
 The Jensen-Shannon divergence, and a mixture of teachers, need the normalizers of the whole vocabulary first.
-They take a second pass and a second collective. So does a divergence where one distribution rules columns
-out that another does not: what that costs cannot be said of a part alone.
+They take a second pass and a second collective. So does a divergence where one distribution gives an id, or
+a block of ids, a probability of zero or nearly zero and another does not. What this adds is limited through
+the log-probability of each id in the whole row (see RULED_OUT), which a part alone does not know.
 
 For large logits this is compiled, with each stretch of columns as a part of its own: one kernel reads the
 logits of all and computes what the stretches contribute, and another one puts these together.
@@ -36,10 +37,13 @@ from .softmax import exp, stretches, sum_of_columns
 from .tiles import OutputLayerRows
 
 _MINUS_INF, _INF = float("-inf"), float("inf")
-# A gap of more nats is that of a column, or a part of the columns, which one distribution rules out, by -inf
-# or by a large negative number. The gaps of a column, stretch, tile and rank add up, so none of these alone
-# need come near to RULED_OUT.
+# Where log-probabilities of a column, or of a block of columns, differ by more nats, one distribution gives
+# it a probability of zero or nearly zero and another does not. RULED_OUT limits the log-probability of a
+# column in its whole row. That is the sum of the log-probabilities of the column in its stretch, of the
+# stretch in its tile, and so on. Each of these may be well above RULED_OUT, so this limit is a tenth of it.
 _FAR = 1e3
+# Where the teacher's log-probability exceeds the student's by more nats, the student's probability is less
+# than a millionth of the teacher's, and subtracting one from the other costs no digits.
 _LARGE = 16.0
 # The functions of a divergence have eight tensors of a block's size at once. A block is as large as if they
 # had two: measured, smaller blocks cost more in calls than a larger cache saves. For compiled functions it is
@@ -350,7 +354,7 @@ def _sums(
     terms = list(divergence.terms(compared))
     if divergence.covers_mass:
         are_constant = compared.student.are_ruled_out
-        # As a difference of larger terms it has no digits left where the gap is large.
+        # terms[1] is p - q too. It is the difference of terms that grow with the gap, and loses digits.
         exact = torch.where(compared.gap < -_LARGE, compared.p - compared.q, terms[1])
         terms[1] = exact.masked_fill(are_constant, 0.0)
         terms.append(compared.q * are_constant)

@@ -24,8 +24,8 @@ class VocabParallelOptions:
         with_entropy: compute entropies beside log-probabilities.
         entropy_grad: entropies require grad.
         others_overwrite: other ranks may have ``inplace_backward`` though this one has not.
-        divisor: what the logits that are read must be divided by to be those that the caller passed. Ranks
-            may differ in it, so they exchange it.
+        divisor: the caller's logits are the stored ones divided by this number, a division that deferred
+            logits have not carried out. It may differ between ranks, so they exchange it.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -40,11 +40,11 @@ class VocabParallelOptions:
     divisor: float = 1.0
 
     def __post_init__(self) -> None:
-        temperature: Any = self.temperature  # numpy's numbers count
-        if not (is_number(temperature) and in_float32(float(temperature) * self.divisor)):
+        if not (is_number(self.temperature) and in_float32(float(self.temperature) * self.divisor)):
             raise InvalidInputError(
                 f"temperature is {self.temperature!r}, expected a positive number in the range of float32"
             )
+        object.__setattr__(self, "temperature", float(self.temperature))
         if self.block_bytes is not None:
             check_integer("block_bytes", self.block_bytes, 1, "a positive number or None")
         if self.fused not in (True, False, "auto"):
@@ -73,15 +73,32 @@ def in_float32(number: float) -> bool:
 
 def check_integer(name: str, value: Any, lowest: int, expected: str, *, highest: int | None = None) -> int:
     """Return an integer, which may be one of numpy's, or refuse what is none or out of bounds."""
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or int(value) < lowest or (highest is not None and int(value) > highest):
+    if not is_integer(value) or int(value) < lowest or (highest is not None and int(value) > highest):
         raise InvalidInputError(f"{name} is {value!r}, expected {expected}")
     return int(value)
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, which may be one of numpy's; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number, which may be one of numpy's; a bool is none."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    """Return whether ``float`` takes a value, such as a number of numpy or a tensor without dimensions.
+
+    A bool or a string is no number. A tensor on a GPU is none either: the CPU would wait for its value.
+    """
+    dtype = str(getattr(value, "dtype", "float")).removeprefix("torch.")
+    is_real = dtype.startswith(("float", "bfloat", "int", "uint")) and getattr(value, "ndim", 0) == 0
+    if not is_real or isinstance(value, bool | str | bytes):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "cpu"
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def check_positive(name: str, value: Any) -> float:

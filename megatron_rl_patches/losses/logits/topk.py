@@ -62,7 +62,7 @@ def vocab_parallel_topk(
         raise InvalidInputError("logits are on the device meta, where they have no values: pass real ones")
     expected = f"from 1 to {source.vocab_size}, the size of the vocabulary"
     k = check_integer("k", k, 1, expected, highest=source.vocab_size)
-    return TopKDistribution(*_topk(source, k), temperature=float(temperature))
+    return TopKDistribution(*_topk(source, k), temperature=options.temperature)
 
 
 @without_autocast

@@ -32,7 +32,7 @@ from .reduction import (
     metrics_of,
     token_weights,
 )
-from .teachers import check_one_kind, normalize_weights, weighted
+from .teachers import check_one_kind, check_weights, normalize_weights, weighted
 from .topk_divergences import of_buckets
 
 
@@ -60,10 +60,9 @@ class DistillationOptions:
     num_ids: int | None = None
 
     def __post_init__(self) -> None:
-        divergence_named(self.divergence, self.beta)
+        object.__setattr__(self, "beta", divergence_named(self.divergence, self.beta).beta)
         if self.teacher_weights is not None:
-            number = len(self.teacher_weights) if isinstance(self.teacher_weights, Sequence) else 1
-            normalize_weights(self.teacher_weights, number)
+            object.__setattr__(self, "teacher_weights", check_weights(self.teacher_weights))
         check_normalization(self.normalization, self.constant_length)
         if self.num_ids is not None:
             check_integer("num_ids", self.num_ids, 1, "the size of the vocabulary, or None")
@@ -79,8 +78,9 @@ class DistillationBatch:
     """The data of a distillation loss, besides the logits, for the responses of one microbatch.
 
     The distributions are of ``response_length`` positions each: :class:`TopKDistribution`, of a response all
-    at the same indices, in any order and each once per token, or :class:`FullDistribution`. Otherwise
-    :class:`InvalidInputError` is raised. Under context parallelism every rank has the full responses.
+    at the same indices, in any order and each once per token, and of one temperature where it is known; or
+    :class:`FullDistribution`. Otherwise :class:`InvalidInputError` is raised. Under context parallelism every
+    rank has the full responses.
 
     Attributes:
         teachers: for each teacher, its distribution of each response. With several teachers the divergences
@@ -113,6 +113,7 @@ class DistillationBatch:
         check_one_kind(
             "teachers and old", [one for distributions in scored.values() for one in distributions]
         )
+        one_temperature([one for distributions in scored.values() for one in distributions])
         for name, distributions in scored.items():
             values = [one.tensors[0][:, 0] for one in distributions]
             check_lengths(f"distributions of {name}", values, self.response_lengths)

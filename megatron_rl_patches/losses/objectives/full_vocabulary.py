@@ -29,7 +29,7 @@ from ..logits.options import (
     check_tensor,
 )
 from ..logits.rows import LogitSource, SelectedRows
-from .teachers import normalize_weights, weighted
+from .teachers import check_weights, weighted
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class FullDistribution(Distribution):
                 f"there are {len(self.hidden)} hidden states, {len(self.heads)} heads and "
                 f"{len(self.weights)} weights; pass one each per teacher, and at least one teacher"
             )
-        normalize_weights(self.weights, len(self.weights))
+        object.__setattr__(self, "weights", check_weights(self.weights))
         for hidden, head in zip(self.hidden, self.heads, strict=True):
             check_floats(hidden=hidden)
             check_instance("heads", head, OutputHead)
@@ -234,8 +234,9 @@ def full_vocabulary_divergence(
     Raises:
         InvalidInputError: arguments do not fit; on every rank alike, before any collective. There is one
             all-gather of up to six numbers per row, and a second one of two or three numbers for divergences
-            from a mixture of student and teacher, for a mixture of teachers, and where only some of the
-            distributions rule ids out: by -inf, or next to it, with log-probabilities 1,000 nats apart.
+            from a mixture of student and teacher, for a mixture of teachers, and where one distribution gives
+            an id, or a block of ids, a probability of zero or nearly zero (log-probabilities more than 1,000
+            nats apart) and another does not.
     """
     teachers = [teacher] if isinstance(teacher, Tensor) else check_list("teacher", teacher)
     measure = divergence_named(divergence, beta)

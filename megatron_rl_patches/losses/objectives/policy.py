@@ -86,12 +86,13 @@ class PolicyOptions:
 
     def __post_init__(self) -> None:
         objectives, estimators = get_args(Objective), get_args(KlEstimator)
-        objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
         named = ("clip_low", "clip_high", "entropy_coef", "kl_coef")
         optional = [name for name in ("dual_clip", "tis_clip") if getattr(self, name) is not None]
         for name in (*named, *optional):
             if not is_number(getattr(self, name)):
                 raise InvalidInputError(f"{name} must be a number, not {getattr(self, name)!r}")
+            object.__setattr__(self, name, float(getattr(self, name)))
+        objective, estimator, dual, tis = self.objective, self.kl_estimator, self.dual_clip, self.tis_clip
         conditions = {
             f"objective must be one of {objectives}, not {objective!r}": objective in objectives,
             f"kl_estimator must be one of {estimators}, not {estimator!r}": estimator in estimators,
@@ -348,6 +349,6 @@ def group_advantages(
     for group in set(groups.tolist()):
         members = groups == group
         in_group = rewards[members]
-        divisor = float(in_group.std()) + eps if divide_by_std and len(in_group) > 1 else 1.0
+        divisor = float(in_group.std()) + float(eps) if divide_by_std and len(in_group) > 1 else 1.0
         advantages[members] = (in_group - in_group.mean()) / (divisor or 1.0)
     return advantages.to(dtype)

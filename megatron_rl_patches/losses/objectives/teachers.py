@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...errors import InvalidInputError
 from ..logits.distributions import D, Distribution
@@ -27,8 +27,10 @@ def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) 
             teachers alike.
 
     Raises:
-        InvalidInputError: there are no teachers, they are of different kinds, the weights are invalid, or the
-            indices differ.
+        InvalidInputError: there are no teachers, they are of different kinds or temperatures, the weights are
+            invalid, or the indices differ. An id that stands twice at a position is not refused here, since
+            the mixture is right for each entry and a loss mask may leave the position out; the losses and
+            divergences that read the mixture refuse it.
     """
     check_one_kind("teachers", teachers)
     weights = normalize_weights(weights, len(teachers))
@@ -74,15 +76,25 @@ def weighted(teachers: Sequence[T], weights: Sequence[float] | None) -> list[tup
 def normalize_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Return ``count`` weights that add up to one, the same for all if ``weights`` is ``None``."""
     if count == 0:
-        raise InvalidInputError("there are no teachers, or no teacher_weights; pass at least one")
-    weights = [1.0] * count if weights is None else weights
-    is_list = isinstance(weights, Sequence) and all(map(is_number, weights)) and len(weights) == count
-    if not is_list or min(weights) < 0 or not 0 < (total := sum(weights)) < math.inf:
-        raise InvalidInputError(
-            f"teacher_weights are {weights} for {count} teacher(s), expected one each, not negative, not all "
-            "zero"
-        )
-    return [weight / total for weight in weights]
+        raise InvalidInputError("there are no teachers; pass at least one")
+    numbers = (1.0,) * count if weights is None else check_weights(weights)
+    if len(numbers) != count:
+        raise InvalidInputError(f"teacher_weights are {weights} for {count} teacher(s), expected one each")
+    total = sum(numbers)
+    return [weight / total for weight in numbers]
+
+
+def check_weights(weights: Any) -> tuple[float, ...]:
+    """Return the weights of a mixture, which may be an array or a tensor ``[teachers]``."""
+    is_list = isinstance(weights, Sequence) or getattr(weights, "ndim", 0) == 1
+    if is_list and len(weights) and all(map(is_number, weights)):
+        numbers = tuple(map(float, weights))
+        if min(numbers) >= 0 and 0 < sum(numbers) < math.inf:
+            return numbers
+    raise InvalidInputError(
+        f"teacher_weights are {weights!r}, expected a list of numbers, one for each teacher, not negative, "
+        "not all zero"
+    )
 
 
 def check_one_kind(name: str, distributions: Sequence[Distribution]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -269,7 +270,7 @@ def spoiled(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"[{bad}]", [bad, *value[1:]]) for bad in (math.inf, -1, True))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield from ((str(bad), bad) for bad in (math.nan, math.inf, -1, 0, True))
-        yield "tensor", torch.ones(2)
+        yield from {"tensor": torch.ones(2), "bool tensor": torch.tensor(True), "text": "1"}.items()
     elif isinstance(value, str):
         yield "another", "another"
 
@@ -300,6 +301,18 @@ def test_bad_arguments_are_refused_by_name_or_have_a_right_value() -> None:
         else:
             found.setdefault(place, []).append(what)
     assert {place: " ".join(whats) for place, whats in found.items()} == RIGHT
+
+
+def test_numbers_may_be_of_numpy_or_tensors() -> None:
+    """Alone or in a list: the result is that of Python's numbers."""
+    for function, arguments in CALLS:
+        for name, value in arguments.items():
+            one = value[0] if isinstance(value, (list, tuple)) else value
+            is_divisor = name in ("num_microbatches", "constant_length") and not isinstance(function, type)
+            if isinstance(one, float) or is_divisor:
+                expected = repr(function(**arguments))
+                for like in (np.array(value), torch.tensor(value, dtype=torch.float64), np.array(value)[()]):
+                    assert repr(function(**{**arguments, name: like})) == expected, (function, name, like)
 
 
 def test_masks_may_be_padded() -> None:

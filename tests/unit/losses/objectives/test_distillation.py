@@ -329,6 +329,7 @@ def test_the_device_gets_the_hidden_states_of_tokens_that_count(
 TOP_K, FULL = teacher("top-k", "math"), teacher("full", "math")
 ROUTED, MIXED = teachers("full", "routed")[0], teachers("full", "mixed")[0]
 TWICE = replace(OLD, indices=OLD.indices[:, [0, 1, 2, 0]], temperature=None).split(RESPONSES)
+HOTTER, UNKNOWN = (replace(OLD, temperature=number) for number in (1.0, None))
 OTHER_IDS = [vocab_parallel_topk(random(n, V, seed=n), K) for n in RESPONSES]
 HEAD = HEADS["math"]
 
@@ -362,9 +363,29 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: loss_func(DistillationBatch([TOP_K], MASKS, OLD.split(RESPONSES))),
         r"and loss are of the temperatures \[1.0, 0.7\]",
     ),
-    "temperatures of a mixture": (
-        lambda: mix_teachers([OLD, replace(OLD, temperature=1.0)]),
+    "temperatures of teachers": (
+        lambda: DistillationBatch([OLD.split(RESPONSES), HOTTER.split(RESPONSES)], MASKS),
         r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
+    "temperatures of teacher and old": (
+        lambda: DistillationBatch([OLD.split(RESPONSES)], MASKS, HOTTER.split(RESPONSES)),
+        r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
+    "temperatures of a divergence": (
+        lambda: importance_weighted_reverse_kl(OLD.log_probs, OLD.tail_log_prob, OLD, HOTTER),
+        r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
+    "temperatures of a mixture": (
+        lambda: mix_teachers([OLD, HOTTER]),
+        r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
+    "temperatures of a cat": (
+        lambda: TopKDistribution.cat([OLD, HOTTER]),
+        r"distributions are of the temperatures \[0.7, 1.0\]",
+    ),
+    "an id twice in a mixture": (
+        lambda: loss_func(DistillationBatch([[mix_teachers([one, one]) for one in TWICE]], MASKS)),
+        "at most once per token",
     ),
     "old is a mixture": (lambda: DistillationBatch([ROUTED], MASKS, MIXED), "old is a mixture"),
     "no old": (
@@ -416,6 +437,21 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
     make, message = REFUSED[case]
     with pytest.raises(InvalidInputError, match=message):
         make()
+
+
+@pytest.mark.parametrize("divergence", OF_BUCKETS)
+def test_a_divergence_refuses_an_id_that_stands_twice(divergence: str) -> None:
+    twice = TWICE[0]
+    old = [OLD[: RESPONSES[0]]] if divergence.startswith("importance") else []
+    with pytest.raises(InvalidInputError, match="at most once per token"):
+        OF_BUCKETS[divergence](twice.log_probs, twice.tail_log_prob, twice, *old)
+
+
+@pytest.mark.parametrize("join", [TopKDistribution.cat, mix_teachers])
+def test_the_temperature_is_known_where_all_know_theirs(join: Callable[[list[Any]], Any]) -> None:
+    assert join([OLD, OLD]).temperature == TEMPERATURE
+    for unknown in ([OLD, UNKNOWN], [UNKNOWN, OLD], [UNKNOWN, UNKNOWN]):
+        assert join(unknown).temperature is None
 
 
 def test_log_probs_of_other_responses_are_refused() -> None:
