@@ -29,8 +29,8 @@ def mix_teachers(teachers: Sequence[D], weights: Sequence[float] | None = None) 
     Raises:
         InvalidInputError: there are no teachers, they are of different kinds or temperatures, the weights are
             invalid, or the indices differ. An id that stands twice at a position is not refused here, since
-            the mixture is right for each entry and a loss mask may leave the position out; the losses and
-            divergences that read the mixture refuse it.
+            the mixture is right for each entry and a loss mask may leave the position out; the losses that
+            read the mixture refuse it.
     """
     check_one_kind("teachers", teachers)
     weights = normalize_weights(weights, len(teachers))

@@ -6,9 +6,8 @@ divergence of each token, ``[n]``, in nats. Other shapes raise :class:`InvalidIn
 student's and ``q`` the teacher's probabilities of the k + 1 buckets, which are the ids and the tail. The
 formulas are those of :mod:`..logits.divergences`.
 
-An id that a token has twice is refused, too: its probability would count twice. On a GPU the CPU does not
-wait for this check; a kernel stops the device. Tokens that a loss mask will leave out are checked as well,
-and may have -100 for all of their ids.
+The ids of a token must be distinct, or the probability of one counts twice. The divergences do not check
+this, since a loss mask may leave the token out; the losses do.
 
 They are zero where the buckets agree, never larger than the same divergence over the whole vocabulary
 (data-processing inequality), and equal to it if k is the size of the vocabulary; :func:`generalized_kl` and
@@ -27,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInputError
-from ..logits.arguments import check_distinct
 from ..logits.distributions import TopKDistribution, one_temperature
 from ..logits.divergences import RULED_OUT, Compared, Divergence, divergence_named
 from ..logits.options import check_floats, check_instance, check_one_device
@@ -39,7 +37,7 @@ def reverse_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistributi
     Averaged over tokens that the student sampled, value and gradient are unbiased for the divergence of the
     buckets at the states that the student visits. The gradient ignores how the student gets there.
     """
-    return _of_distinct_ids(divergence_named("reverse_kl"), log_probs, tail_log_prob, teacher)
+    return of_buckets(divergence_named("reverse_kl"), log_probs, tail_log_prob, teacher)
 
 
 def forward_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -48,7 +46,7 @@ def forward_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistributi
     Up to a constant it is the cross entropy with the teacher's buckets. It is unbiased for the states that
     the student visits, as :func:`reverse_kl` is; classical distillation lets the teacher sample instead.
     """
-    return _of_distinct_ids(divergence_named("forward_kl"), log_probs, tail_log_prob, teacher)
+    return of_buckets(divergence_named("forward_kl"), log_probs, tail_log_prob, teacher)
 
 
 def jensen_shannon(
@@ -63,7 +61,7 @@ def jensen_shannon(
     Raises:
         InvalidInputError: ``beta`` is not between 0 and 1, or shapes differ.
     """
-    return _of_distinct_ids(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
+    return of_buckets(divergence_named("jensen_shannon", beta), log_probs, tail_log_prob, teacher)
 
 
 def generalized_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistribution) -> Tensor:
@@ -73,7 +71,7 @@ def generalized_kl(log_probs: Tensor, tail_log_prob: Tensor, teacher: TopKDistri
     part of the tail, hence a lower bound of it: probability that the student puts outside the ids costs
     nothing. ``tail_log_prob`` is ignored; it is an argument so that all divergences have the same signature.
     """
-    return _of_distinct_ids(divergence_named("generalized_kl"), log_probs, tail_log_prob, teacher)
+    return of_buckets(divergence_named("generalized_kl"), log_probs, tail_log_prob, teacher)
 
 
 def importance_weighted_reverse_kl(
@@ -90,17 +88,7 @@ def importance_weighted_reverse_kl(
         InvalidInputError: shapes differ, or ``teacher`` and ``old`` are of different temperatures.
     """
     divergence = divergence_named("importance_weighted_reverse_kl")
-    return _of_distinct_ids(divergence, log_probs, tail_log_prob, teacher, old)
-
-
-def _of_distinct_ids(
-    divergence: Divergence, log_probs: Tensor, tail_log_prob: Tensor, *others: TopKDistribution
-) -> Tensor:
-    """Return :func:`of_buckets`; refuse distributions that have an id twice for a token."""
-    values = of_buckets(divergence, log_probs, tail_log_prob, *others)
-    for other in others:
-        check_distinct("indices", other.indices)
-    return values
+    return of_buckets(divergence, log_probs, tail_log_prob, teacher, old)
 
 
 def of_buckets(

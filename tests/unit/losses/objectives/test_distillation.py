@@ -439,14 +439,6 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("divergence", OF_BUCKETS)
-def test_a_divergence_refuses_an_id_that_stands_twice(divergence: str) -> None:
-    twice = TWICE[0]
-    old = [OLD[: RESPONSES[0]]] if divergence.startswith("importance") else []
-    with pytest.raises(InvalidInputError, match="at most once per token"):
-        OF_BUCKETS[divergence](twice.log_probs, twice.tail_log_prob, twice, *old)
-
-
 @pytest.mark.parametrize("join", [TopKDistribution.cat, mix_teachers])
 def test_the_temperature_is_known_where_all_know_theirs(join: Callable[[list[Any]], Any]) -> None:
     assert join([OLD, OLD]).temperature == TEMPERATURE
