@@ -163,22 +163,26 @@ def test_training_goes_on_bit_for_bit(layout: str) -> None:
             assert all(map(torch.equal, of_run, right)), f"scored {moment} with weights that are not complete"
 
 
-@on_ranks(1)
+@on_ranks(2)
 def test_gathering_that_would_destroy_gradients_is_refused() -> None:
     model, optimizer = TinyModel().build()
+    [chunk] = model
     data = tiny_gpt.data_iterators(TinyModel())
+    rank = torch.distributed.get_rank()
 
-    def refused(why: str) -> None:
-        with pytest.raises(InvalidInputError, match=f"{why} uses the gradient buffer"):
+    def refused(why: str, only_rank: int | None = None) -> None:
+        start = "the" if only_rank in (None, rank) else f"rank {only_rank} cannot score: the"
+        with pytest.raises(InvalidInputError, match=f"^{start} parameters .* {why} uses the gradient buffer"):
             forward_log_probs(model, microbatches(), progress=False)
 
-    for chunk in model:
-        chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
+    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
     refused("reuse_grad_buf_for_mxfp8_param_ag")
-    for chunk in model:
-        chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = False
+    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = rank == 1
+    refused("reuse_grad_buf_for_mxfp8_param_ag", only_rank=1)
+    chunk.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = False
     model[0].config.finalize_model_grads_func = finalize_model_grads
     tiny_gpt.train_step(model, optimizer, data, 1)
-    for chunk in model:
-        chunk.ddp_config.use_distributed_optimizer = False
+    chunk.ddp_config.use_distributed_optimizer = False
     refused("the layer-wise optimizer")
+    chunk.ddp_config.use_distributed_optimizer = rank == 0
+    refused("the layer-wise optimizer", only_rank=1)

@@ -35,8 +35,10 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"position_ids": IDS - 1}, "with -1 as the lowest"),
     ({"position_ids": IDS + 11}, "position_ids go up to 16. Expected: 0 to 15"),
     ({"position_ids": [0]}, "position_ids are list"),
-    ({"attention_mask": torch.ones(2, 6)}, r"attention_mask is a Tensor \[2, 6\]"),
-    ({"attention_mask": True}, "attention_mask is a bool"),
+    ({"attention_mask": torch.ones(2, 6)}, r"attention_mask is torch\.float32 \[2, 6\]"),
+    ({"attention_mask": True}, r"attention_mask is bool \[\]"),
+    ({"attention_mask": torch.ones(2, 1, 6, 6)}, r"attention_mask is torch\.float32 \[2, 1, 6, 6\]"),
+    ({"attention_mask": torch.ones(2, 3, 6, 6).bool()}, r"attention_mask is torch\.bool \[2, 3, 6, 6\]"),
     ({"tokens": torch.zeros(2, 18, dtype=torch.int64)}, "position_ids go up to 17"),
 ]
 #: Options, and what the error says.
@@ -47,6 +49,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 VOCABULARY: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 20.5}, r"vocab_size is 20\.5"),
     ({"vocab_size": "20"}, "vocab_size is '20'"),
+    *(
+        ({"temperature": bad}, "temperature is .*, expected a positive number")
+        for bad in (0.0, -1.0, math.inf, math.nan, "1", torch.ones(2))
+    ),
 ]
 TOPK: list[tuple[dict[str, Any], str]] = [
     ({"k": 2.5}, r"k is 2\.5"),
@@ -55,6 +61,13 @@ TOPK: list[tuple[dict[str, Any], str]] = [
     ({"k": None, "at": 3}, "`at` is a int"),
     ({"k": None}, "pass k or `at`"),
 ]
+
+
+class Unreadable(list[Any]):
+    """Microbatches that cannot be read."""
+
+    def __iter__(self) -> Any:
+        raise OSError("no such file")
 
 
 def microbatch(**changes: Any) -> dict[str, Any]:
@@ -88,8 +101,14 @@ def test_what_one_rank_passes_wrong(sizes: dict[str, int]) -> None:
         with pytest.raises(
             InvalidInputError, match=message if own else f"rank {bad_rank} cannot score: .*{message}"
         ):
-            score(model, batch, progress=False, **arguments)
+            score(arguments.pop("model", model), batch, progress=False, **arguments)
         torch.distributed.barrier()
+
+    models: list[tuple[dict[str, Any], str]] = [
+        ({"model": [*model, *model]}, "the model has 2 chunks, parallel_state a virtual pipeline size of 1"),
+        ({"model": None}, "the model has 0 chunks"),
+        ({"model": torch.nn.Linear(1, 1)}, "the model is a Linear. Expected: a model of Megatron's"),
+    ]
 
     for bad_rank in (0, 1):
         is_bad = rank == bad_rank
@@ -97,18 +116,31 @@ def test_what_one_rank_passes_wrong(sizes: dict[str, int]) -> None:
             refused(message, bad_rank, forward_log_probs, [good(**changes if is_bad else {})])
         refused("microbatches are a dict", bad_rank, forward_log_probs, good() if is_bad else [good()])
         refused("it is a str", bad_rank, forward_log_probs, ["tokens" if is_bad else good()])
-        for arguments, message in OPTIONS + VOCABULARY:
+        for arguments, message in OPTIONS + VOCABULARY + models:
             refused(message, bad_rank, forward_log_probs, [good()], **arguments if is_bad else {})
         for score in (forward_hidden_states, forward_values):
-            for arguments, message in OPTIONS:
+            for arguments, message in OPTIONS + models:
                 refused(message, bad_rank, score, [good()], **arguments if is_bad else {})
+        for arguments, message in models + VOCABULARY + [({"allgather_cp": True}, "all-gather context")]:
+            refused(message, bad_rank, forward_topk, [good()], k=1, **arguments if is_bad else {})
     for arguments, message in TOPK:  # the last stage alone reads them
         is_bad = rank == 1
         refused(message, 1, forward_topk, [good()], **arguments if is_bad else {"k": 1})
-    assert (
-        everywhere(forward_log_probs(model, [good()], progress=False) is None).count(True)
-        == sizes.get("pp", 1) - 1
-    )
+    # What is no wrong argument is raised as it is where it happened.
+    with pytest.raises(OSError if rank else InvalidInputError, match="no such file"):
+        forward_log_probs(model, Unreadable([good()]) if rank else [good()], progress=False)
+    # A mask has one row or all, for one head or all.
+    for parameter in model[0].parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    mask = torch.zeros(2, 1, 1, width, dtype=torch.bool)
+    mask[:, :, :, 0] = True
+    heads = model[0].config.num_attention_heads // sizes.get("tp", 1)
+    shapes = [(2, 1, 1, width), (2, 1, width, width), (2, heads, width, width)]
+    masks = [mask.expand(shape) for shape in shapes]
+    scores = [forward_log_probs(model, [good(attention_mask=mask)], progress=False) for mask in masks]
+    assert everywhere(scores[0] is None).count(True) == sizes.get("pp", 1) - 1
+    for one in scores:
+        assert one is None or all(map(torch.equal, one.log_probs, scores[0].log_probs))
 
 
 @on_ranks(2)

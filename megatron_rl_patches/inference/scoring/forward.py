@@ -18,7 +18,7 @@ from ...losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from ...losses.logits.options import VocabParallelOptions, is_integer
+from ...losses.logits.options import is_integer
 from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch, range_of_wrong_ids
 from .schedule import Forward, Group, forward_only, vocabulary_of
@@ -63,8 +63,9 @@ def forward_log_probs(
             * ``response_lengths``: ``b`` numbers of tokens to score at the end of each sample. Default: all
               but the first token, which nothing predicts;
             * ``indices``: ``b`` positions of the samples in the result. Default: in order;
-            * ``position_ids``, int64 ``[b, s]``, and ``attention_mask``: for the model. Default: counted from
-              0; ``None``, with which Megatron's own layer specs attend causally, so never to the padding.
+            * ``position_ids``, int64 ``[b, s]``, and ``attention_mask``, bool ``[b, 1, s, s]``, True where a
+              token must not look: for the model. Default: counted from 0; ``None``, with which Megatron's own
+              layer specs attend causally, so never to the padding.
 
             With ``forward``, ``tokens`` may be ``[1, t]`` with the samples packed one after the other.
         forward: runs a model chunk on one of ``microbatches`` and returns the chunk's output, which on the
@@ -87,7 +88,6 @@ def forward_log_probs(
             what is wrong; for logits of a wrong shape from ``forward``, on all stages after the last
             microbatch.
     """
-    VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         options = _options(batch, group, temperature)
@@ -95,7 +95,9 @@ def forward_log_probs(
             return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
         return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
 
-    scores = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress)
+    scores = forward_only(
+        model, microbatches, score, forward, vocab_size, output_device, progress, temperature=temperature
+    )
     if scores is None:
         return None
     log_probs, *entropies = map(list, zip(*scores, strict=True))
@@ -140,18 +142,12 @@ def forward_topk(
         InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
             what the last one finds.
     """
-    VocabParallelOptions(temperature=temperature)  # refuses a bad one on every stage alike
-    if allgather_cp:
-        raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
-            "`forward` that returns the logits of whole sequences."
-        )
-    most = vocab_size or vocabulary_of(model)
     at_ids: list[Any] = []
     if isinstance(at, Sequence):
         at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at]
 
     def problem(batches: Sequence[Microbatch]) -> str | None:
+        most = vocab_size or vocabulary_of(model)
         if k is None:
             return _problem_with_ids(at_ids, most, batches) if isinstance(at, Sequence) else _wrong_at(at)
         if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
@@ -167,7 +163,18 @@ def forward_topk(
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
         return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
 
-    samples = forward_only(model, microbatches, score, forward, vocab_size, output_device, progress, problem)
+    samples = forward_only(
+        model,
+        microbatches,
+        score,
+        forward,
+        vocab_size,
+        output_device,
+        progress,
+        problem,
+        temperature=temperature,
+        allgather_cp=allgather_cp,
+    )
     return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
 
 

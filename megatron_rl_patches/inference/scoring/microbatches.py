@@ -45,6 +45,7 @@ def parse_microbatches(
     device: torch.device | str = "cpu",
     every_token: bool = False,
     positions: int | None = None,
+    heads: int = 1,
 ) -> list[Microbatch]:
     """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
 
@@ -56,6 +57,7 @@ def parse_microbatches(
         every_token: the layouts have the rows of all tokens of each sample, in place of those that predict a
             response.
         positions: for how many positions the model has embeddings, if it looks positions up.
+        heads: number of attention heads of this rank.
     """
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
         raise InvalidInputError(
@@ -71,7 +73,7 @@ def parse_microbatches(
             microbatch = _microbatch(mapping, count, packing, rank, every_token)
             _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
             if not packing:  # else a function of the caller's reads them, in any form
-                _check_what_the_model_reads(mapping, microbatch.tokens_bs, positions)
+                _check_what_the_model_reads(mapping, microbatch.tokens_bs, positions, heads)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -157,7 +159,7 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
 
 
 def _check_what_the_model_reads(
-    fields: Mapping[str, Any], tokens_bs: torch.Tensor, positions: int | None
+    fields: Mapping[str, Any], tokens_bs: torch.Tensor, positions: int | None, heads: int
 ) -> None:
     """Refuse what would raise within the model, on some pipeline stages only."""
     (size, width), ids, mask = tokens_bs.shape, fields.get("position_ids"), fields.get("attention_mask")
@@ -179,11 +181,13 @@ def _check_what_the_model_reads(
             f"position_ids go up to {highest}. Expected: 0 to {positions - 1}, the positions of the model."
         )
     if mask is not None:
-        shape = list(getattr(mask, "shape", ()))
-        if len(shape) != 4 or shape[0] not in (1, size) or shape[2] not in (1, width) or shape[3] != width:
+        kind, shape = getattr(mask, "dtype", type(mask).__name__), list(getattr(mask, "shape", ()))
+        allowed = ((1, size), (1, heads), (1, width), (width,))
+        fits = len(shape) == 4 and all(n in of_dim for n, of_dim in zip(shape, allowed, strict=True))
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not fits:
             raise InvalidInputError(
-                f"attention_mask is a {type(mask).__name__} {shape}. Expected: a tensor [{size}, 1, {width}, "
-                f"{width}], True where a token must not look."
+                f"attention_mask is {kind} {shape}. Expected: a bool tensor [{size}, 1, {width}, {width}], "
+                "True where a token must not look."
             )
 
 

@@ -5,28 +5,35 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model
 from tqdm import tqdm
 
-from ...common.chunks import SYNC_FUNCTIONS, as_chunks, distinct_configs, modules_with_modes, unwrap
+from ...common.chunks import (
+    SYNC_FUNCTIONS,
+    as_chunks,
+    config_of,
+    distinct_configs,
+    modules_with_modes,
+    unwrap,
+)
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
-from ...losses.logits.options import is_integer
 from ...losses.logits.rows import on_device
 from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
-from ...reentry.forward_pre_hooks import gathered_parameters, why_not_gathered
+from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
+from .agreement import check_model, check_options, groups_that_wait, raise_on_all, shares_experts
 from .microbatches import Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -54,48 +61,51 @@ def forward_only(
     progress: bool,
     check: Callable[[Sequence[Microbatch]], str | None] | None = None,
     every_token: bool = False,
+    temperature: float = 1.0,
+    allgather_cp: bool = False,
 ) -> list[tuple[torch.Tensor, ...]] | None:
     """Run the model and score each microbatch on the last stage; see :func:`~.forward.forward_log_probs`.
 
     ``check`` returns what is wrong with data that only the last stage has. What it returns, and any other
     problem with the arguments, is raised on all ranks that would wait; an ``InvalidInputError`` of ``score``
-    on all stages. The result has for each sample, in the
-    original order, the part of each tensor of ``score`` that belongs to its response, or with ``every_token``
-    to the whole sample, with memory of its own; it is ``None`` on stages other than the last.
+    on all stages. ``temperature`` and ``allgather_cp`` are checked here and used by ``score`` alone. The
+    result has for each sample, in the original order, the part of each tensor of ``score`` that belongs to
+    its response, or with ``every_token`` to the whole sample, with memory of its own; it is ``None`` on
+    stages other than the last.
     """
     chunks = list(as_chunks(model))
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if len(chunks) != virtual:
-        raise InvalidInputError(
-            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: pass "
-            "all chunks of this rank, built for the parallel groups that are initialized."
-        )
-    config = get_model_config(chunks[0])
-    padded_size = vocabulary_of(chunks)
+    config: Any = config_of(chunks[0]) if chunks else None
+    groups = groups_that_wait(chunks, config)
     context_parallel = _ContextParallel.of_groups() if forward is None else _ContextParallel()
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     on_last_stage = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-    device = next(chunks[-1].parameters()).device
-    batches: list[Microbatch] = []
-    problem = _problem_with_options(forward, vocab_size, padded_size, output_device)
-    problem = problem or why_not_gathered(chunks)
-    try:
+    problem = None
+    try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
+        check_model(chunks, config)
+        padded_size = vocabulary_of(chunks)
+        check_options(forward, vocab_size, padded_size, output_device, temperature, allgather_cp)
+        device = next(chunks[-1].parameters()).device
         batches = parse_microbatches(
             microbatches,
             packing=forward is not None,
-            vocabulary=None if problem else vocab_size or padded_size,
+            vocabulary=vocab_size or padded_size,
             sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
             cp_rank=context_parallel.rank,
             cp_size=context_parallel.size,
             device=device,
             every_token=every_token,
             positions=_positions_of(chunks[0]) if forward is None else None,
+            heads=getattr(config, "num_attention_heads", 1) // tensor_parallel_size,
         )
         if check is not None and on_last_stage:
-            problem = problem or check(batches)
+            problem = check(batches)
     except InvalidInputError as error:
-        problem = problem or str(error)  # the error itself would keep this frame, and the model, in a cycle
-    raise_on_all(problem, _groups_that_wait(chunks, config))
+        problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
+    except Exception as error:
+        with suppress(InvalidInputError):
+            raise_on_all(f"{type(error).__name__}: {error}", groups)
+        raise
+    raise_on_all(problem, groups)
     # The interleaved schedule takes full groups.
     group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
     schedule = _filled(batches, len(batches) + -len(batches) % group_size)
@@ -164,55 +174,6 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def raise_on_all(problem: str | None, groups: Iterable[Any]) -> None:
-    """Raise a problem of any rank on all ranks of the groups, which are asked one after the other.
-
-    Raises:
-        InvalidInputError: some rank has a problem; one that has none names that rank.
-    """
-    known = None if problem is None else (torch.distributed.get_rank(), problem)
-    for group in groups:
-        if group.size() > 1:
-            gathered: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(gathered, known, group=group)
-            known = known or next(filter(None, gathered), None)
-    if problem is not None:
-        raise InvalidInputError(problem)
-    if known is not None:
-        raise InvalidInputError(f"rank {known[0]} cannot score: {known[1]}")
-
-
-def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
-    """Return groups through which every rank that would wait for this one in a collective is reached."""
-    groups = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
-    if _shares_experts(config):
-        groups.append(parallel_state.get_expert_model_parallel_group())
-    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
-        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return groups
-
-
-def _shares_experts(config: Any) -> bool:
-    return bool(getattr(config, "num_moe_experts", None)) and config.expert_model_parallel_size > 1
-
-
-def _problem_with_options(
-    forward: Any, vocab_size: Any, padded_size: int | None, output_device: Any
-) -> str | None:
-    """Return what is wrong with options that all functions of scoring take; ``None``: nothing."""
-    if forward is not None and not callable(forward):
-        return f"forward is {forward!r}. Expected: a function of a model chunk and a microbatch."
-    if vocab_size is not None and not (
-        is_integer(vocab_size) and 0 < vocab_size <= (padded_size or vocab_size)
-    ):
-        return f"vocab_size is {vocab_size!r}. Expected: 1 to {padded_size}, the model's ids."
-    try:
-        torch.device(output_device)
-    except (RuntimeError, TypeError):
-        return f"output_device is {output_device!r}. Expected: a device of torch."
-    return None
-
-
 def _positions_of(chunk: torch.nn.Module) -> int | None:
     """Return how many positions the model has embeddings for; ``None``: it has none, or does not say."""
     if _attribute(chunk, "position_embedding_type", None) != "learned_absolute":
@@ -237,7 +198,7 @@ def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microba
         InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
     """
     gathered: list[Any] = []
-    if _shares_experts(config):
+    if shares_experts(config):
         group = parallel_state.get_expert_model_parallel_group()
         gathered = [None] * group.size()
         shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
@@ -283,7 +244,9 @@ class _ContextParallel(NamedTuple):
         if position_ids is None:
             position_ids = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
         if attention_mask is not None:
-            attention_mask = self.cut(on_device(attention_mask, device), dim=2)
+            attention_mask = on_device(attention_mask, device)
+            if attention_mask.shape[2] > 1:  # else one row for all tokens of a sequence
+                attention_mask = self.cut(attention_mask, dim=2)
         position_ids = self.cut(on_device(position_ids, device))
         output: torch.Tensor = chunk(
             self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)

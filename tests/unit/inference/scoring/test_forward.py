@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference import forward_log_probs, forward_topk
 from megatron_rl_patches.inference.scoring.microbatches import parse_microbatches
 from megatron_rl_patches.inference.scoring.schedule import _without_float32_copy
 
@@ -28,13 +25,6 @@ def test_outputs_stay_in_their_dtype_where_megatron_allows_it() -> None:
     takes_it = "fp32_output" in inspect.signature(Float16Module.forward).parameters
     assert _without_float32_copy(wrapper) == ({"fp32_output": False} if takes_it else {})
     assert _without_float32_copy(torch.nn.Linear(1, 1)) == {}
-
-
-@pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan, "1", torch.ones(2)])
-@pytest.mark.parametrize("score", [forward_log_probs, partial(forward_topk, k=1)])
-def test_a_bad_temperature_is_refused_before_any_rank_is_asked(score: Any, temperature: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"temperature is .*, expected a positive number"):
-        score([torch.nn.Linear(1, 1)], [microbatch()], temperature=temperature)
 
 
 def microbatch(**changes: Any) -> dict[str, Any]:
