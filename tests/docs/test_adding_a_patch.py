@@ -71,6 +71,7 @@ def test_every_file_of_the_page_is_used() -> None:
     assert set(FILES) == {TEST, OURS}
 
 
+@pytest.mark.slow
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
     output = _tests(repository, "root")
     assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output

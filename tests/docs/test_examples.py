@@ -58,6 +58,10 @@ def test_own_loop() -> None:
         [line] = re.findall(rf"^rank {rank}: (.*)$", output, re.MULTILINE)
         first, second, third = numbers(line)
         assert first > second > third
+
+
+@pytest.mark.slow
+def test_own_loop_without_the_guard() -> None:
     assert "a custom no_sync_func is not supported" in run("own_loop.py", "--plain", check=False)
 
 
@@ -81,6 +85,7 @@ def test_my_loop() -> None:
     assert "5 passed" in output
 
 
+@pytest.mark.slow
 def test_third_party_patch(tmp_path: Path) -> None:
     run(
         *("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),

@@ -139,6 +139,7 @@ class TestRealModels:
         rounding = max(0.001 * model.published, model.rounding)
         assert total / 1e9 == pytest.approx(model.published, abs=rounding)
 
+    @pytest.mark.slow
     def test_multi_token_prediction_and_biases_of_routers(self) -> None:
         config = DEEPSEEK_V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
         stage = one_stage(description_from_hf_config(config))

@@ -125,7 +125,7 @@ def test_log_probs_and_entropy(
     assert plans["block_gradient"] == Plan(1, expected, expected)
 
 
-@pytest.mark.parametrize("teachers", [1, 2])
+@pytest.mark.parametrize("teachers", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [
