@@ -17,7 +17,7 @@ from typing import Any
 
 from ..common.chunks import as_chunks, has_base
 
-#: Attribute of a parameter: whether this rank counts it. Parameters that Megatron counts right have none.
+#: Attribute of a parameter: whether this rank counts it. Without it, Megatron's own rule decides.
 _COUNTS = "_counts_in_gradient_norm"
 #: Layers that divide parameters over tensor-parallel ranks, and how the names of these parameters begin.
 _DIVIDED: dict[str, tuple[str, ...]] = {
@@ -32,7 +32,7 @@ _DIVIDED: dict[str, tuple[str, ...]] = {
 
 
 def note_parameters(model: Any) -> None:
-    """Note on the parameters of the chunks whether this rank counts them, where Megatron does not know it.
+    """Note on the parameters of the chunks whether this rank counts them, where Megatron may get it wrong.
 
     Call it before the optimizer is made, whose main parameters get the note by :func:`copy_note`. No
     collective runs. A parameter whose layer and attributes do not say how it is divided gets no note.
