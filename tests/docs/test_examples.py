@@ -73,6 +73,7 @@ def test_teacher_and_distillation() -> None:
     assert "materialized" not in output
 
 
+@pytest.mark.slow
 def test_reward_model() -> None:
     lengths = re.findall(r"^sample \d: (\d) values, reward -?\d", run("reward_model.py"), re.MULTILINE)
     assert lengths == ["4", "6", "3"]

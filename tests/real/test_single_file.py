@@ -45,7 +45,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("by_variable", [True, False])
+@pytest.mark.parametrize("by_variable", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_second_train_of_a_single_file(tmp_path: Path, by_variable: bool) -> None:
     function = "a_loop:train" if by_variable else "__main__:train"
     command = [sys.executable, *(["a_loop.py"] if by_variable else ["-m", "a_loop"])]

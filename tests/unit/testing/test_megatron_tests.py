@@ -171,6 +171,7 @@ def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_verdicts_at_one_rank(results: Path) -> None:
     at_one = _by_name(result for result in conformance.read_results(results) if result.ranks == 1)
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
@@ -195,6 +196,7 @@ def test_verdicts_at_one_rank(results: Path) -> None:
     assert "SIGKILL" in at_one["test_dies"].message
 
 
+@pytest.mark.slow
 def test_what_may_need_more_ranks_is_tried_again(results: Path) -> None:
     at_two = _by_name(result for result in conformance.read_results(results) if result.ranks == 2)
     assert {name: result.outcome for name, result in at_two.items()} == {
@@ -208,6 +210,7 @@ def test_what_may_need_more_ranks_is_tried_again(results: Path) -> None:
     assert (final["test_passes"].ranks, final["test_needs_two_ranks"].ranks) == (1, 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path: Path) -> None:
     lines = [line for line in results.read_text().splitlines() if json.loads(line)["ranks"] == 1]
     file = tmp_path / "results.jsonl"
