@@ -204,16 +204,12 @@ def _runs_when_called(value: Any) -> bool:
 
 def _descriptor(node: FunctionNode) -> str:
     """Return the decorator that makes a property of the function, or ``""``."""
-    names = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
     accessors = ("setter", "getter", "deleter")
-    return next(
-        (
-            "property" if name in accessors else name
-            for name in names
-            if name.endswith(("property", *accessors))
-        ),
-        "",
-    )
+    for decorator in node.decorator_list:
+        name = ast.unparse(decorator).rpartition(".")[2]
+        if name.endswith(("property", *accessors)):
+            return "property" if name in accessors else name
+    return ""
 
 
 @lru_cache(maxsize=16)

@@ -67,7 +67,6 @@ def forward_step(call: Call) -> Any:
     """Run one forward step, and count the tokens of its loss."""
     result = call()
     if call.options.warn:
-        # The parameter is that of releases from 0.14 on.
         training_warnings.note_tokens(call.get("model"), result, bool(call.get("is_last_stage")))
     return result
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import logging
 import sys
 import threading
@@ -52,9 +51,8 @@ class Watch:
         ]
         self._has_stepped = False
         self._hooks: list[Any] = []
-        self._number = next(_numbers)
         with harmless(), _lock:
-            _watches[self._number] = self
+            _watches[id(self)] = self
             _observe_forward_steps()
         with harmless():
             _check_dropout(self.configs)
@@ -75,9 +73,8 @@ class Watch:
     def end(self, failed: bool = False) -> None:
         """End, and judge what was seen unless the call has failed."""
         with harmless(), _lock:
-            _watches.pop(self._number, None)
-            if not _watches:
-                _stop_observing()
+            _watches.pop(id(self), None)
+            _stop_observing()
         for hook in self._hooks:
             hook.remove()
         if failed:
@@ -138,8 +135,8 @@ class Watch:
 
 
 _lock = threading.Lock()
-_numbers = itertools.count()
-#: The calls that are watched, in the order in which they began; one that was interrupted does not stay here.
+#: The calls that are watched, by id, in the order in which they began. The references are weak, so that a
+#: call which a signal interrupts does not stay here.
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 #: While calls are watched without the patch: Megatron's module, its ``forward_step``, and what replaces it.
 _observed: list[Any] = []
@@ -216,8 +213,11 @@ def _observe_forward_steps() -> None:
 
 
 def _stop_observing() -> None:
-    """Put back what :func:`_observe_forward_steps` has replaced, unless other code has replaced it since."""
-    if _observed:
+    """Put back what :func:`_observe_forward_steps` has replaced, when no call is watched any more.
+
+    If other code has replaced it since, that code stays.
+    """
+    if _observed and not _watches:
         schedules, original, forward_step = _observed
         _observed.clear()
         if schedules.forward_step is forward_step:

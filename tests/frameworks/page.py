@@ -35,9 +35,8 @@ Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `ve
 ## Sources
 
 **Run for real**: the suites that passed on this very commit or package, unmodified, on CPU ranks
-([what each shows](frameworks.md)). A patch is listed when it takes effect there. **Not judged**: these
-patches are newer than the row, which is of an earlier date than the others, since its commit can no
-longer be fetched.
+([what each shows](frameworks.md)). A patch is listed when it takes effect there. A row
+that ends in "not checked" is older than the patches named there, and its commit can no longer be fetched.
 
 """
 
@@ -166,7 +165,7 @@ def _patches(one: Known) -> str:
     effective = [patch for patch in fit if patch not in faults]
     fitting = ", ".join(effective + [f"**not** {patch}" for patch in faults]) or "none is needed"
     newer = one.not_judged()
-    return f"{fitting}; not judged: {', '.join(newer)}" if newer else fitting
+    return f"{fitting}; not checked: {', '.join(newer)}" if newer else fitting
 
 
 def _run_for_real(one: Known, runs: Sequence[Run], names: dict[str, str]) -> str:

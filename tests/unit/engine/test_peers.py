@@ -161,7 +161,7 @@ def test_mindspeed_replaces_after(world: tuple[Any, Any]) -> None:
     revert()
     assert results(world) == ["replaced", "replaced", PLAIN]
     assert model.train is actor.train is train.final and model.save is save.final
-    train.remove()  # which puts back what it found: this package's wrapper, switched off by now
+    train.remove()  # It puts this package's wrapper back, which revert() has switched off.
     assert results(world) == [PLAIN] * 3
     apply()
     assert results(world) == [ours(PLAIN)] * 3
