@@ -12,7 +12,6 @@ before the other one or after it. Two rules keep them apart:
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 import weakref
@@ -30,9 +29,8 @@ _Restorable = tuple[int, Callable[..., None]]
 #: Attributes of a config that training loops install, and use until they end.
 _LOOP_FUNCTIONS = (*SYNC_FUNCTIONS, "grad_scale_func", "finalize_model_grads_func")
 _lock = threading.RLock()
-_numbers = itertools.count()
-#: The calls that run, in the order in which they began. The references are weak, so that a call which a
-#: signal interrupts while it begins or ends does not stay here.
+#: The calls that run, by id, in the order in which they began. The references are weak, so that a call which
+#: a signal interrupts while it begins or ends does not stay here.
 _running: weakref.WeakValueDictionary[int, RunningCall] = weakref.WeakValueDictionary()
 
 
@@ -86,8 +84,7 @@ class RunningCall:
             self._foreign = {
                 place: value if place[1] in own else None for place, value in self._values().items()
             }
-            self._number = next(_numbers)
-            _running[self._number] = self
+            _running[id(self)] = self
 
     def _state_to_restore(self, optimizer: Any) -> Iterator[tuple[_Restorable, tuple[Any, Any]]]:
         yield (0, _set_gc), (None, gc.isenabled())
@@ -117,8 +114,9 @@ class RunningCall:
     def end(self, failed: bool) -> None:
         """End the call, and put back what it found: garbage collection, and after an exception all else."""
         with _lock:
-            later = [call for call in _running.values() if call._number > self._number]
-            _running.pop(self._number, None)
+            calls = [*_running.values()]
+            later = calls[calls.index(self) + 1 :]
+            del _running[id(self)]
             if later or failed:
                 for call in (self, *later):
                     call._list_modes()
@@ -145,7 +143,7 @@ class RunningCall:
         for config in self.configs:
             for name in _LOOP_FUNCTIONS:
                 call, value = self._of_others.get((id(config), name), (None, None))
-                if call is not None and call._number in _running and values[id(config), name] is not value:
+                if call is not None and id(call) in _running and values[id(config), name] is not value:
                     setattr(config, name, value)
         for place in values.keys() - self._of_others.keys():
             for call in _running.values():
