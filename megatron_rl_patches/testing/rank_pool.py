@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -238,6 +239,11 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port for a rendezvous, which the rank that listens on it binds seconds later.
+
+    It lies below the ports that systems give to connections, one of which may be opened in the meantime.
+    """
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(22_000)))
+            return int(probe.getsockname()[1])

@@ -100,7 +100,9 @@ def test_multi_token_prediction(framework: str, tmp_path: Path, paths: list[str]
 
     runs = {name: run(patches) for name, patches in WAYS.items()}
     assert all(step["train/mtp_loss"] > 1 for step in runs["lean-head"])
-    for steps in zip(*runs.values(), strict=True):
-        for step in steps:
-            assert step == pytest.approx(steps[0], rel=1e-4)
+    for name, steps in runs.items():
+        # Unpatched, gradients may be rounded to bfloat16: slime v0.2.4's are.
+        tolerance = 4e-3 if name == "unpatched" else 1e-4
+        for step, expected in zip(steps, runs["lean-loss"], strict=True):
+            assert step == pytest.approx(expected, rel=tolerance)
     assert len(runs["lean-head"]) == 3

@@ -205,11 +205,13 @@ def test_the_ranks_end_with_the_command(end: signal.Signals, teachers_folder: st
         f"tempfile.TemporaryDirectory = lambda **_: contextlib.nullcontext({str(folder)!r});"
         "from megatron_rl_patches.cli import main; main(['demo', '--rollouts=1000'])"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as demo:
+    command, errors = [sys.executable, "-c", script], tmp_path / "errors"
+    with (
+        errors.open("w") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as demo,
+    ):
         assert demo.stdout is not None
-        assert demo.stdout.readline().startswith("rollout   1")
+        assert demo.stdout.readline().startswith("rollout   1"), errors.read_text()
         demo.send_signal(end)
         # The ranks hold the other end of the pipe: it closes when the last of them is gone.
         demo.communicate(timeout=60)
