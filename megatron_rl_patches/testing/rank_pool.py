@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import os
 import secrets
@@ -244,6 +245,12 @@ def _free_port() -> int:
     It lies below the ports that systems give to connections, one of which may be opened in the meantime.
     """
     while True:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", 10_000 + secrets.randbelow(22_000)))
-            return int(probe.getsockname()[1])
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
