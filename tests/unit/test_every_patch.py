@@ -10,8 +10,9 @@ import pytest
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import available
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.judge import State, all_or_nothing, status_of
+from megatron_rl_patches.engine.judge import all_or_nothing
 from megatron_rl_patches.engine.patch import Patch, imported
+from megatron_rl_patches.engine.statuses import State, status_of
 
 PATCHES = registry.patches()
 SITES = [site for patch in PATCHES.values() for site in patch.sites]
