@@ -183,13 +183,6 @@ patch.wrap(
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_enable_is_harmless,
 )
-patch.wrap(
-    "megatron.core.pipeline_parallel.schedules",
-    "forward_step",
-    ".frameworks.training:forward_step",
-    introduced_with="forward_step",
-    optional_module=True,
-)
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
 patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)
 patch.wrap(

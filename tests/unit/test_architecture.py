@@ -68,7 +68,7 @@ LINES = {
     ("hooks",): 100,
     ("engine",): 2_170,
     ("patches",): 1_300,
-    ("frameworks",): 2_150,
+    ("frameworks",): 2_160,
     ("reentry",): 1_700,
     ("inference",): 4_390,
     ("losses",): 7_605,

@@ -22,7 +22,6 @@ _MODELS = "megatron.core.models"
 _VERL = "verl.utils.megatron.tensor_parallel"
 #: Sites without a reason against them: patch and target -> why they are wanted wherever they are.
 WANTED_EVERYWHERE = {
-    ("reentrant-train", "megatron.core.pipeline_parallel.schedules.forward_step"): _SERVES_OTHERS,
     ("inference-only", "megatron.training.training.get_model"): _SERVES_OTHERS,
     ("inference-only", "megatron.training.checkpointing.load_checkpoint"): _SERVES_OTHERS,
     ("inference-only", "megatron.core.optimizer.get_megatron_optimizer"): _SERVES_OTHERS,
