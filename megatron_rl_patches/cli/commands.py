@@ -19,7 +19,6 @@ from ..engine.judge import SiteStatus, judge_all
 from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
 from ..errors import MegatronRLPatchesError
-from .conformance import conformance
 from .estimate import estimate
 from .screens import check_plot, output_file, show_diagnosis, show_json, show_table
 
@@ -141,7 +140,6 @@ def check(
 
 
 app.command()(estimate)
-app.command()(conformance)
 
 
 @app.command()

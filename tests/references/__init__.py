@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: formulas, counters, cases, parts of pages. It imports neither."""
