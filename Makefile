@@ -70,7 +70,7 @@ test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
-	    tests/unit tests/real tests/rehearsal --deselect=$(REHEARSED_MODELS)
+	    tests/unit tests/real tests/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs

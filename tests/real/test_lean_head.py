@@ -16,8 +16,8 @@ from megatron_rl_patches.losses import PolicyOptions, output_layer
 from megatron_rl_patches.losses.logits import deferred
 from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_loss_func import Case, train_step
+from tests.references import tiny_gpt
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])

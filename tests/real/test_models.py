@@ -17,10 +17,11 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
-from tests.real import checkpoints, matrix, tiny_gpt
+from tests.real import checkpoints, matrix
 from tests.real.test_interruption import run
 from tests.real.test_lean_head import CASES, Layout, check_gradients
 from tests.real.test_reentry import SETTINGS, check_rollouts
+from tests.references import tiny_gpt
 
 MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12]}] * 2
 

@@ -18,7 +18,7 @@ from megatron_rl_patches import apply, Settings, status
 from megatron_rl_patches.testing import TinyModel, cpu_backend
 
 with cpu_backend():
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
 if {apply}:
     apply("reentrant-train", settings=Settings(train_functions=[{function!r}]))

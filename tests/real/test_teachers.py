@@ -27,9 +27,10 @@ from megatron_rl_patches.inference import (
 from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import checkpoints, tiny_gpt
+from tests.real import checkpoints
 from tests.real.test_scoring import by_speed
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 LAYOUTS: dict[str, dict[str, Any]] = {"TP 2": {"tp": 2}, "PP 2, VPP 2": {"pp": 2, "vpp": 2}}
 TEACHERS = ("a", "b", "c", "d")

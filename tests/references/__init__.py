@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: formulas, counters, cases, parts of pages. It imports neither."""
+"""What tests and benchmarks share: formulas, counters, a training loop, parts of pages."""

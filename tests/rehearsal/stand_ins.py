@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import fill
+from tests.references.pages import fill
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "head.md"
 

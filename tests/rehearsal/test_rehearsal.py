@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.page import fill
 from megatron_rl_patches.losses.logits import tiles
+from tests.references.pages import fill
 from tests.rehearsal import stand_ins
 from tests.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
 

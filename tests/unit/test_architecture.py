@@ -190,6 +190,36 @@ def test_cores_name_no_function_and_no_option_of_a_framework() -> None:
     assert named == {}, "what frameworks call things belongs into frameworks/"
 
 
+# --- benchmarks and tests
+
+
+def _named_modules(path: Path) -> Iterator[str]:
+    """Full names of what a file outside of the package imports, or imports names from."""
+    folder = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_benchmarks_and_tests_share_references_alone() -> None:
+    shared = "tests.references."
+    wrong = {}
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        rooms = {name.partition(".")[0]: name for name in _named_modules(path) if not name.startswith(shared)}
+        own = path.relative_to(ROOT).parts
+        forbidden = {"benchmarks"} if own[0] == "tests" else {"tests"}
+        if own[:2] == ("tests", "references"):
+            forbidden = {"benchmarks", "tests"}
+        if extra := {rooms[room] for room in forbidden & rooms.keys()}:
+            wrong[str(path.relative_to(ROOT))] = extra
+    wrong.pop("benchmarks/students.py", None)  # It leaves, together with tests/real/students.py.
+    assert wrong == {}, "what both need belongs into tests/references"
+
+
 def test_one_module_of_the_engine_changes_foreign_objects() -> None:
     setters = [p.stem for p in (PACKAGE / "engine").glob("*.py") if "setattr(" in p.read_text()]
     assert setters == ["records"]
