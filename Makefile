@@ -70,14 +70,14 @@ test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
-	    tests/unit tests/real tests/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
+	    tests/unit tests/real tests/lab/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
 # a C compiler, and no GPU.
-REHEARSED_MODELS := tests/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_models
+REHEARSED_MODELS := tests/lab/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_models
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
-	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/rehearsal || exit 1; done
+	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/lab/rehearsal || exit 1; done
 
 # Plugins that pytest loads wherever they are installed, as in environments of users.
 BESIDE_newest := anyio pytest-asyncio pytest-cov

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
+from tests.lab.rehearsal.recorder import recording
 from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 from tests.references.pages import join, table
-from tests.rehearsal.recorder import recording
 
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
 
