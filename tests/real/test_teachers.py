@@ -27,7 +27,7 @@ from megatron_rl_patches.inference import (
 from megatron_rl_patches.inference.models.model import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import checkpoints
+from tests.real import checkpoints, matrix
 from tests.real.test_scoring import by_speed
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
@@ -128,7 +128,7 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
 )
 @on_ranks(1)
 def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
-    options = TinyModel(kind=kind, bf16=True)
+    options = matrix.tiny(kind, bf16=True)
     options.initialize()
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "lengths": [8]}
     tiny_gpt.inference_model(options)  # Megatron's classes keep what the first model of a process makes
