@@ -22,15 +22,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches.testing import spawn_ranks
-from tests.real import memory_cases
-from tests.real.one_device import gpu_or_cpu
+from tests.references import memory_cases
+from tests.references.heads import DEFERRED, Setup
+from tests.references.one_device import gpu_or_cpu
 
 from . import head as output_layer
 from . import inference_memory, overhead
 from . import loss as logits_loss
 from . import topk as logits_topk
 from .candidates import calls
-from .head import ALL_ROWS, DEFERRED, ENTROPY, HALF, LIGER, NAIVE, VERL
+from .head import ALL_ROWS, ENTROPY, HALF, LIGER, NAIVE, VERL
 from .logits import LogitsSetup
 from .measure import COPY, DEVICE, ON_GPU, Call, Result, kernels
 from .page import met
@@ -145,7 +146,7 @@ def losses() -> StepResult:
 
 def head() -> StepResult:
     rows, hidden, vocabulary = (128, 64, 4096) if DRY else (8192, 4096, 131072)
-    setup, result = output_layer.Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
+    setup, result = Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
     for mode in (*output_layer.MODES, ENTROPY):
         case, x = f"{setup}, {mode}", output_layer.inputs_of(setup, mode)
         compared = calls(output_layer.ON_GPUS, partial(output_layer.call, x), result.left_out)
@@ -156,7 +157,7 @@ def head() -> StepResult:
     return result
 
 
-def _claim_head(result: StepResult, setup: output_layer.Setup, mode: str) -> None:
+def _claim_head(result: StepResult, setup: Setup, mode: str) -> None:
     """Compare deferred logits with the targets, with other heads, and with what is published."""
     costs = result.costs[f"{setup}, {mode}"]
     peers = {name: costs[name] for name in (LIGER, VERL, NAIVE) if name in costs}

@@ -20,7 +20,6 @@ from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
 from ..engine.statuses import SiteStatus
 from ..errors import MegatronRLPatchesError
-from .conformance import conformance
 from .estimate import estimate
 from .screens import check_plot, output_file, show_diagnosis, show_json, show_table
 
@@ -142,7 +141,6 @@ def check(
 
 
 app.command()(estimate)
-app.command()(conformance)
 
 
 @app.command()

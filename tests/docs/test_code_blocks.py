@@ -36,7 +36,7 @@ FOLLOWED_ELSEWHERE = {
     **{(f"docs/quickstart/{page}.md", "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
 }
 A_RECORD = "figures of a run of a minute or more; tests/real/test_demo.py runs the command"
-CONFORMANCE = "needs a checkout of Megatron-LM; tests/unit/testing/test_megatron_tests.py has one made up"
+CONFORMANCE = "needs a checkout of Megatron-LM; tests/lab/conformance/test_runs.py has one made up"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
     ("docs/demo.md", "megatron_rl_patches 0.2.0: expert-norm"): A_RECORD,
@@ -52,9 +52,7 @@ NOT_COMPARED = {
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "split     "): "what the test before it prints; that test asserts what it says",
-    ("docs/testing.md", "cd Megatron-LM"): CONFORMANCE,
-    ("docs/testing.md", "megatron-rl-patches conformance"): CONFORMANCE,
-    ("docs/command-line.md", "megatron-rl-patches conformance"): CONFORMANCE,
+    ("docs/testing.md", "make conformance"): CONFORMANCE,
 }
 
 

@@ -29,8 +29,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.references.dense import dense_log_probs_and_entropy
+from tests.references.dense_topk import dense_log_probs_at
 
 from .programs import RESPONSES, TOTALS, Loss, Program, S
 

@@ -1,6 +1,6 @@
 """Megatron checkpoints written on real megatron-core, as Megatron-LM's ``save_checkpoint`` lays them out.
 
-For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.real.tiny_gpt.build`.
+For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.references.tiny_gpt.build`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SHARDING_TYPE = "distrib_optim_sharding_type"

@@ -18,7 +18,6 @@ from megatron_rl_patches.inference import forward_hidden_states, forward_topk, o
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_scoring import (
     LAYOUTS,
     TEMPERATURE,
@@ -29,7 +28,8 @@ from tests.real.test_scoring import (
     microbatches,
     ranks_of,
 )
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 K = 5
 

@@ -14,7 +14,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 

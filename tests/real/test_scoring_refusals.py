@@ -17,7 +17,7 @@ from megatron_rl_patches.inference import (
 )
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 

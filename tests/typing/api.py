@@ -96,7 +96,6 @@ from megatron_rl_patches.testing import (
     NormalizationReport,
     RanksFailed,
     Split,
-    SplitResult,
     TinyModel,
     check_normalization,
     cpu_backend,
@@ -319,10 +318,10 @@ def unit_tests() -> None:
     except RanksFailed as failed:
         ranks: tuple[int, ...] = failed.ranks
         raise SystemExit(ranks) from failed
-    splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, token_budget=100)}
+    splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, microbatches=3, even=False)}
     report: NormalizationReport = check_normalization(a_loss, [], splits, calculate_per_token_loss=True)
-    results_of_splits: tuple[SplitResult, ...] = report.rows
-    print(report.same, results_of_splits[0].is_uniform, results_of_splits[0].factor)
+    names: list[str] = report.different
+    print(report.same, names, report.differences["DP 2"])
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
     ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])

@@ -217,17 +217,13 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [
-        *(("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")),
-        *(("conformance", "--json"), ("conformance", "--results")),
-    ],
+    [("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")],
 )
 def test_output_that_cannot_be_written_is_refused_at_once(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.png").mkdir()
-    source = [framework(tmp_path / "framework")] if command in ("check", "conformance") else []
-    (tmp_path / "framework" / "tests" / "unit_tests").mkdir(parents=True)
+    source = [framework(tmp_path / "framework")] if command == "check" else []
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
         message = refuse(capsys, command, *source, option, tmp_path / file)
         assert message.splitlines() == [

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.page import fill
 from megatron_rl_patches.losses.logits import tiles
-from tests.rehearsal import stand_ins
-from tests.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
+from tests.lab.rehearsal import stand_ins
+from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
+from tests.references.pages import fill
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
 _TIES = {"nonzero in topk.py:_largest": 1}
 _RE_ENTRY = {
@@ -95,7 +95,9 @@ def check(records: dict[str, Any], case: str, dtype: str) -> None:
 @pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
 def test_the_page_of_the_head_has_what_is_counted() -> None:
     page = stand_ins.PAGE.read_text("utf-8")
-    assert fill(page, {"counted": rehearsed("counted")}) == page, "run: python -m tests.rehearsal.stand_ins"
+    assert fill(page, {"counted": rehearsed("counted")}) == page, (
+        "run: python -m tests.lab.rehearsal.stand_ins"
+    )
 
 
 def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() -> None:

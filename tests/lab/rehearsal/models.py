@@ -36,7 +36,7 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.reentry import TrainGuard
 from megatron_rl_patches.testing import TinyModel
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 TILE_BYTES = 256
 

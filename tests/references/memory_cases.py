@@ -28,9 +28,9 @@ from megatron_rl_patches.inference.memory.estimate import (
     estimate_memory,
 )
 from megatron_rl_patches.testing import TinyModel, spawn_ranks
-from tests.real import tiny_gpt
-from tests.real.one_device import gpu_or_cpu
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
+from tests.references.one_device import gpu_or_cpu
 
 DENSE = GPTDescription(
     num_layers=4,

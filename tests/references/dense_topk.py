@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at
-
-from .dense import differences
+from tests.references.dense import differences
 
 NO_ENTRY = -100
 

@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_step_that_raises_leaves_its_traceback(tmp_path: Path) -> None:
     file = tmp_path / "outcome.json"
-    code = gpu._step("tests.unit.gpu_steps", "fail", str(file))
+    code = gpu._step("benchmarks.tests.steps", "fail", str(file))
     outcome = json.loads(file.read_text())
     assert code == 1
     assert list(outcome) == ["traceback"]
-    assert "gpu_steps.py" in outcome["traceback"]
+    assert "steps.py" in outcome["traceback"]
     assert outcome["traceback"].endswith("ValueError: no such kernel\n")
 
 
@@ -117,9 +117,9 @@ def _sleep(_: object) -> None:
 @pytest.mark.slow
 def test_other_steps_run_after_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
     steps = [
-        Step("fail", "Bad", 100, "tests.unit.gpu_steps"),
-        Step("hang", "Slow", 30, "tests.unit.gpu_steps"),
-        Step("succeed", "Good", 100, "tests.unit.gpu_steps"),
+        Step("fail", "Bad", 100, "benchmarks.tests.steps"),
+        Step("hang", "Slow", 30, "benchmarks.tests.steps"),
+        Step("succeed", "Good", 100, "benchmarks.tests.steps"),
     ]
     assert gpu.run(steps, dry=False, folder=tmp_path) == ["fail", "hang"]
     outcomes = json.loads((tmp_path / "gpu.json").read_text())["steps"]

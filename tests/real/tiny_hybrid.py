@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from ..errors import InvalidInputError
+from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing.tiny_models import SequenceParallelNorm
 
 _PATTERN = "M*M-"  # state space, attention, state space, MLP
 
@@ -43,54 +45,50 @@ class StateSpace(torch.nn.Module):
         return self.out_proj(states), None
 
 
-def hybrid_model(
-    config: TransformerConfig,
-    norm: type[torch.nn.Module],
-    pre_process: bool,
-    post_process: bool,
-    **sizes: Any,
-) -> Any:
-    """Build a ``HybridModel``, or ``MambaModel`` as it is called up to megatron-core 0.17.
+@dataclass(frozen=True, kw_only=True)
+class TinyHybrid(TinyModel):
+    """A ``HybridModel``, or ``MambaModel`` as it is called up to megatron-core 0.17.
 
-    Args:
-        config: of the model; its layers follow a pattern of four.
-        norm: the class of norms, in the place of TransformerEngine's.
-        pre_process, post_process: whether the chunk has the embedding, and the output layer.
-        sizes: further arguments of the model.
-
-    Raises:
-        InvalidInputError: this release has no such model without TransformerEngine.
+    Its state space is not divided over ranks, and its pipeline has one chunk per stage.
     """
-    try:
-        model_class, block = _hybrid_classes()
+
+    def provider(
+        self,
+        pre_process: bool = True,
+        post_process: bool = True,
+        config: Any = None,
+        vp_stage: int | None = None,
+        **unused: Any,
+    ) -> Any:
         from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    except ModuleNotFoundError as error:
-        raise InvalidInputError(
-            f"kind is 'hybrid', and megatron-core's hybrid model cannot be imported ({error}); "
-            "expected a release whose hybrid model does without that package"
-        ) from error
-    stack_name = "HybridStack" if hasattr(block, "HybridStack") else "MambaStack"
-    whole = get_gpt_layer_local_spec(num_experts=None).submodules
-    attention = TransformerLayerSubmodules(
-        input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
-    )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=whole.mlp, mlp_bda=whole.mlp_bda)
-    state_space = MambaLayerSubmodules(norm=norm, mixer=StateSpace, mamba_bda=get_bias_dropout_add)
-    layers = getattr(block, f"{stack_name}Submodules")(
-        mamba_layer=ModuleSpec(MambaLayer, submodules=state_space),
-        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
-        mlp_layer=ModuleSpec(TransformerLayer, submodules=mlp),
-    )
-    pattern = (_PATTERN * config.num_layers)[: config.num_layers]
-    with mock.patch.object(block, "TENorm", norm):
-        return model_class(
-            config,
-            ModuleSpec(getattr(block, stack_name), submodules=layers),
-            pre_process=pre_process,
-            post_process=post_process,
-            hybrid_override_pattern=pattern,
-            **sizes,
+
+        config, norm = config or self.transformer_config(), SequenceParallelNorm
+        model_class, block = _hybrid_classes()
+        stack_name = "HybridStack" if hasattr(block, "HybridStack") else "MambaStack"
+        whole = get_gpt_layer_local_spec(num_experts=None).submodules
+        attention = TransformerLayerSubmodules(
+            input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
         )
+        mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=whole.mlp, mlp_bda=whole.mlp_bda)
+        state_space = MambaLayerSubmodules(norm=norm, mixer=StateSpace, mamba_bda=get_bias_dropout_add)
+        layers = getattr(block, f"{stack_name}Submodules")(
+            mamba_layer=ModuleSpec(MambaLayer, submodules=state_space),
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(TransformerLayer, submodules=mlp),
+        )
+        pattern = (_PATTERN * config.num_layers)[: config.num_layers]
+        with mock.patch.object(block, "TENorm", norm):
+            return model_class(
+                config,
+                ModuleSpec(getattr(block, stack_name), submodules=layers),
+                vocab_size=self.vocab_size,
+                max_sequence_length=self.seq_length,
+                position_embedding_type="learned_absolute",
+                share_embeddings_and_output_weights=self.tied,
+                pre_process=pre_process,
+                post_process=post_process,
+                hybrid_override_pattern=pattern,
+            )
 
 
 def _hybrid_classes() -> tuple[Any, Any]:

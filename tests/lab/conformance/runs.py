@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import MegatronRLPatchesError
+from megatron_rl_patches.errors import MegatronRLPatchesError
 
 PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = OUTCOMES = (
     "passed",
@@ -32,6 +32,8 @@ TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = R
     "data",
     "other package",
 )
+#: The module beside this one, as the tests' own process imports it.
+PLUGIN = "conformance.plugin"
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def run(
 ) -> None:
     """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
 
-    pytest runs in a process of its own, with the plugin ``megatron_rl_patches.testing.megatron_tests``; its
+    pytest runs in a process of its own, with the plugin ``conformance.plugin``; its
     output goes to stderr. Tests for which ``results`` has a line already, at these ranks and patches, are
     left out, so a run that was interrupted goes on where it was.
 
@@ -141,7 +143,7 @@ def run(
             listed = Path(folder, "only")
             listed.write_text("\n".join(only))
             options.append(f"--only={listed}")
-        command = [sys.executable, "-m", "pytest", "-p", f"{__package__}.megatron_tests", "-o", "addopts="]
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-o", "addopts="]
         command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
         command += [f"--hang-after={hang_after}", *select]
         # The patches are those that the caller asks for, and no others.
@@ -149,6 +151,8 @@ def run(
         # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
         own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
         variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
+        before = filter(None, [variables.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *before])
         done = subprocess.run(
             command,
             cwd=checkout,

@@ -1,7 +1,7 @@
 """A pytest plugin that runs Megatron-LM's own unit tests on a CPU, each rank a process on gloo::
 
     cd Megatron-LM
-    python -m pytest -p megatron_rl_patches.testing.megatron_tests -o addopts="" --ranks 2 tests/unit_tests
+    PYTHONPATH=.../tests/lab python -m pytest -p conformance.plugin -o addopts="" --ranks 2 tests/unit_tests
 
 The tests and their conftest are taken from the checkout as they are. They are collected once; the ranks are
 forks of that process, made anew for each test file and after each test that did not pass, so that neither
@@ -28,7 +28,10 @@ from unittest import mock
 import pytest
 from _pytest._code import TracebackEntry
 
-from .conformance import (
+from megatron_rl_patches.testing.cpu_backend import cpu_backend
+from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, Send, group_variables
+
+from .runs import (
     FAILED,
     HANGS,
     NOT_RUNNABLE,
@@ -39,8 +42,6 @@ from .conformance import (
     read_results,
     reason_of,
 )
-from .cpu_backend import cpu_backend
-from .rank_pool import Outcome, RankPool, Send, group_variables
 
 Report = pytest.TestReport | pytest.CollectReport
 

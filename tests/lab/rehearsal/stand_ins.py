@@ -1,8 +1,8 @@
 """Libraries in the place of the CUDA runtime and driver, whose functions report success and do nothing.
 
 With them autograd runs on fake CUDA tensors where there is neither a GPU nor a driver: torch asks for streams
-and events, and never launches a kernel. ``python -m tests.rehearsal.stand_ins`` rehearses, and writes what is
-counted into the page of the head.
+and events, and never launches a kernel. ``python -m tests.lab.rehearsal.stand_ins`` rehearses, and writes
+what is counted into the page of the head.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.page import fill
+from tests.references.pages import fill
 
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "head.md"
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "head.md"
 
 # What torch reads after the call: an output parameter, by its position, and its value.
 _RUNTIME_OUTPUTS = {
@@ -50,7 +50,7 @@ def rehearsed(part: str) -> Any:
     """Run a part of :mod:`.cases` with the libraries, and return what it prints."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.rehearsal.cases", part],
+            [sys.executable, "-m", "tests.lab.rehearsal.cases", part],
             env={**os.environ, **_environment(Path(torch.__file__).parent / "lib", Path(folder))},
             cwd=PAGE.parents[2],
             capture_output=True,

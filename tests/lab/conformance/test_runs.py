@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl_patches.testing import conformance
-from megatron_rl_patches.testing.conformance import Result, reason_of
+from tests.lab.conformance import runs
+from tests.lab.conformance.runs import Result, reason_of
 
 UTILITIES = """
 import os
@@ -167,13 +167,13 @@ def _by_name(results: Iterable[Result]) -> dict[str, Result]:
 @pytest.fixture(scope="module")
 def results(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
-    conformance.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4)
+    runs.run_at_smallest(checkout, ranks=(1, 2), results=file, hang_after=4)
     return file
 
 
 @pytest.mark.slow
 def test_verdicts_at_one_rank(results: Path) -> None:
-    at_one = _by_name(result for result in conformance.read_results(results) if result.ranks == 1)
+    at_one = _by_name(result for result in runs.read_results(results) if result.ranks == 1)
     assert {name: (result.outcome, result.reason) for name, result in at_one.items()} == {
         "test_passes": ("passed", ""),
         "test_fails": ("failed", ""),
@@ -198,14 +198,14 @@ def test_verdicts_at_one_rank(results: Path) -> None:
 
 @pytest.mark.slow
 def test_what_may_need_more_ranks_is_tried_again(results: Path) -> None:
-    at_two = _by_name(result for result in conformance.read_results(results) if result.ranks == 2)
+    at_two = _by_name(result for result in runs.read_results(results) if result.ranks == 2)
     assert {name: result.outcome for name, result in at_two.items()} == {
         "test_fails": "failed",
         "test_needs_two_ranks": "passed",
         "test_dies": "failed",
     }
     assert at_two["test_fails"].message.startswith("rank 1 of 2: AssertionError: the last rank")
-    final = _by_name(conformance.final_of(results))
+    final = _by_name(runs.final_of(results))
     assert {final[name].ranks for name in at_two} == {2}
     assert (final["test_passes"].ranks, final["test_needs_two_ranks"].ranks) == (1, 2)
 
@@ -217,8 +217,8 @@ def test_a_run_that_was_cut_off_goes_on(checkout: Path, results: Path, tmp_path:
     other_lines = [line for line in lines if "test_passes" not in line]
     (last_line,) = set(lines) - set(other_lines)
     file.write_text("\n".join([*other_lines, last_line[:40]]))
-    conformance.run(checkout, results=file)
-    *_, again = results_again = conformance.read_results(file)
+    runs.run(checkout, results=file)
+    *_, again = results_again = runs.read_results(file)
     assert again.nodeid.endswith("test_passes") and again.outcome == "passed"
     assert len(results_again) == len(lines)
 
@@ -232,13 +232,13 @@ def test_results_of_another_commit_are_refused(
     git = ["git", "-C", copy, "-c", "user.name=me", "-c", "user.email=me@example.org"]
     for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=one"]):
         subprocess.run([*git, *command], check=True)
-    conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
-    (result,) = conformance.read_results(file)
+    runs.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    (result,) = runs.read_results(file)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert (result.outcome, result.commit) == ("passed", commit.strip())
     test.write_text("def test_one(): assert False")
-    with pytest.raises(conformance.TestsNotRun, match="exit code 4"):
-        conformance.run(copy, ["tests/unit_tests/test_one.py"], results=file)
+    with pytest.raises(runs.TestsNotRun, match="exit code 4"):
+        runs.run(copy, ["tests/unit_tests/test_one.py"], results=file)
     message = capfd.readouterr().err
     assert re.search(rf"has results of {result.commit}, .* is at {result.commit}\+", message)
 
@@ -249,26 +249,26 @@ def test_verdicts_with_patches(checkout: Path, results: Path, tmp_path: Path) ->
     names = "test_passes", "test_needs_two_ranks", "test_skips", "test_needs_data"
     lines = [line for line in results.read_text().splitlines() if json.loads(line)["nodeid"].endswith(names)]
     file.write_text("\n".join(lines) + "\n")
-    conformance.run_with_patches(checkout, "all", results=file)
-    patched = _by_name(result for result in conformance.read_results(file) if result.patches)
+    runs.run_with_patches(checkout, "all", results=file)
+    patched = _by_name(result for result in runs.read_results(file) if result.patches)
     assert {name: (one.outcome, one.ranks) for name, one in patched.items()} == {
         "test_passes": ("passed", 1),
         "test_needs_two_ranks": ("passed", 2),
         "test_skips": ("skipped", 1),
     }
-    assert conformance.changes(file, "all") == []
+    assert runs.changes(file, "all") == []
     whole = file.read_text()
     one = next(line for line in whole.splitlines() if "test_passes" in line and '"all"' in line)
     file.write_text(whole.replace(one, "").replace("\n\n", "\n"))
-    assert [change.patched.message for change in conformance.changes(file, "all")] == ["it was not collected"]
+    assert [change.patched.message for change in runs.changes(file, "all")] == ["it was not collected"]
     file.write_text(whole.replace('"all", "outcome": "passed"', '"all", "outcome": "failed"'))
-    changed = conformance.changes(file, "all")
+    changed = runs.changes(file, "all")
     assert [change.without.ranks for change in changed] == [1, 2]
-    assert conformance.repeated_changes(checkout, changed, "all", hang_after=4) == []
+    assert runs.repeated_changes(checkout, changed, "all", hang_after=4) == []
 
 
 def test_a_terminated_command_takes_its_tests_along(checkout: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_rl_patches", "conformance", str(checkout), "--ranks=1"]
+    command = [sys.executable, "-m", "tests.lab.conformance", str(checkout), "--ranks=1"]
     with subprocess.Popen([*command, f"--results={tmp_path / 'results'}"], stderr=subprocess.DEVNULL) as run:
         while not (children := psutil.Process(run.pid).children()):
             time.sleep(0.1)
@@ -282,39 +282,39 @@ def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
     (copy / "tests/unit_tests/conftest.py").write_text("import no_such_package")
     (copy / "tests/unit_tests/test_some.py").write_text(FOLDER_TEST)
     (copy / "megatron/core/config.py").touch()
-    conformance.run(copy, ["tests/unit_tests/test_some.py"], ranks=2, results=tmp_path / "results.jsonl")
-    (result,) = conformance.read_results(tmp_path / "results.jsonl")
+    runs.run(copy, ["tests/unit_tests/test_some.py"], ranks=2, results=tmp_path / "results.jsonl")
+    (result,) = runs.read_results(tmp_path / "results.jsonl")
     assert result.outcome == "passed", result.message
 
 
 def test_a_folder_that_is_no_checkout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(conformance.TestsNotRun, match="pytest ended with exit code 4"):
-        conformance.run(tmp_path, results=tmp_path / "results.jsonl")
+    with pytest.raises(runs.TestsNotRun, match="pytest ended with exit code 4"):
+        runs.run(tmp_path, results=tmp_path / "results.jsonl")
     assert "is no checkout of Megatron-LM" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("message", "skipped", "reason"),
     [
-        ("RuntimeError: world_size (1) is not divisible by 8", False, conformance.MORE_RANKS),
-        ("assert 8 <= 4\n +  where 4 = Utils.world_size", False, conformance.MORE_RANKS),
-        ("ValueError: Rank 7 is out of range. Valid ranks are 0 to 3", False, conformance.MORE_RANKS),
-        ("Multi-rank test requires WORLD_SIZE > 1", True, conformance.MORE_RANKS),
-        ("Test requires at least 4 GPUs", True, conformance.MORE_RANKS),
-        ("NameError: name 'FP8GlobalStateManager' is not defined", False, conformance.TRANSFORMER_ENGINE),
-        ("ModuleNotFoundError: No module named 'apex'", False, conformance.CUDA_KERNEL),
-        ("RuntimeError: 0 active drivers ([]). There should only be one.", False, conformance.CUDA_KERNEL),
+        ("RuntimeError: world_size (1) is not divisible by 8", False, runs.MORE_RANKS),
+        ("assert 8 <= 4\n +  where 4 = Utils.world_size", False, runs.MORE_RANKS),
+        ("ValueError: Rank 7 is out of range. Valid ranks are 0 to 3", False, runs.MORE_RANKS),
+        ("Multi-rank test requires WORLD_SIZE > 1", True, runs.MORE_RANKS),
+        ("Test requires at least 4 GPUs", True, runs.MORE_RANKS),
+        ("NameError: name 'FP8GlobalStateManager' is not defined", False, runs.TRANSFORMER_ENGINE),
+        ("ModuleNotFoundError: No module named 'apex'", False, runs.CUDA_KERNEL),
+        ("RuntimeError: 0 active drivers ([]). There should only be one.", False, runs.CUDA_KERNEL),
         (
             "KeyError: ...\nat /cpu_offloading/hybrid_optimizer.py:101: gpu_param = copies[param]",
             False,
-            conformance.GPU_TENSOR,
+            runs.GPU_TENSOR,
         ),
-        ("AcceleratorError: CUDA driver version is insufficient for CUDA", False, conformance.CUDA_KERNEL),
-        ("ModuleNotFoundError: No module named 'six'", False, conformance.OTHER_PACKAGE),
+        ("AcceleratorError: CUDA driver version is insufficient for CUDA", False, runs.CUDA_KERNEL),
+        ("ModuleNotFoundError: No module named 'six'", False, runs.OTHER_PACKAGE),
         ("Multiple instances requires distributed optimizer to be enabled", True, ""),
-        ("ImportError: emerging-optimizers package is required for 'muon'", False, conformance.OTHER_PACKAGE),
+        ("ImportError: emerging-optimizers package is required for 'muon'", False, runs.OTHER_PACKAGE),
         ("ModuleNotFoundError: No module named 'megatron.core.nothing'", False, ""),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, conformance.DATA),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/opt/data'", False, runs.DATA),
         ("AssertionError: assert 1 == 2", False, ""),
     ],
 )
@@ -324,7 +324,7 @@ def test_reasons(message: str, skipped: bool, reason: str) -> None:
 
 def test_no_more_ranks_than_the_ci_of_megatron_has() -> None:
     message = "TP*PP > 8 is larger than world size"
-    assert reason_of(message, skipped=True, ranks=4) == conformance.MORE_RANKS
+    assert reason_of(message, skipped=True, ranks=4) == runs.MORE_RANKS
     assert reason_of(message, skipped=True, ranks=8) == ""
 
 
@@ -340,4 +340,4 @@ def test_no_more_ranks_than_the_ci_of_megatron_has() -> None:
     ],
 )
 def test_ranks_needed(message: str, ranks: int) -> None:
-    assert conformance.ranks_needed(message) == ranks
+    assert runs.ranks_needed(message) == ranks

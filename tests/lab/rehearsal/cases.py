@@ -1,4 +1,4 @@
-"""What is rehearsed: ``python -m tests.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
+"""What is rehearsed: ``python -m tests.lab.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
 
 A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
 that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted.
@@ -40,8 +40,8 @@ from megatron_rl_patches.losses import (
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.logits.rows import on_device
 from megatron_rl_patches.losses.logits.tiles import add_product
-from tests.rehearsal import counted
-from tests.rehearsal.recorder import recording
+from tests.lab.rehearsal import counted
+from tests.lab.rehearsal.recorder import recording
 
 ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
 GPU = torch.device("cuda")
@@ -192,7 +192,7 @@ def tensor_parallel(dtype: torch.dtype) -> None:
 
 
 def on_model(dtype: torch.dtype, case: str) -> None:
-    from tests.rehearsal import models  # which needs megatron-core, and not only to name the cases
+    from tests.lab.rehearsal import models  # which needs megatron-core, and not only to name the cases
 
     getattr(models, case)(dtype)
 

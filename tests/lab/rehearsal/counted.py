@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.head import BASE, DEFERRED, KEPT, Setup, share_of_logits
-from benchmarks.page import join, table
 from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs_and_entropy
-from tests.rehearsal.recorder import recording
+from tests.lab.rehearsal.recorder import recording
+from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
+from tests.references.pages import join, table
 
 SETUPS = Setup(8192, 4096, 151936, torch.bfloat16), Setup(4096, 4096, 131072, torch.bfloat16)
 
