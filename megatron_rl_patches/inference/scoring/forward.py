@@ -183,7 +183,7 @@ def forward_hidden_states(
 
         hidden = forward_hidden_states(teacher, microbatches)
         head = output_head(teacher)
-        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. Logits are
     not materialized, and nothing of a microbatch stays on the device after it.
