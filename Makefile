@@ -126,7 +126,7 @@ mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 
-# Before a release: sdist and wheel in dist/, and everything that is tested about them (CONTRIBUTING.md, Releasing).
+# Before a release: sdist and wheel in dist/, and everything that is tested about them (docs/development/releasing.md).
 release-check: venv
 	$(BIN)/python -m tests.packaging.publishable
 	rm -rf dist

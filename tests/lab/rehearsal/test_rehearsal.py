@@ -23,7 +23,7 @@ _RE_ENTRY = {
     "_local_scalar_dense in recovery.py:_any_rank_was": 3,
     "_to_copy in training_warnings.py:_check_token_weights": 2,
 }
-#: Where the CPU waits for the GPU, and how often in the case; the reasons are in CONTRIBUTING.md.
+#: Where the CPU waits for the GPU, and how often in the case; the reasons are in docs/development/gpu.md.
 WAITS: dict[str, dict[str, int]] = {
     "top-k": _TIES,
     "top-k, deferred": _TIES,
@@ -53,7 +53,7 @@ WAITS: dict[str, dict[str, int]] = {
     "re-entry, another rank broke off": _RE_ENTRY,
     "TeacherPool": {
         **_ONE_PASS,
-        "_to_copy in model.py:build_inference_model": 19,
+        "_to_copy in model.py:_finish": 19,
         "_local_scalar_dense in teachers.py:_holds_weights": 5,
         "_to_copy in weights.py:checksum": 10,
         "Stream.synchronize in weights.py:__init__": 7,
@@ -108,6 +108,6 @@ def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() 
 
 def test_every_wait_has_a_reason() -> None:
     places = {wait.partition(" in ")[2] for waits in WAITS.values() for wait in waits}
-    section = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("### Rehearsed without a GPU")[2]
-    explained = set(re.findall(r"`(\w+\.py:\w+)`", section.partition("\n### ")[0]))
+    section = (ROOT / "docs/development/gpu.md").read_text("utf-8").partition("## Rehearsed without a GPU")[2]
+    explained = set(re.findall(r"`(\w+\.py:\w+)`", section.partition("\n## ")[0]))
     assert explained == places
