@@ -37,7 +37,7 @@ def distributions_of(teacher, tokens):
     ]
     hidden = forward_hidden_states(teacher, microbatches, progress=False)  # [RESPONSE, h] per sample
     head = output_head(teacher)
-    return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+    return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
 
 def make_forward_step(distributions):

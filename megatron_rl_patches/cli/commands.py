@@ -15,9 +15,10 @@ from .. import __version__
 from ..common.scopes import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine
 from ..engine import registry
-from ..engine.judge import SiteStatus, judge_all
+from ..engine.judge import judge_all
 from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
+from ..engine.statuses import SiteStatus
 from ..errors import MegatronRLPatchesError
 from .estimate import estimate
 from .screens import check_plot, output_file, show_diagnosis, show_json, show_table

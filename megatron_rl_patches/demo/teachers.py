@@ -62,7 +62,7 @@ class Teachers:
                 hidden = forward_hidden_states(model, [policy.microbatch(tokens_bs)], progress=False)
             head = self.pool.head(order)
             if hidden is not None and head is not None:
-                distributions[order] = [FullDistribution.of(hidden_dh, head) for hidden_dh in hidden]
+                distributions[order] = [FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
         return distributions
 
     def topk(

@@ -205,7 +205,7 @@ class TeacherScorer:
             return []
         # The model's own output layer is overwritten when the next weights are swapped in.
         head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
-        return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     @_collected
     def _hidden(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from ..common.agreement import raise_everywhere
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..errors import InvalidInputError, first
-from ..inference.scoring.schedule import vocabulary_of
+from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.logits.distributions import NO_ENTRY
 from ..losses.logits.divergences import RULED_OUT, DivergenceName, divergence_named

@@ -148,7 +148,7 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
 def test_text_is_what_it_quotes() -> None:
     """A text is the startup file, or the error of a model that only scores."""
     from megatron_rl_patches.frameworks.inference_roles import freeze_role
-    from megatron_rl_patches.inference.models.model import refuse_to_train
+    from megatron_rl_patches.inference.models.frozen import refuse_to_train
 
     startup = (ROOT / "startup" / "megatron_rl_patches_startup.pth").read_text()
     chunk = torch.nn.Module()

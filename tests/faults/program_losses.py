@@ -223,7 +223,7 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         if data.is_full:
             # The teacher's hidden states select the rows of logits that are given.
             head = OutputHead(data.teacher[:, columns].T.contiguous())
-            whole = FullDistribution.of(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
+            whole = FullDistribution.from_hidden(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
         distillation = DistillationBatch([whole.split(RESPONSES)], split(data.mask))
         how = DistillationOptions(divergence=loss.divergence, beta=BETA)
         loss_func = make_distillation_loss_func(layout, distillation, how, **options)

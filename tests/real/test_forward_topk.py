@@ -105,7 +105,7 @@ def _check_hidden_states(teacher: Any, topk: Any) -> None:
     head, group = output_head(teacher), parallel_state.get_tensor_model_parallel_group()
     for hidden_lh, of_sample in zip(hidden, topk, strict=True):
         assert hidden_lh.shape == (len(of_sample), head.weight.shape[1])
-        (logits,) = FullDistribution.of(hidden_lh, head).logits()
+        (logits,) = FullDistribution.from_hidden(hidden_lh, head).logits()
         log_probs = vocab_parallel_log_probs_at(
             logits, of_sample.indices, tp_group=group, temperature=TEMPERATURE
         )

@@ -24,7 +24,7 @@ from megatron_rl_patches.inference import (
     memory_report,
     output_head,
 )
-from megatron_rl_patches.inference.models.model import freeze
+from megatron_rl_patches.inference.models.frozen import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
 from tests.real import checkpoints, matrix

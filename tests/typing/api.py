@@ -186,7 +186,7 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     values: list[Tensor] | None = forward_values(model, microbatches, progress=False)
     head: OutputHead | None = output_head(model)
     if hidden is not None and head is not None:
-        one = FullDistribution.of(torch.cat(hidden), head)
+        one = FullDistribution.from_hidden(torch.cat(hidden), head)
         parts: list[FullDistribution] = one.split([3, 4])
         whole: FullDistribution = FullDistribution.cat(parts)
         print(whole.nbytes, iteration, values)

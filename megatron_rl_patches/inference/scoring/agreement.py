@@ -10,7 +10,6 @@ import torch.distributed
 from megatron.core import parallel_state
 
 from ...errors import InvalidInputError
-from ...losses.logits.options import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
 
 
@@ -60,34 +59,3 @@ def check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         )
     if problem := why_not_gathered(chunks):
         raise InvalidInputError(problem)
-
-
-def check_options(
-    forward: Any,
-    vocab_size: Any,
-    padded_size: int | None,
-    output_device: Any,
-    temperature: Any,
-    allgather_cp: Any,
-) -> None:
-    """Refuse wrong options of any function of scoring, on all stages, also on those that do not read them."""
-    VocabParallelOptions(temperature=temperature)
-    if allgather_cp:
-        raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
-            "`forward` that returns the logits of whole sequences."
-        )
-    if forward is not None and not callable(forward):
-        raise InvalidInputError(
-            f"forward is {forward!r}. Expected: a function of a model chunk and a microbatch."
-        )
-    if vocab_size is not None and not (
-        is_integer(vocab_size) and 0 < vocab_size <= (padded_size or vocab_size)
-    ):
-        raise InvalidInputError(
-            f"vocab_size is {vocab_size!r}. Expected: 1 to {padded_size}, the model's ids."
-        )
-    try:
-        torch.device(output_device)
-    except (RuntimeError, TypeError):
-        raise InvalidInputError(f"output_device is {output_device!r}. Expected: a device of torch.") from None

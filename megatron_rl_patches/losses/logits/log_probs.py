@@ -137,7 +137,7 @@ def log_probs_and_entropy(
             its own.
     """
     source = checked_source(logits, rows, options, keep_mask)
-    scored = Targets.of(valid_targets(targets, source), keep_mask, source)
+    scored = Targets.from_ids(valid_targets(targets, source), keep_mask, source)
     function = LogProbsAndEntropy(source.claim())
     if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source):
         log_probs, entropies = joint.add(logits, source, scored, function)

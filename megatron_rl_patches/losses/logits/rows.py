@@ -221,7 +221,7 @@ class SelectedRows(LogitSource):
         rows = blocks[0].stop - blocks[0].start if blocks else 0
         return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
-    def of(self, rows: slice, columns: slice) -> SelectedRows:
+    def window(self, rows: slice, columns: slice) -> SelectedRows:
         """Return some of the ``n`` rows, and some of the columns."""
         return replace(self, logits=self.logits[:, columns], index=self._place(rows))
 

@@ -118,7 +118,7 @@ class FullDistribution(Distribution):
 
         head = output_head(teacher)
         hidden = forward_hidden_states(teacher, microbatches)
-        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     Attributes:
         hidden: for each teacher what its output layer gets, ``[n, h]``, after the final norm.
@@ -152,7 +152,7 @@ class FullDistribution(Distribution):
                 )
 
     @staticmethod
-    def of(hidden: Tensor, head: OutputHead) -> FullDistribution:
+    def from_hidden(hidden: Tensor, head: OutputHead) -> FullDistribution:
         """Return the distributions of one teacher from its hidden states ``[n, h]``."""
         return FullDistribution((hidden,), (head,), (1.0,))
 

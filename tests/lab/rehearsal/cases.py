@@ -134,7 +134,7 @@ def host_memory(dtype: torch.dtype) -> None:
     """A teacher's hidden states and output layer wait in host memory."""
     hidden, weight = layer(dtype)
     of_teacher, its_weight = (x.detach() for x in layer(dtype, HIDDEN // 2))
-    waiting = FullDistribution.of(of_teacher, OutputHead(its_weight).copied_to("cpu")).to("cpu")
+    waiting = FullDistribution.from_hidden(of_teacher, OutputHead(its_weight).copied_to("cpu")).to("cpu")
     assert not waiting.hidden[0].is_cuda and not waiting.heads[0].weight.is_cuda
     teacher = waiting.to(GPU).logits()
     backward(hidden, full_vocabulary_divergence(deferred_logits(hidden, weight), teacher))
@@ -162,7 +162,7 @@ def distillation(dtype: torch.dtype, is_full: bool) -> None:
     hidden, logits, layout, masks = microbatch(dtype)
     if is_full:
         head = OutputHead(torch.empty(VOCABULARY, HIDDEN, device=GPU, dtype=dtype)).copied_to("cpu")
-        teacher: Any = FullDistribution.of(torch.empty(ROWS // 2, HIDDEN, dtype=dtype), head)
+        teacher: Any = FullDistribution.from_hidden(torch.empty(ROWS // 2, HIDDEN, dtype=dtype), head)
     else:
         k_ids = torch.arange(8).expand(ROWS // 2, -1)
         teacher = TopKDistribution(k_ids, torch.zeros(k_ids.shape), torch.zeros(len(k_ids)))

@@ -130,6 +130,8 @@ def teachers(dtype: torch.dtype) -> None:
             hidden = forward_hidden_states(teacher, microbatches, progress=False)
         assert head is not None
         assert hidden is not None
-        distribution = FullDistribution.cat([FullDistribution.of(one, head) for one in hidden]).to("cuda")
+        distribution = FullDistribution.cat([FullDistribution.from_hidden(one, head) for one in hidden]).to(
+            "cuda"
+        )
         student = torch.zeros(len(distribution), gpt.vocab_size, device="cuda", requires_grad=True)
         full_vocabulary_divergence(student, distribution.logits()).sum().backward()
