@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "hooks": {"engine"},
     "__init__": {"common", "engine", "errors"},
     "doctor": {"engine", "errors", "__init__"},
-    "cli": {"common", "engine", "errors", "doctor", "demo", "inference", "testing", "__init__"},
+    "cli": {"common", "engine", "errors", "doctor", "demo", "inference", "__init__"},
     "__main__": {"cli"},
 }
 # The same within the engine; what only type checkers import counts too.

@@ -15,11 +15,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
 from itertools import groupby
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +31,7 @@ import pytest
 from _pytest._code import TracebackEntry
 
 from megatron_rl_patches.testing.cpu_backend import cpu_backend
-from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, Send, group_variables
+from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, group_variables, send
 
 from .runs import (
     FAILED,
@@ -44,6 +46,8 @@ from .runs import (
 )
 
 Report = pytest.TestReport | pytest.CollectReport
+#: Sends a value to the parent of a rank, and whether it is a failure.
+Send = Callable[[Any, bool], None]
 
 _MESSAGE_LENGTH = 2000
 _DOWNLOAD = "tests.test_utils.python_scripts.download_unit_tests_dataset"
@@ -195,10 +199,10 @@ class _Conductor:
         if self.options.collectonly:
             return None
         items = session.items
-        tasks = partial(_run_test, session), partial(_prepare, session)
+        work = partial(_run_tests, session)
         with (
             tempfile.TemporaryDirectory(prefix="megatron-tests-", ignore_cleanup_errors=True) as folder,
-            closing(RankPool(self.options.ranks, Path(folder), *tasks)) as pool,
+            closing(RankPool(self.options.ranks, Path(folder), work, ForkContext())) as pool,
         ):
             gc.freeze()  # or else each fork's first collection would copy most of the memory that they share
             for _, numbers in groupby(range(len(items)), key=lambda number: items[number].path):
@@ -212,7 +216,12 @@ class _Conductor:
     def _run(self, pool: RankPool, item: pytest.Item, number: int) -> None:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.perf_counter()
-        outcome = pool.run(number, self.options.hang_after)
+        if not pool.ranks:  # the first test of a file, or one after a test that failed
+            pool.start()
+        for rank in pool.ranks:
+            with suppress(BrokenPipeError):
+                rank.pipe.send(number)
+        outcome = pool.wait(self.options.hang_after)
         for report in self._reports(item, outcome, time.perf_counter() - began):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -301,6 +310,15 @@ def _last_lines(text: str) -> str:
 
 
 # --- in the process of a rank
+
+
+def _run_tests(session: pytest.Session, pipe: Connection, folder: Path) -> None:
+    """Run the tests whose numbers come, until the pool is closed."""
+    _prepare(session, int(os.environ["RANK"]), folder)
+    with suppress(EOFError):
+        while True:
+            _run_test(session, pipe.recv(), partial(send, pipe))
+            pipe.send(None)
 
 
 def _prepare(session: pytest.Session, rank: int, folder: Path) -> None:
