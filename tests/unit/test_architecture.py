@@ -72,7 +72,7 @@ LINES = {
     ("reentry",): 1_705,
     ("inference",): 4_530,
     ("losses",): 7_610,
-    ("testing",): 2_195,
+    ("testing",): 2_175,
     ("cli", "doctor"): 1_040,
     ("demo",): 1_050,
 }
