@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
 
 T = TypeVar("T")
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks of the job; ``None``: this rank is alone."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks of a group, in their order; of this rank without one. One collective."""
+    values = [value]
+    if group is not None:
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
@@ -22,16 +38,38 @@ def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> li
     Raises:
         InvalidInputError: some rank has a problem; on every rank, with the problem of the first that has one.
     """
-    gathered = [(value, problem)]
-    if group is not None:
-        gathered *= dist.get_world_size(group)
-        dist.all_gather_object(gathered, (value, problem), group=group)
-    for _, found in gathered:
+    pairs = gathered((value, problem), group)
+    for _, found in pairs:
         if found is not None:
             raise InvalidInputError(found)
-    return [value for value, _ in gathered]
+    return [value for value, _ in pairs]
 
 
 def raise_everywhere(problem: str | None) -> None:
     """Raise :class:`InvalidInputError` on all ranks of the job if one of them has a problem."""
-    agreed(None, problem, dist.group.WORLD if dist.is_initialized() else None)
+    agreed(None, problem, world())
+
+
+@contextmanager
+def all_or_none(action: str, *, error: type[MegatronRLPatchesError], outcome: str) -> Iterator[None]:
+    """Raise ``error`` on every rank of the job if the body fails on any, with the ranks and their reasons."""
+    failure: Exception | None = None
+    reason = None
+    try:
+        yield
+    except Exception as raised:
+        failure = raised
+        reason = str(raised) if isinstance(raised, error) else one_line(raised)
+    reasons = gathered(reason, world())
+    if any(reasons):
+        raise error(f"{action}: {summary(reasons)}. {outcome}") from failure
+
+
+def summary(reasons: Sequence[str | None]) -> str:
+    """Join the reasons of all ranks, each once, with the ranks that have it."""
+    parts = []
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        parts.append(f"{'every rank' if len(ranks) == len(reasons) else listed}: {reason}")
+    return "; ".join(parts)
