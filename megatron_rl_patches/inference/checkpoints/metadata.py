@@ -61,13 +61,16 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 def _place(index: Any, place: Any) -> tuple[MetadataIndex, _StorageInfo]:
     fields, where = _fields(place, "_StorageInfo"), _fields(index, "MetadataIndex")
+    file = _text(fields["relative_path"])
     if fields.get("transform_descriptors"):
-        raise TypeError(f"{fields['relative_path']} is compressed, which is not supported")
+        raise TypeError(f"{file} is compressed, which is not supported")
+    if not file.endswith(".distcp"):  # beside the index that is written for Megatron's loader
+        raise ValueError(f"it names the file {file!r:.40}, expected *.distcp")
     offset = where.get("offset")
     start, length = _size([fields["offset"], fields["length"]])
     return (
         MetadataIndex(_text(where["fqn"]), None if offset is None else _size(offset)),
-        _StorageInfo(_text(fields["relative_path"]), start, length),
+        _StorageInfo(file, start, length),
     )
 
 

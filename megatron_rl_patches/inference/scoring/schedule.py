@@ -24,12 +24,11 @@ from ...common.chunks import (
     modules_with_modes,
     unwrap,
 )
+from ...common.devices import copied_to, on_device
 from ...common.ranks import is_rank_0
 from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
-from ...losses.logits.rows import on_device
-from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
 from ...reentry.forward_pre_hooks import gathered_parameters
 from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork

@@ -127,6 +127,7 @@ def _place(name: Any = "weight", file: Any = "__0_0.distcp", offset: Any = 0) ->
         (_index({}, {"weight": 3}), "it holds 3, no _StorageInfo"),
         (_index({}, _place(3)), "it holds 3 where torch saves a text"),
         (_index({}, _place(file=3)), "it holds 3 where torch saves a text"),
+        (_index({}, _place(file=".metadata")), r"it names the file '\.metadata', expected \*\.distcp"),
         (_index({}, _place(offset=-1)), r"\[-1, 1\] has negative numbers"),
         (_index({}, _place(offset=1.5)), "TypeError"),
     ],
