@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -21,10 +21,28 @@ def world() -> dist.ProcessGroup | None:
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return the values of all ranks of a group, in their order; of this rank without one. One collective."""
     values = [value]
-    if group is not None:
+    if group is not None and dist.get_world_size(group) > 1:
         values *= dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
     return values
+
+
+def raise_on_all(problem: str | None, groups: Iterable[dist.ProcessGroup | None] | None = None) -> None:
+    """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
+
+    Args:
+        problem: of this rank, if it has one.
+        groups: the ranks that would wait for this one; without them, all ranks of the job.
+
+    Raises:
+        InvalidInputError: some rank has a problem; one that has none names that rank.
+    """
+    known = None if problem is None else (dist.get_rank() if dist.is_initialized() else 0, problem)
+    for group in [world()] if groups is None else groups:
+        of_group = gathered(known, group)  # also by a rank that knows a problem already
+        known = known or next(filter(None, of_group), None)
+    if known is not None:
+        raise InvalidInputError(problem or f"rank {known[0]}: {known[1]}")
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
@@ -39,15 +57,9 @@ def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> li
         InvalidInputError: some rank has a problem; on every rank, with the problem of the first that has one.
     """
     pairs = gathered((value, problem), group)
-    for _, found in pairs:
-        if found is not None:
-            raise InvalidInputError(found)
+    if reason := next((reason for _, reason in pairs if reason is not None), None):
+        raise InvalidInputError(reason)
     return [value for value, _ in pairs]
-
-
-def raise_everywhere(problem: str | None) -> None:
-    """Raise :class:`InvalidInputError` on all ranks of the job if one of them has a problem."""
-    agreed(None, problem, world())
 
 
 @contextmanager
