@@ -37,15 +37,13 @@ def load_inference_checkpoint(
 ) -> int:
     """Load the weights of a Megatron checkpoint, and nothing else of it, into a model.
 
-    Megatron's loader reads the tensors, after the index of the checkpoint was checked. It changes no global
-    state. The optimizer's shards are neither read nor checked, and may be absent. TP, PP, VPP and EP sizes
-    may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer's format
-    (``megatron/training/checkpointing.py``).
+    Megatron-core's loader reads the tensors, after the index of the checkpoint was checked. No global state
+    changes. The optimizer's shards are neither read nor checked, and may be absent. TP, PP, VPP and EP sizes
+    may change even where Megatron-LM's ``load_checkpoint`` refuses that because of the optimizer's format.
 
     A collective: every rank of the default process group calls it, and either all of them load or all of
     them raise. Keys, shapes and file sizes are checked before any tensor is read, and all tensors are read
-    before the first weight is written. Bytes that changed within a stored tensor go unnoticed, since torch
-    does not verify its checksums.
+    before the first weight is written.
 
     Weights are written in place: storages, dtypes, ``requires_grad`` and train/eval mode of the model stay.
     Another dtype in the checkpoint is converted. Vocabulary padding may differ, by less than 2,048 rows, with
@@ -53,21 +51,18 @@ def load_inference_checkpoint(
     them out. ``_extra_state`` entries (scales of Transformer Engine for delayed scaling) are not loaded, with
     a warning if the model has some. No code runs that the files name.
 
-    It takes no device memory. Every rank holds its own weights once in host memory, and twice while it joins
-    those that Megatron splits for storage (gated MLP).
+    It takes no device memory. Every rank holds its own weights in host memory.
 
     Args:
         model: model chunks of this rank as Megatron's ``get_model`` returns them, or one of them; in
             ``Float16Module`` or DDP, or bare.
         path: a checkpoint root with ``latest_checkpointed_iteration.txt``, an ``iter_XXXXXXX`` or
-            ``release`` folder, or any folder written by ``megatron.core.dist_checkpointing``; in the format
-            ``torch_dist``.
+            ``release`` folder, or any folder written by ``megatron.core.dist_checkpointing``.
         ckpt_step: the iteration to take from a root instead of the latest, as ``--ckpt-step``.
         exact: refuse other dtypes and another padding of the vocabulary too.
 
     Returns:
-        The iteration at which the checkpoint was saved; 0 for a release, as in Megatron, and if the
-        checkpoint does not hold it.
+        The iteration at which the checkpoint was saved; 0 for a release, and if there is none.
 
     Raises:
         InvalidInputError: no chunks, a chunk on the meta device, or no process group.
@@ -121,7 +116,7 @@ def _read(chunks: Sequence[torch.nn.Module], location: Location, exact: bool) ->
         places = checkpoint.places(requested)
         differing, paddings = checkpoint.compare(requested, exact)
         for index, chunk in enumerate(chunks):
-            differing |= _missing(chunk, request.tensors.get(str(index), {}))
+            differing |= _missing(chunk, request.names(str(index)))
     # Every stored tensor must be requested by some rank. Each rank sends one byte for each stored name: the
     # names themselves would be megabytes from each to each.
     names = checkpoint.names()
@@ -135,9 +130,8 @@ def _read(chunks: Sequence[torch.nn.Module], location: Location, exact: bool) ->
     with _on_all_ranks_or_none(f"cannot load {folder}"):
         by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
         unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
-        if text := describe(
-            {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
-        ):
+        differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
+        if text := describe(differing):
             raise CheckpointError(f"the checkpoint is of another model; {text}")
     with ExitStack() as stack:
         with _on_all_ranks_or_none(f"cannot read {folder}"):
@@ -188,11 +182,11 @@ def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[tor
     return chunks
 
 
-def _missing(chunk: torch.nn.Module, state: Iterable[str]) -> Differences:
-    """Return the weights that loading this state would leave as they are."""
+def _missing(chunk: torch.nn.Module, names: set[str]) -> Differences:
+    """Return the weights that stay as they are when these are loaded."""
     weights = chunk.state_dict(keep_vars=True)
     # Tied weights have several names, and one is enough.
-    loaded = {id(weights[name]) for name in weights.keys() & set(state)}
+    loaded = {id(weights[name]) for name in weights.keys() & names}
     return {
         ("missing in the checkpoint", name)
         for name, weight in weights.items()

@@ -6,7 +6,6 @@ So the loader gets a folder with links to the shards and an index written anew, 
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
 import pickle
@@ -33,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, first, one_line
@@ -57,6 +57,10 @@ class Request(NamedTuple):
     others: _State
     #: What joins weights that Megatron splits for storage.
     factories: _State
+
+    def names(self, key: str) -> set[str]:
+        """Return the names in the state dict of a chunk."""
+        return {*self.tensors.get(key, {}), *self.others.get(key, {})}
 
     def by_name(self) -> dict[str, ShardedTensor]:
         """Return every tensor that the request touches, by its name in the checkpoint."""
@@ -193,12 +197,13 @@ class TorchDistCheckpoint:
             states = TorchDistLoadShardedStrategy().load(request.tensors, folder)
         except (Exception, CheckpointException) as error:
             for place in places:
-                with reading(self.folder / place.relative_path, "is corrupt or truncated:"):
-                    torch.load(io.BytesIO(self._content(place)), map_location="cpu", weights_only=True)
-            # It may be another rank's failure.
+                file = self.folder / place.relative_path
+                with reading(file, "is corrupt or truncated:"), file.open("rb") as stream:
+                    piece: Any = _create_file_view(stream, place.offset, place.length)
+                    torch._C.PyTorchFileReader(piece)
+            # It may be another rank's failure. After the first sentence, torch advises to load without care.
             [(failure, _), *_] = getattr(error, "failures", {}).values() or [(error, None)]
-            message = f"{self.folder}: Megatron's loader fails: {one_line(failure)}"
-            raise CheckpointError(message) from error
+            raise CheckpointError(f"Megatron's loader fails: {one_line(failure).split('. ')[0]}") from error
         merge(states, request.others)
         return apply_factory_merges(states, request.factories)
 
