@@ -94,22 +94,6 @@ def _sharding() -> dict[str, Any]:
     return {_SHARDING_TYPE: kind, "chained_optim_avoid_prefix": True}
 
 
-def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
-    """As with ``--ckpt-format torch``, without expert parallelism."""
-    folder = _new_folder(root, iteration)
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-    if parallel_state.get_data_parallel_rank() == 0:
-        state = _common(iteration) | {key: chunk.state_dict() for key, chunk in _keyed(chunks)}
-        state["optimizer"] = optimizer.state_dict()
-        state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()}]
-        (folder / name).mkdir()
-        torch.save(state, folder / name / "model_optim_rng.pt")
-    _track(root, iteration)
-    return folder
-
-
 def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Copies of all parameters of the model, from all ranks, by names that do not depend on the layout."""
     own = {}

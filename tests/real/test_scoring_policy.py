@@ -171,7 +171,7 @@ def test_gathering_that_would_destroy_gradients_is_refused() -> None:
     rank = torch.distributed.get_rank()
 
     def refused(why: str, only_rank: int | None = None) -> None:
-        start = "the" if only_rank in (None, rank) else f"rank {only_rank} cannot score: the"
+        start = "the" if only_rank in (None, rank) else f"rank {only_rank}: the"
         with pytest.raises(InvalidInputError, match=f"^{start} parameters .* {why} uses the gradient buffer"):
             forward_log_probs(model, microbatches(), progress=False)
 

@@ -168,7 +168,7 @@ def decorate(loop: Callable[[Model], float], optimizer: Any) -> Callable[[Model]
 def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> None:
     model: list[torch.nn.Module] = build_inference_model(provider, config, dtype="bf16", device="cuda")
     build_inference_model(provider, config, pre_wrap=lambda chunks: None, perform_initialization=True)
-    iteration: int = load_inference_checkpoint(model, path, format="torch_dist", ckpt_step=7, exact=True)
+    iteration: int = load_inference_checkpoint(model, path, ckpt_step=7, exact=True)
     load_inference_checkpoint(model[0], str(path))
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
     scores: Scores | None = forward_log_probs(

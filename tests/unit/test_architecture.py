@@ -64,14 +64,14 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # that needs fewer lowers it, so that nothing grows back unseen.
 LINES = {
     ("__init__", "__main__", "errors"): 100,
-    ("common",): 225,
+    ("common",): 305,
     ("hooks",): 100,
     ("engine",): 2_170,
     ("patches",): 1_300,
     ("frameworks",): 2_160,
     ("reentry",): 1_705,
-    ("inference",): 4_530,
-    ("losses",): 7_610,
+    ("inference",): 4_295,
+    ("losses",): 7_595,
     ("testing",): 2_175,
     ("cli", "doctor"): 1_040,
     ("demo",): 1_050,

@@ -1,8 +1,8 @@
-"""What one rank alone has wrong is raised on all ranks that would wait for it."""
+"""What each rank checks before it scores, and the ranks that would wait for one that refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,24 +11,6 @@ from megatron.core import parallel_state
 
 from ...errors import InvalidInputError
 from ...reentry.forward_pre_hooks import why_not_gathered
-
-
-def raise_on_all(problem: str | None, groups: Iterable[Any]) -> None:
-    """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
-
-    Raises:
-        InvalidInputError: some rank has a problem; one that has none names that rank.
-    """
-    known = None if problem is None else (torch.distributed.get_rank(), problem)
-    for group in groups:
-        if group.size() > 1:
-            gathered: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(gathered, known, group=group)
-            known = known or next(filter(None, gathered), None)
-    if problem is not None:
-        raise InvalidInputError(problem)
-    if known is not None:
-        raise InvalidInputError(f"rank {known[0]} cannot score: {known[1]}")
 
 
 def groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:

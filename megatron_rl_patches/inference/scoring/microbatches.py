@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError, first
 from ...losses import SequenceLayout
-from ...losses.logits.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,12 @@ import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from ...common.agreement import gathered, raise_on_all
 from ...common.chunks import as_chunks, config_of
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.options import VocabParallelOptions, is_integer
-from ...losses.logits.rows import on_device
-from .agreement import check_model, groups_that_wait, raise_on_all, shares_experts
+from .agreement import check_model, groups_that_wait, shares_experts
 from .microbatches import Limits, Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -182,15 +183,13 @@ def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microba
     Raises:
         InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
     """
-    gathered: list[Any] = []
+    ranks = []
     if shares_experts(config):
-        group = parallel_state.get_expert_model_parallel_group()
-        gathered = [None] * group.size()
         shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
-        torch.distributed.all_gather_object(gathered, shapes, group=group)
-    rounds = max([len(schedule), *map(len, gathered)])
-    if gathered and config.moe_token_dispatcher_type == "allgather":
-        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in gathered]
+        ranks = gathered(shapes, parallel_state.get_expert_model_parallel_group())
+    rounds = max([len(schedule), *map(len, ranks)])
+    if ranks and config.moe_token_dispatcher_type == "allgather":
+        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in ranks]
         for number, of_round in enumerate(zip(*full, strict=True)):
             if len(set(of_round)) > 1:
                 raise InvalidInputError(

@@ -10,13 +10,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
+from ...common.agreement import raise_on_all
 from ...common.chunks import unwrap
+from ...common.devices import copied_to
 from ...common.ranks import is_rank_0
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
-from ...losses.objectives.full_vocabulary import copied_to
 from ...losses.output_layer import deferring
-from .agreement import raise_on_all
 from .microbatches import Microbatch
 from .modes import scoring
 from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of

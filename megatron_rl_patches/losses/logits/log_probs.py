@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.devices import on_device
 from .arguments import checked_source, valid_targets
 from .autograd import LogitFunction, Tensors, without_autocast
 from .deferred import DeferredLogits
 from .log_probs_autograd import LogProbsAndEntropy, Targets
 from .options import VocabParallelOptions
-from .rows import Inputs, LogitSource, as_slice, on_device
+from .rows import Inputs, LogitSource, as_slice
 
 
 def vocab_parallel_log_probs(

@@ -327,17 +327,6 @@ def check_no_transform(*tensors: Tensor | None) -> None:
         )
 
 
-def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return the tensor on the device; from host memory it is copied to a GPU without waiting for it.
-
-    A tensor that is in pinned memory already must not be overwritten before the copy has ended.
-    """
-    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
-        return tensor.to(device)
-    # torch cannot pin a tensor whose elements share memory, as those of expand() do.
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
-
-
 def _default_block_bytes(logits: Tensor) -> int:
     """Return the default of ``block_bytes``.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ..logits.arguments import check_distinct, check_ids
 from ..logits.distributions import (
@@ -21,7 +22,6 @@ from ..logits.distributions import (
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from ..logits.options import VocabParallelOptions, check_floats, check_instance, check_integer, check_list
-from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,

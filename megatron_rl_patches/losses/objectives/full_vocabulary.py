@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.devices import copied_to
 from ...errors import InvalidInputError
 from ..logits.arguments import checked_source
 from ..logits.autograd import all_gather
@@ -96,18 +97,6 @@ class OutputHead:
     def nbytes(self) -> int:
         """Bytes of weight and bias."""
         return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:
-    """Return a copy without a graph on the device; what comes from a GPU goes to pinned host memory.
-
-    With ``non_blocking`` such a copy is complete when the current CUDA stream has been waited for.
-    """
-    tensor = tensor.detach()
-    if not tensor.is_cuda or torch.device(device).type != "cpu":
-        return tensor.to(device, copy=True)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=non_blocking)
 
 
 @dataclass(frozen=True, eq=False)

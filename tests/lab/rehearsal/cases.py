@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.losses import (
     DistillationBatch,
     FullDistribution,
@@ -38,7 +39,6 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
-from megatron_rl_patches.losses.logits.rows import on_device
 from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.lab.rehearsal import counted
 from tests.lab.rehearsal.recorder import recording

@@ -40,12 +40,12 @@ WAITS: dict[str, dict[str, int]] = {
     "reverse_kl, ids ruled out": _ONE_PASS,
     "host memory": {
         **_ONE_PASS,
-        "copy_ in full_vocabulary.py:copied_to": 1,
+        "copy_ in devices.py:copied_to": 1,
         "_to_copy in distributions.py:to": 1,
     },
     "distillation, whole vocabulary": {
         **_ONE_PASS,
-        "copy_ in full_vocabulary.py:copied_to": 1,
+        "copy_ in devices.py:copied_to": 1,
         "_to_copy in distillation.py:_full_comparison": 1,
     },
     "tensor parallel": {**_ONE_PASS, **_TIES},
@@ -58,7 +58,7 @@ WAITS: dict[str, dict[str, int]] = {
         "_to_copy in weights.py:checksum": 10,
         "Stream.synchronize in weights.py:__init__": 7,
         "Stream.synchronize in schedule.py:forward_only": 2,
-        "copy_ in full_vocabulary.py:copied_to": 1,
+        "copy_ in devices.py:copied_to": 1,
     },
 }
 

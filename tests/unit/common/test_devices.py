@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_patches.losses.logits.rows import on_device
+from megatron_rl_patches.common.devices import on_device
 from megatron_rl_patches.testing.cuda_redirect import CudaToCpu
 
 
