@@ -116,8 +116,8 @@ def demo() -> StepResult:
     output = _run("-m", *command, stdout=subprocess.PIPE, text=True).stdout
     print(output)
     *_, last_rollout, memory, seconds = output.splitlines()
-    backend = "NCCL" if ON_GPU else "gloo"
-    if f" on {backend}" not in output:
+    backend = "nccl" if ON_GPU else "gloo"
+    if f"; {backend}, seed" not in output:
         raise RuntimeError(f"the demo did not run on {backend}:\n{output}")
     return StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {memory}; {seconds}"})
 

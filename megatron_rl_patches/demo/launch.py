@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -18,7 +19,8 @@ from functools import partial
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 
-from .. import __version__
+from tqdm import tqdm
+
 from ..common.ranks import is_rank_0
 from ..doctor import examine_startup
 from ..engine.settings import VARIABLE, variable_of
@@ -59,8 +61,8 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
     startup = examine_startup({**os.environ, **variables})
     if not (without_patches or startup.fires):
         raise MegatronRLPatchesError(f"{VARIABLE}=1 has no effect in this environment: {startup.reason}")
-    _say(f"ranks that start with {VARIABLE}={variables[VARIABLE]}: {ranks}")
-    _say("each imports torch and megatron-core, which takes 5 to 30 seconds …")
+    several = f"{ranks} rank{'s' if ranks > 1 else ''} with {VARIABLE}={variables[VARIABLE]}"
+    _say(f"starting {several}; importing torch and megatron-core takes 5 to 30 seconds …")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         program = partial(_run_program, rollouts, seed)
@@ -94,6 +96,8 @@ def _run_program(rollouts: int, seed: int) -> str | None:
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
     warnings.simplefilter("ignore")
+    # The lock of tqdm's own is for several processes, and a rank would leave it behind, with a warning.
+    tqdm.set_lock(threading.RLock())
     # A GPU of its own for this rank, or the CPU if there is not one for each.
     has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     with torch.cuda.device(int(os.environ["LOCAL_RANK"])) if has_gpu else cpu_backend():
@@ -103,10 +107,10 @@ def _run_program(rollouts: int, seed: int) -> str | None:
         from .program import Program
 
         say = _say if is_rank_0() else lambda line: None
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        backend = "gloo" if torch.distributed.get_backend() == "gloo" else "NCCL"
-        say(f"megatron_rl_patches {__version__}, megatron-core {megatron.core.__version__}, {versions}")
-        say(f"a GPT and its reference are built, and learn to sort digits on {backend} …")
+        versions = f"megatron-core {megatron.core.__version__}, torch {torch.__version__}"
+        backend = torch.distributed.get_backend()
+        say(f"{versions}, Python {platform.python_version()}; {backend}, seed {seed}")
+        say("building a GPT that learns to sort digits, and a reference that only scores; first rollout …")
         error = None
         try:
             program = Program(seed)

@@ -26,6 +26,7 @@ from ..losses import (
     PolicyBatch,
     PolicyOptions,
     SequenceLayout,
+    estimate_kl,
     make_loss_func,
     vocab_parallel_topk,
 )
@@ -116,7 +117,7 @@ class Program:
                 micro_batch_size=_MICRO_BATCH_SIZE,
                 seq_length=LENGTH,
             )
-            kl_bd = batch["old_log_probs"] - batch["ref_log_probs"]
+            kl_bd = estimate_kl(batch["old_log_probs"] - batch["ref_log_probs"], "k3")
             means = torch.stack([right_bd.mean(), right_bd.all(1).float().mean(), kl_bd.mean()])
             torch.distributed.all_reduce(means)
             yield Rollout(*(means / torch.distributed.get_world_size()).tolist())

@@ -40,9 +40,9 @@ def test_the_program_runs() -> None:
 
         with mock.patch.multiple(program, _PROMPTS=16, _STEPS=2):
             first, second = program.Program(seed=0).learn(2)
-        assert first.kl == pytest.approx(0.0, abs=1e-5)
+        assert first.kl == pytest.approx(0.0, abs=1e-6)
         assert second.kl > 1e-4
-        assert 0 < first.reward < 0.2 and 0 < second.reward < 0.3
+        assert 0 < first.reward < 0.2
 
 
 @pytest.mark.slow
@@ -55,18 +55,19 @@ def test_the_reward_rises_over_repeated_calls_of_train(capfd: pytest.CaptureFixt
     assert min(rewards[-3:]) > 2 * max(rewards[:2])
 
     # Before it is silent, it says why.
-    before, _, rest = out.partition("imports torch and megatron-core")
-    assert "MEGATRON_RL_PATCHES=1: starting ranks: 2" in before
-    assert "on gloo; the first rollout …\nrollout   1" in rest
-    # The reference takes its parameters and nothing else.
-    [policy, reference] = re.findall(r"(?:policy|reference) (\d+) kB \((.*?)\)", out)
-    assert policy[1].startswith(f"parameters {reference[0]}, gradients {reference[0]}, Adam's moments ")
-    assert reference[1] == f"parameters {reference[0]}"
-    assert int(policy[0]) > 2.9 * int(reference[0])
+    before, _, rest = out.partition("importing torch and megatron-core")
+    assert before == "starting 2 ranks with MEGATRON_RL_PATCHES=1; "
+    assert "; gloo, seed 0\n" in rest and "first rollout …\nrollout   1" in rest
+    # The reference takes its parameters and nothing else; each rank has half of Adam's two moments.
+    line = (
+        r"policy (\d+) kB \(parameters (\d+), gradients \d+, Adam's moments (\d+)\), reference (\d+) kB \(p"
+    )
+    [total, parameters, moments, reference] = map(int, re.findall(line, out)[0])
+    assert parameters == reference == pytest.approx(moments, rel=0.01)
+    assert total == pytest.approx(3 * reference, rel=0.01)
 
     assert "14 rollouts, one train() call each" in out.splitlines()[-1]
     assert "reentrant-train (megatron.core: 3 applied" in err
-    assert "lean-head (megatron.core:" in err
     assert "Warning" not in err
 
 
