@@ -115,11 +115,11 @@ def demo() -> StepResult:
     command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
     output = _run("-m", *command, stdout=subprocess.PIPE, text=True).stdout
     print(output)
-    *_, last_rollout, memory, seconds = output.splitlines()
+    *_, last_rollout, _, _, seconds = output.splitlines()
     backend = "nccl" if ON_GPU else "gloo"
     if f"; {backend}, seed" not in output:
         raise RuntimeError(f"the demo did not run on {backend}:\n{output}")
-    return StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {memory}; {seconds}"})
+    return StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {seconds}"})
 
 
 def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:

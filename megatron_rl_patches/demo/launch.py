@@ -33,9 +33,10 @@ _PATIENCE_SECONDS = 7 * 24 * 3600.0
 
 _UPSTREAM_ERROR = "AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None"
 _EXPLANATION = """
-This is what the patches are for. The first train() left the model's own no_sync_func on the model's config;
-the second takes it for a custom one and refuses. With MEGATRON_RL_PATCHES=1 in its environment, and its
-train() named in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS, the same program runs to the end:
+This is what the patches are for. The first train() left the model's own
+no_sync_func on the model's config; the second takes it for a custom one and
+refuses. With MEGATRON_RL_PATCHES=1 in its environment, and its train() named
+in MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS, the same program runs to the end:
 megatron-rl-patches demo"""
 
 
@@ -61,8 +62,8 @@ def run_demo(*, rollouts: int, ranks: int, seed: int, without_patches: bool = Fa
     startup = examine_startup({**os.environ, **variables})
     if not (without_patches or startup.fires):
         raise MegatronRLPatchesError(f"{VARIABLE}=1 has no effect in this environment: {startup.reason}")
-    several = f"{ranks} rank{'s' if ranks > 1 else ''} with {VARIABLE}={variables[VARIABLE]}"
-    _say(f"starting {several}; importing torch and megatron-core takes 5 to 30 seconds …")
+    _say(f"starting {ranks} rank{'s' if ranks > 1 else ''} with {VARIABLE}={variables[VARIABLE]}")
+    _say("importing torch and megatron-core takes 5 to 30 seconds …")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         program = partial(_run_program, rollouts, seed)
@@ -110,13 +111,13 @@ def _run_program(rollouts: int, seed: int) -> str | None:
         versions = f"megatron-core {megatron.core.__version__}, torch {torch.__version__}"
         backend = torch.distributed.get_backend()
         say(f"{versions}, Python {platform.python_version()}; {backend}, seed {seed}")
-        say("building a GPT that learns to sort digits, and a reference that only scores; first rollout …")
+        say("building a GPT that learns, and a reference that scores; the first rollout …")
         error = None
         try:
             program = Program(seed)
             for number, rollout in enumerate(program.learn(rollouts), 1):
                 say(f"rollout {number:3d}  {rollout}")
-            say(f"memory of a rank: {program.memory()}")
+            say(program.memory())
         except AssertionError as raised:
             if os.environ[VARIABLE] != "0":
                 raise

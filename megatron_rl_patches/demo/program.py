@@ -132,7 +132,7 @@ class Program:
             "Adam's moments": (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
         }
         reference = {"parameters": self.reference[0].parameters()}
-        return f"policy {_kilobytes(policy)}, reference {_kilobytes(reference)}"
+        return f"policy: {_kilobytes(policy)}\nreference: {_kilobytes(reference)}"
 
     @torch.no_grad()
     def _answers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,4 +205,4 @@ def _forward_step(data_iterator: Iterator[Batch], chunk: torch.nn.Module) -> tup
 def _kilobytes(tensors: Mapping[str, Iterable[torch.Tensor]]) -> str:
     sizes = {name: sum(tensor.nbytes for tensor in several) / 1000 for name, several in tensors.items()}
     parts = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
-    return f"{sum(sizes.values()):.0f} kB ({parts})"
+    return f"{sum(sizes.values()):.0f} kB on a rank ({parts})"
