@@ -23,7 +23,7 @@ help:
 
 venv: $(INSTALLED)-$(EXTRAS)
 
-demo: $(INSTALLED)-demo
+demo: $(INSTALLED)-plot
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
 # What to run before every commit: a few minutes. After a failure: make test PYTEST_ARGS=--lf
@@ -191,7 +191,7 @@ docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
-# Draws what docs/images has of the command line, of the demo and of the estimate.
+# Draws what docs/images has of the command line and of the estimate.
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
 	$(BIN)/python -m docs.plots

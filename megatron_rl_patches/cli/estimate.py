@@ -31,7 +31,7 @@ _SET_HELP = (
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
 _HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
-_PLOT_HELP = "Draw stacked bars; needs the extra `demo`."
+_PLOT_HELP = "Draw stacked bars; needs the extra `plot`."
 
 
 def _option(panel: str, names: str, help: str, metavar: str | None = None, **options: Any) -> Any:
