@@ -1,7 +1,7 @@
 """A teacher without DDP and optimizer, and a student that learns its next-token distributions.
 
     python teacher_and_distillation.py      # two tensor-parallel ranks on the CPU
-    python teacher_and_distillation.py 8    # the same with a top-k of 8 tokens
+    python teacher_and_distillation.py 24   # the same with a top-k of 24 of the 32 tokens
 
 Each rollout scores the student's tokens with the teacher, then trains one step on the reverse KL divergence:
 over the whole vocabulary, or over the k tokens that the student finds most probable and the tail of all

@@ -66,11 +66,11 @@ def test_own_loop_without_the_guard() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("k", [(), ("8",)], ids=["full", "top-k"])
+@pytest.mark.parametrize("k", [(), ("24",)], ids=["full", "top-k"])
 def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
     output = run("teacher_and_distillation.py", *k)
     divergences = numbers(" ".join(re.findall(r"^rollout .*$", output, re.MULTILINE)))
-    assert divergences[-1] < divergences[0] / 2
+    assert divergences[-1] < (0.6 if k else 0.5) * divergences[0]
     assert "materialized" not in output
 
 
