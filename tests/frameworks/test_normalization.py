@@ -14,7 +14,12 @@ from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_verl import TENSORDICT
 from tests.real.normalization_losses import global_batch
 
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks, pytest.mark.runs("losses", ranks=[1, 2])]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.frameworks,
+    pytest.mark.timeout(900),  # up to six starts of ranks, each of which imports a framework
+    pytest.mark.runs("losses", ranks=[1, 2]),
+]
 
 ROLLOUT: dict[str, dict[str, Any]] = {
     "policy": {"loss_type": "policy_loss"},
