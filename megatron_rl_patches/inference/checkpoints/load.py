@@ -23,9 +23,8 @@ from .location import Location, check_format, locate
 _log = logging.getLogger("megatron_rl_patches")
 _MTP = "mtp."
 _State = dict[str, Any]
-_on_all_ranks_or_none = partial(
-    all_or_none, error=CheckpointError, outcome="Nothing was loaded; the weights are as before."
-)
+_AS_BEFORE = "Nothing was loaded; the weights are as before."
+_on_all_ranks_or_none = partial(all_or_none, error=CheckpointError, outcome=_AS_BEFORE)
 
 
 def load_inference_checkpoint(
@@ -105,10 +104,10 @@ def _read(chunks: Sequence[torch.nn.Module], location: Location, exact: bool) ->
     from .torch_dist import TorchDistCheckpoint
 
     folder, names = location.folder, gathered(location.folder.name, world())
+    if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
+        each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
     with _on_all_ranks_or_none(f"cannot load {folder}"):
-        if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
-            each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            raise CheckpointError(f"ranks see different checkpoints ({each})")
         checkpoint = TorchDistCheckpoint(folder)
         iteration = _iteration(location, checkpoint.common)
         request = checkpoint.request(chunks)
