@@ -1,10 +1,10 @@
-"""How far a reader walks: which modules of the package a call visits, and how often it goes from one to another.
+"""Which modules of the package a call visits, and how often it goes from one to another.
 
     python -m tests.lab.walks            # all walks
     python -m tests.lab.walks dense      # one of them, with each stay
 
-A *stay* is a row of calls of named functions in one module, without a call of a function in another module of the package
-in between. ``sys.setprofile`` sees the calls of this thread.
+A *stay* is a row of calls of named functions in one module, without a call of a function in another module of
+the package in between. ``sys.setprofile`` sees the calls of this thread.
 """
 
 from __future__ import annotations

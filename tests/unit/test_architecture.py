@@ -269,7 +269,6 @@ def test_benchmarks_and_tests_share_references_alone() -> None:
             forbidden = {"benchmarks", "tests"}
         if extra := {rooms[room] for room in forbidden & rooms.keys()}:
             wrong[str(path.relative_to(ROOT))] = extra
-    wrong.pop("benchmarks/students.py", None)  # It leaves, together with tests/real/students.py.
     assert wrong == {}, "what both need belongs into tests/references"
 
 
