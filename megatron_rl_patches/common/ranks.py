@@ -15,3 +15,18 @@ def is_rank_0() -> bool:
         return int(os.environ.get("RANK", "0")) <= 0
     except ValueError:
         return True
+
+
+def is_first_of_stage() -> bool:
+    """Return whether this is the first rank of its pipeline stage."""
+    if is_rank_0():
+        return True
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return False
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return not any(ranks)

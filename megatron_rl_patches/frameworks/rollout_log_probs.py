@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.ranks import is_first_of_stage
 from ..reentry import training_warnings
 
 #: A mean difference above this, in nats per token, is reported. bfloat16 on both sides gives 0.01 to 0.05.
@@ -64,7 +65,7 @@ def _compare_log_probs(rollout: Mapping[str, Any]) -> None:
             "another temperature, experts that are chosen differently, or a run that samples with older "
             "weights by design",
             setting="rollout_log_probs",
-            log=training_warnings.is_first_of_stage(),
+            log=is_first_of_stage(),
         )
 
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Model, bucket_groups, config_of, distinct_configs, unwrap
-from ..common.ranks import is_rank_0
+from ..common.ranks import is_first_of_stage, is_rank_0
 
 _log = logging.getLogger("megatron_rl_patches")
 #: A call of ``train()`` is judged by its first microbatches, up to this number.
@@ -337,18 +337,3 @@ def _is_unreduced(group: Any, if_unknown: bool) -> bool:
     if group.ddp_config.use_distributed_optimizer and shards is not None:
         return all(shard is None for shard in shards)
     return if_unknown
-
-
-def is_first_of_stage() -> bool:
-    """Return whether this is the first rank of its pipeline stage."""
-    if is_rank_0():
-        return True
-    from megatron.core import parallel_state
-
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    return not any(ranks)

@@ -12,12 +12,12 @@ from .ranks import spawn_ranks as spawn_ranks
 
 if TYPE_CHECKING:
     from .mock_ddp import MockDDP as MockDDP
-    from .mock_ddp import MockOptimizer as MockOptimizer
     from .mock_modules import MockBucketGroup as MockBucketGroup
     from .mock_modules import MockConfig as MockConfig
     from .mock_modules import MockDDPConfig as MockDDPConfig
     from .mock_modules import MockFloat16Module as MockFloat16Module
     from .mock_modules import MockModule as MockModule
+    from .mock_optimizer import MockOptimizer as MockOptimizer
     from .normalization import SPLITS as SPLITS
     from .normalization import Microbatch as Microbatch
     from .normalization import NormalizationReport as NormalizationReport
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, _lazy = lazy_names(
     __name__,
     {
-        ".mock_ddp": ["MockDDP", "MockOptimizer"],
+        ".mock_ddp": ["MockDDP"],
         ".mock_modules": [
             "MockBucketGroup",
             "MockConfig",
@@ -37,6 +37,7 @@ __getattr__, __dir__, _lazy = lazy_names(
             "MockFloat16Module",
             "MockModule",
         ],
+        ".mock_optimizer": ["MockOptimizer"],
         ".normalization": [
             "SPLITS",
             "Microbatch",

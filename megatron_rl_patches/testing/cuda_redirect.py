@@ -178,36 +178,7 @@ def _eager(model: Any = None, **options: object) -> Any:
 
 def replacements() -> list[Replacements]:
     """Return what of torch is replaced while the redirect is on, besides that of ``cpu_adapters``."""
-    cuda, stream = torch.cuda, _constant(Stream())
-    properties = SimpleNamespace(
-        name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
-    )
-    by_value: list[tuple[Any, str]] = [
-        # With is_initialized, torch's lazy initialization returns at once, and so do copies in other modules.
-        (True, "is_available is_initialized is_bf16_supported"),
-        (False, "is_current_stream_capturing"),
-        (None, "init set_device synchronize ipc_collect set_stream empty_cache"),
-        (None, "reset_peak_memory_stats reset_max_memory_allocated"),
-        (0, "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"),
-        (0, "utilization temperature power_draw clock_rate device_memory_used"),
-        ("", "memory_summary"),
-        (properties.name, "get_device_name"),
-        ((properties.major, properties.minor), "get_device_capability"),
-        (properties, "get_device_properties"),
-    ]
-    cuda_functions = {
-        **{name: _constant(value) for value, names in by_value for name in names.split()},
-        **dict.fromkeys(("device", "device_of", "stream"), _Context),
-        **dict.fromkeys(("Stream", "ExternalStream"), Stream),
-        **dict.fromkeys(("current_stream", "default_stream"), stream),
-        "Event": Event,
-        **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES},
-        "device_count": _device_count,
-        "mem_get_info": lambda device=None: psutil.virtual_memory()[1::-1],
-        "memory_stats": lambda *args, **kwargs: defaultdict(int),
-        # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
-        "default_generators": _Generators(),
-    }
+    cuda, cuda_functions = torch.cuda, _cuda_functions()
     # torch itself, Adam for one, asks torch.accelerator, which in a wheel with CUDA is a GPU on any machine.
     accelerator_functions = {
         **cuda_functions,  # it has most of them under the same names
@@ -239,3 +210,37 @@ def replacements() -> list[Replacements]:
         (Variable, {"_execution_engine": _Engine(Variable._execution_engine)}),
         (torch, {"compile": _eager, "Generator": _Generator, "Stream": Stream, "Event": Event}),
     ]
+
+
+def _cuda_functions() -> dict[str, Any]:
+    """Return what takes the place of functions of ``torch.cuda``."""
+    stream = _constant(Stream())
+    properties = SimpleNamespace(
+        name="CPU", major=8, minor=0, total_memory=0, multi_processor_count=1, warp_size=32
+    )
+    by_value: list[tuple[Any, str]] = [
+        # With is_initialized, torch's lazy initialization returns at once, and so do copies in other modules.
+        (True, "is_available is_initialized is_bf16_supported"),
+        (False, "is_current_stream_capturing"),
+        (None, "init set_device synchronize ipc_collect set_stream empty_cache"),
+        (None, "reset_peak_memory_stats reset_max_memory_allocated"),
+        (0, "current_device memory_allocated max_memory_allocated memory_reserved max_memory_reserved"),
+        (0, "utilization temperature power_draw clock_rate device_memory_used"),
+        ("", "memory_summary"),
+        (properties.name, "get_device_name"),
+        ((properties.major, properties.minor), "get_device_capability"),
+        (properties, "get_device_properties"),
+    ]
+    return {
+        **{name: _constant(value) for value, names in by_value for name in names.split()},
+        **dict.fromkeys(("device", "device_of", "stream"), _Context),
+        **dict.fromkeys(("Stream", "ExternalStream"), Stream),
+        **dict.fromkeys(("current_stream", "default_stream"), stream),
+        "Event": Event,
+        **{f"{name}Tensor": getattr(torch, f"{name}Tensor") for name in _TENSOR_TYPES},
+        "device_count": _device_count,
+        "mem_get_info": lambda device=None: psutil.virtual_memory()[1::-1],
+        "memory_stats": lambda *args, **kwargs: defaultdict(int),
+        # One generator serves as the CPU's and the GPU's; torch.cuda.random works on it unchanged.
+        "default_generators": _Generators(),
+    }

@@ -3,14 +3,14 @@
 ``MockDDP`` keeps what a pipeline can observe: which call raises what, which hooks are installed, which
 collectives would be outstanding, and whether a forward pass would have used stale parameters, as in
 megatron-core 0.16 to 0.19. While the patch ``reentrant-train`` is applied, the hook methods behave as those
-of the patched class do, and while ``finite-step`` is, so does ``MockOptimizer.step``.
+of the patched class do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partialmethod
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from ..common.chunks import bucket_groups
 from ..errors import InvalidInputError
-from ..reentry import finite_step, forward_pre_hooks
+from ..reentry import forward_pre_hooks
 from .mock_modules import (
     MockBucketGroup,
     MockBuffer,
@@ -26,15 +26,8 @@ from .mock_modules import (
     MockDDPConfig,
     MockModule,
     MockProcessGroup,
+    is_patched,
 )
-
-
-def _is_patched(method: str) -> bool:
-    """Return whether a method of a real class is patched, or will be when the class is imported."""
-    from .. import status
-
-    states = {site.state for site in status() if site.target.endswith(f".{method}")}
-    return not states.isdisjoint({"applied", "waiting", "absent"})
 
 
 class _BaseDataParallel(torch.nn.Module):
@@ -173,7 +166,7 @@ class MockDDP(_BaseDataParallel):
     def enable_forward_pre_hook(self) -> None:
         """Raise AssertionError without overlapped gather, or when any hook is installed."""
         self._record("enable_forward_pre_hook")
-        if self.remove_forward_pre_hook_handles and _is_patched("enable_forward_pre_hook"):
+        if self.remove_forward_pre_hook_handles and is_patched("enable_forward_pre_hook"):
             forward_pre_hooks.enable(self._enable_forward_pre_hook, self)
         else:
             self._enable_forward_pre_hook()
@@ -187,7 +180,7 @@ class MockDDP(_BaseDataParallel):
         """Raise KeyError at the first module without a hook; those before it have lost theirs by then."""
         self._record("disable_forward_pre_hook", param_sync=param_sync)
         all_hooked = self.remove_forward_pre_hook_handles.keys() == set(self.module.modules())
-        if not all_hooked and _is_patched("disable_forward_pre_hook"):
+        if not all_hooked and is_patched("disable_forward_pre_hook"):
             forward_pre_hooks.disable(self._disable_forward_pre_hook, self, param_sync)
         else:
             self._disable_forward_pre_hook(param_sync)
@@ -272,121 +265,3 @@ class MockDDP(_BaseDataParallel):
         for param in reversed(list(self.parameters())):
             if param in self.param_to_bucket_group:
                 self._accumulate(param)
-
-
-@dataclass
-class MockOptimizer:
-    """Stands for Megatron's optimizer: a step leaves other ranks' shards of the parameters stale.
-
-    Attributes:
-        model_chunks: the chunks whose parameters it updates.
-        calls: names of the methods that were called on it, in order.
-        result: what ``step`` returns: success, the gradient norm, and the number of zeros or ``None``.
-            A step without a norm fails as Megatron's does when the loss scaler finds a bad gradient.
-        unreduced_steps: how many steps have used gradients that no ``finish_grad_sync`` had reduced.
-        param_groups: one group with all parameters, which schedulers write learning rates to.
-    """
-
-    model_chunks: Sequence[MockDDP]
-    calls: list[str] = field(default_factory=list)
-    result: tuple[bool, float | None, int | None] = (True, 0.0, None)
-    unreduced_steps: int = 0
-
-    def __post_init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [
-            {"params": self.get_parameters(), "lr": 0.0, "weight_decay": 0.0, "is_expert_parallel": False}
-        ]
-        self.state: dict[Any, Any] = {}
-
-    def _record(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.calls.append(name)
-
-    # Nothing but their calls is observable here.
-    reload_model_params = partialmethod(_record, "reload_model_params")
-    prepare_model_params_for_param_sync = partialmethod(_record, "prepare_model_params_for_param_sync")
-    _copy_main_params_to_param_buffer = partialmethod(_record, "_copy_main_params_to_param_buffer")
-    save_parameter_state = partialmethod(_record, "save_parameter_state")
-    load_parameter_state = partialmethod(_record, "load_parameter_state")
-    offload_to_cpu = partialmethod(_record, "offload_to_cpu")
-    restore_from_cpu = partialmethod(_record, "restore_from_cpu")
-    zero_grad = partialmethod(_record, "zero_grad")
-
-    def get_parameters(self) -> list[torch.nn.Parameter]:
-        return [param for chunk in self.model_chunks for param in chunk.param_to_bucket_group]
-
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        return [param.main_grad for param in self.get_parameters()]  # type: ignore[attr-defined]
-
-    get_main_grads_for_grad_norm = get_grads_for_grad_norm
-
-    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
-        return False
-
-    def get_grad_stats_parallel_group(self) -> MockProcessGroup:
-        return MockProcessGroup()
-
-    def grads_states_parallel_group_is_shared(self) -> bool:
-        return True
-
-    def get_loss_scale(self) -> torch.Tensor:
-        return torch.ones(1)
-
-    def scale_loss(self, loss: Any) -> Any:
-        return loss
-
-    def prepare_grads(self) -> bool:
-        """Return whether the loss scaler has met a gradient that is not finite."""
-        return not self.result[0] and self.result[1] is None
-
-    def get_grad_norm(self) -> float | None:
-        return self.result[1]
-
-    def clip_grad_norm(self, clip_grad: float) -> float | None:
-        self.calls.append("clip_grad_norm")
-        return self.result[1]
-
-    def count_zeros(self) -> int | None:
-        return self.result[2]
-
-    def step_with_ready_grads(self) -> bool:
-        self.calls.append("step_with_ready_grads")
-        if not self.result[0]:
-            return False
-        groups = [group for chunk in self.model_chunks for group in bucket_groups(chunk)]
-        self.unreduced_steps += any(group.is_unreduced for group in groups)
-        for chunk in self.model_chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
-                for group in bucket_groups(chunk):
-                    group.is_stale = True
-                if not chunk.ddp_config.overlap_param_gather:
-                    chunk.start_param_sync()
-        return True
-
-    def step(self) -> tuple[bool, float | None, int | None]:
-        """Return :attr:`result`; a step that fails changes nothing."""
-        self.calls.append("step")
-        if _is_patched("ChainedOptimizer.step"):
-            return finite_step.step(self, self._step)
-        return self._step()
-
-    def _step(self) -> tuple[bool, float | None, int | None]:
-        if self.prepare_grads():
-            return False, None, None
-        norm = self.get_grad_norm()
-        num_calls = len(self.calls)
-        success = self.step_with_ready_grads()
-        del self.calls[num_calls:]
-        return success, norm, self.count_zeros()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        }
-
-    def sharded_state_dict(self, *unused: Any, **options: Any) -> dict[str, Any]:
-        return self.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.calls.append("load_state_dict")
-        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(loaded)

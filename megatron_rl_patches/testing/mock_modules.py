@@ -217,3 +217,11 @@ class MockBucketGroup:
         counts[param] = counts.get(param, 0) + 1
         if not self.is_first_batch and counts == self.golden_per_param_grad_ready_counts:
             self.start_grad_sync(force_all_reduce)
+
+
+def is_patched(method: str) -> bool:
+    """Return whether a method of a real class is patched, or will be when the class is imported."""
+    from .. import status
+
+    states = {site.state for site in status() if site.target.endswith(f".{method}")}
+    return not states.isdisjoint({"applied", "waiting", "absent"})

@@ -64,7 +64,7 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # that needs fewer lowers it, so that nothing grows back unseen.
 LINES = {
     ("__init__", "__main__", "errors"): 100,
-    ("common",): 305,
+    ("common",): 320,
     ("hooks",): 100,
     ("engine",): 2_170,
     ("patches",): 1_300,
@@ -72,7 +72,7 @@ LINES = {
     ("reentry",): 1_705,
     ("inference",): 4_295,
     ("losses",): 7_595,
-    ("testing",): 2_175,
+    ("testing",): 2_200,
     ("cli", "doctor"): 1_020,
     ("demo",): 425,
 }
@@ -152,6 +152,50 @@ def test_lines_stay_within_their_budgets() -> None:
     now = {parts: sum(counted[part] for part in parts) for parts in LINES}
     wrong = {parts: (now[parts], most) for parts, most in LINES.items() if not 0 <= most - now[parts] < SLACK}
     assert wrong == {}, "lines now and in LINES: raise the number with a reason, or lower it"
+
+
+# Functions may have so many lines without their docstring, and so many parameters; modules so many lines.
+MOST_LINES, MOST_PARAMETERS, MOST_IN_MODULE = 60, 8, 350
+# Losses whose modules are still to be divided.
+LONG = {
+    *("losses/logits/deferred.py", "losses/logits/full_divergence.py", "losses/logits/divergences.py"),
+    *("losses/logits/softmax.py", "losses/objectives/policy.py"),
+}
+# Public functions whose parameters are the options of one dataclass, or of the command line.
+OF_ONE_DATACLASS = {
+    *("vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy", "forward_topk"),
+    *("full_vocabulary_divergence", "make_loss_func", "make_distillation_loss_func"),
+    *("SequenceLayout.build", "build_inference_model", "estimate"),
+}
+
+
+def test_functions_and_modules_stay_short() -> None:
+    wrong = {}
+    for path in _modules():
+        name, text = str(path.relative_to(PACKAGE)), path.read_text()
+        if name not in LONG and (count := len(text.splitlines())) > MOST_IN_MODULE:
+            wrong[name] = count
+        for qualname, node in _functions(ast.parse(text)):
+            lines = (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node)
+            parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+            parameters -= any(a.arg in ("self", "cls") for a in node.args.args[:1])
+            if lines > MOST_LINES or (parameters > MOST_PARAMETERS and qualname not in OF_ONE_DATACLASS):
+                wrong[f"{name}:{qualname}"] = lines, parameters
+    assert wrong == {}
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{prefix}{node.name}", node
+
+
+def _docstring_lines(node: ast.FunctionDef) -> int:
+    first = node.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str)
+    return (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
 
 
 def test_no_circle_of_imports() -> None:
