@@ -6,6 +6,7 @@ Those of the demo are of runs that ``megatron-rl-patches demo --json`` recorded 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from benchmarks.page import new_figure, save
 from megatron_rl_patches.demo.figures import DistillationFigures, LearningFigures
 from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import report
-from megatron_rl_patches.inference.memory.huggingface import description_from_hf_config
+from megatron_rl_patches.inference.memory.estimate import Memory, MemoryEstimate
+from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
 DOCS = Path(__file__).parent
 GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model, as its config.json has it
@@ -46,10 +48,29 @@ def distillation() -> Any:
 
 def estimate() -> Any:
     figure = new_figure(5)
-    memory = estimate_memory(description_from_hf_config(GEMMA_3_27B), dtype="bf16", teachers=3)
+    memory = estimate_memory(fields_from_hf_config(GEMMA_3_27B), dtype="bf16", teachers=3)
     axes = figure.subplots()
-    report.draw(memory, axes)
+    _stack(memory, axes)
     return _with_legend_below(figure, axes)
+
+
+def _stack(estimate: MemoryEstimate, axes: Any) -> None:
+    """Draw a bar for each use, and one for the host memory that it takes, stacked of what they hold."""
+    bars = {f"{use}\ndevice": memory for use, memory in report.uses(estimate, estimate.worst).items()}
+    *_, (use, last) = report.uses(estimate, estimate.worst).items()
+    bars[f"{use}\nhost"] = Memory(teachers=last.host)
+    labels = [label.replace(" + ", "\n+ ") for label in bars]
+    bottoms = [0.0] * len(bars)
+    for field in fields(Memory):
+        heights = [getattr(memory, field.name) / 1e9 for memory in bars.values()]
+        if field.name != "host" and any(heights):
+            axes.bar(labels, heights, bottom=bottoms, label=field.name.replace("_", " "), width=0.6)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for index, total in enumerate(bottoms):
+        axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
+    axes.set(ylabel="GB per rank")
+    axes.margins(y=0.1)
+    axes.legend(loc="upper right")
 
 
 def _with_legend_below(figure: Any, axes: Any) -> Any:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..inference.memory.report import uses
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -84,11 +86,8 @@ class LearningFigures(Figures):
     makes_logits: bool = True
 
     def set_memory(self, estimate: MemoryEstimate) -> None:
-        for use, rank_memory in estimate.worst.scenarios.items():
-            for place, memory in (("device", rank_memory.device), ("host", rank_memory.host)):
-                if memory.total:
-                    parts = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
-                    self.memory[f"{use}, {place}"] = parts
+        for use, memory in uses(estimate, estimate.worst).items():
+            self.memory[use] = {name.replace("_", " "): size for name, size in asdict(memory).items() if size}
 
     def add(self, rollout: program.Rollout) -> None:
         self.reward_per_rollout.append(round(rollout.reward, 4))

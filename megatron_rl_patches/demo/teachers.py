@@ -20,7 +20,7 @@ from ..inference import (
     forward_hidden_states,
     forward_log_probs,
 )
-from ..inference.memory.estimate import MemoryEstimate, OptimizerSettings, ParallelSizes
+from ..inference.memory.estimate import MemoryEstimate, OptimizerSettings
 from ..losses import FullDistribution, TopKDistribution
 from . import policy
 from .policy import DIGITS, ORDERS
@@ -85,11 +85,7 @@ class Teachers:
         """Estimate a rank's memory: for training, for scoring, and for training with these teachers."""
         return estimate_memory(
             self.model,
-            parallel=ParallelSizes(
-                tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-                pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-                data_parallel_size=parallel_state.get_data_parallel_world_size(),
-            ),
+            data_parallel_size=parallel_state.get_data_parallel_world_size(),
             dtype="fp32",
             optimizer=OptimizerSettings(use_distributed_optimizer=True),
             teachers=len(self.pool),

@@ -218,7 +218,7 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        *(("check", "--markdown"), ("estimate", "--plot"), ("demo", "--json"), ("demo", "--plot")),
+        *(("check", "--markdown"), ("demo", "--json"), ("demo", "--plot")),
         *(("conformance", "--json"), ("conformance", "--results")),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
         assert (file.read_text() if file.exists() else None) == before
 
 
-@pytest.mark.parametrize("command", ["demo", "estimate"])
+@pytest.mark.parametrize("command", ["demo"])
 def test_a_missing_extra_is_named(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
