@@ -42,6 +42,9 @@ class OptimizerSettings:
     optimizer_cpu_offload: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not bool and (name, value) != ("accumulate_allreduce_grads_in_fp32", None):
+                raise InvalidInputError(f"{name} is {value!r}; expected true or false")
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             raise InvalidInputError("use_precision_aware_optimizer needs use_distributed_optimizer")
 

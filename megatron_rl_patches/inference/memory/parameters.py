@@ -137,6 +137,7 @@ def _counted(task: str) -> list[Stage]:
         input=task,
         capture_output=True,
         text=True,
+        timeout=600,
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -146,7 +147,8 @@ def _counted(task: str) -> list[Stage]:
         },
     )
     if child.returncode:
-        raise InvalidInputError(f"counting the parameters failed:\n{child.stderr.strip()}")
+        last_line = child.stderr.strip().rpartition("\n")[2]
+        raise InvalidInputError(f"counting the parameters failed ({child.returncode}): {last_line}")
     answer = json.loads(child.stdout.splitlines()[-1])
     if isinstance(answer, str):
         raise InvalidInputError(answer)
@@ -167,7 +169,7 @@ def main() -> None:
     try:
         answer = list(stages(config, fields, dtype))
     except InvalidInputError as error:
-        answer = str(error)
+        answer = " ".join(str(error).split())
     except Exception as error:
         answer = f"Megatron does not build this model: {one_line(error)}"
     print(json.dumps(answer))

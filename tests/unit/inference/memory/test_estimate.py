@@ -245,6 +245,7 @@ def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
     ("mistake", "message"),
     [
         (lambda: OptimizerSettings(use_precision_aware_optimizer=True), "needs use_distributed_optimizer"),
+        (lambda: OptimizerSettings(optimizer_cpu_offload="False"), "optimizer_cpu_offload is 'False'"),
         (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype torch.float8_e5m2"),
         (lambda: estimate_memory(linear(), data_parallel_size=0), "data_parallel_size is 0"),
         (
