@@ -11,19 +11,19 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help venv demo test test-all test-rest test-slow test-releases test-oldest test-newest test-cuda-rehearsal \
-    test-frameworks models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
+    test-frameworks conformance models checkouts verdicts runs report release-check mutation lint format bench gpu gpu-wheels docs \
     docs-version options changelog screenshots clean
 
 help:
 	@echo "make venv | demo | lint | format | bench | gpu | gpu-wheels | docs | docs-version | options | changelog | screenshots | clean"
-	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | test-cuda-rehearsal"
+	@echo "make test | test-slow | test-releases | test-oldest | test-newest | test-all (these, and docs) | test-frameworks | conformance | test-cuda-rehearsal"
 	@echo "make models | checkouts | verdicts | runs | report (main of each framework, every night)"
 	@echo "make release-check | mutation"
 	@echo "  PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) PYTEST_ARGS=$(PYTEST_ARGS)"
 
 venv: $(INSTALLED)-$(EXTRAS)
 
-demo: $(INSTALLED)-demo
+demo: $(INSTALLED)-plot
 	$(BIN)/megatron-rl-patches demo $(DEMO_ARGS)
 
 # What to run before every commit: a few minutes. After a failure: make test PYTEST_ARGS=--lf
@@ -70,14 +70,14 @@ test-newest: $(NEWEST)/.installed
 	mkdir -p $(RECORDS)
 	$(NEWEST)/bin/python -m pip freeze --exclude-editable > $(RECORDS)/newest.txt
 	$(NEWEST)/bin/python -m pytest $(PARALLEL) --dist=loadfile --junitxml=$(RECORDS)/newest.xml $(PYTEST_ARGS) \
-	    tests/unit tests/real tests/rehearsal --deselect=$(REHEARSED_MODELS)
+	    tests/unit tests/real tests/lab/rehearsal benchmarks/tests --deselect=$(REHEARSED_MODELS)
 	$(NEWEST)/bin/megatron-rl-patches demo --rollouts=2 --ranks=1
 
 # What losses and models would ask of a GPU, on fake tensors of the oldest and of the newest torch, every night. It needs
 # a C compiler, and no GPU.
-REHEARSED_MODELS := tests/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_models
+REHEARSED_MODELS := tests/lab/rehearsal/test_rehearsal.py::test_a_gpu_would_run_the_models
 test-cuda-rehearsal: $(OLDEST)/.installed $(NEWEST)/.installed
-	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/rehearsal || exit 1; done
+	for bin in $(OLDEST)/bin $(NEWEST)/bin; do $$bin/python -m pytest $(PYTEST_ARGS) tests/lab/rehearsal || exit 1; done
 
 # Plugins that pytest loads wherever they are installed, as in environments of users.
 BESIDE_newest := anyio pytest-asyncio pytest-cov
@@ -90,6 +90,12 @@ $(VENV)-%/.installed: constraints/%.txt pyproject.toml setup.cfg
 export SLIME_DIR VIME_DIR MILES_DIR MEGATRON_LM_DIR VERL_DIR FRAMEWORK_REPOSITORIES
 test-frameworks: venv
 	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
+
+# Megatron-LM's own unit tests on CPU ranks, without and with patches: make conformance MEGATRON_LM_DIR=...
+# CONFORMANCE_ARGS="--ranks 1,2 --select tests/unit_tests/models": see tests/lab/conformance/README.md.
+CONFORMANCE_ARGS ?=
+conformance: venv
+	$(BIN)/python -m tests.lab.conformance $(CONFORMANCE_ARGS) $(MEGATRON_LM_DIR)
 
 # main of each framework, every night: fetched, judged, run for real. The last two write docs/compatibility.md anew.
 CHECKOUTS ?= checkouts
@@ -120,7 +126,7 @@ mutation: $(INSTALLED)-mutation venv
 	$(BIN)/mutmut run --max-children 2
 	$(BIN)/mutmut results
 
-# Before a release: sdist and wheel in dist/, and everything that is tested about them (CONTRIBUTING.md, Releasing).
+# Before a release: sdist and wheel in dist/, and everything that is tested about them (docs/development/releasing.md).
 release-check: venv
 	$(BIN)/python -m tests.packaging.publishable
 	rm -rf dist
@@ -185,7 +191,7 @@ docs-version: $(INSTALLED)-docs
 	PATH="$(abspath $(BIN)):$$PATH" mike deploy --update-aliases $(DOCS_VERSION) latest
 	PATH="$(abspath $(BIN)):$$PATH" mike set-default latest
 
-# Draws what docs/images has of the command line, of the demo and of the estimate.
+# Draws what docs/images has of the command line and of the estimate.
 screenshots: venv
 	$(BIN)/python docs/screenshots.py
 	$(BIN)/python -m docs.plots

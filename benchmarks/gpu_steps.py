@@ -5,7 +5,6 @@ Each step returns a :class:`StepResult`, and raises if it failed. On the CPU it 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -22,15 +21,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_patches.testing import spawn_ranks
-from tests.real import memory_cases
-from tests.real.one_device import gpu_or_cpu
+from tests.references import memory_cases
+from tests.references.heads import DEFERRED, Setup
+from tests.references.one_device import gpu_or_cpu
 
 from . import head as output_layer
 from . import inference_memory, overhead
 from . import loss as logits_loss
 from . import topk as logits_topk
 from .candidates import calls
-from .head import ALL_ROWS, DEFERRED, ENTROPY, HALF, LIGER, NAIVE, VERL
+from .head import ALL_ROWS, ENTROPY, HALF, LIGER, NAIVE, VERL
 from .logits import LogitsSetup
 from .measure import COPY, DEVICE, ON_GPU, Call, Result, kernels
 from .page import met
@@ -113,20 +113,18 @@ def tests() -> StepResult:
 
 def demo() -> StepResult:
     """Run the demo on one rank, which has the GPU."""
-    with tempfile.TemporaryDirectory() as folder:
-        figures = Path(folder, "demo.json")
-        options = ("--ranks", "1", "--rollouts", "1" if DRY else "12", "--json", str(figures))
-        _run("-m", "megatron_rl_patches", "demo", *options)
-        measured = json.loads(figures.read_text())
-    expected = "nccl" if ON_GPU else "gloo"
-    if measured["backend"] != expected:
-        raise RuntimeError(f"the demo ran on {measured['backend']}, expected {expected}")
-    names = ("backend", "steps", "seconds", "reward_per_rollout")
-    return StepResult(figures={name: measured[name] for name in names})
+    command = ["megatron_rl_patches", "demo", "--ranks", "1", "--rollouts", "1" if DRY else "12"]
+    output = _run("-m", *command, stdout=subprocess.PIPE, text=True).stdout
+    print(output)
+    *_, last_rollout, _, _, seconds = output.splitlines()
+    backend = "nccl" if ON_GPU else "gloo"
+    if f"; {backend}, seed" not in output:
+        raise RuntimeError(f"the demo did not run on {backend}:\n{output}")
+    return StepResult(figures={"backend": backend, "at the end": f"{last_rollout}; {seconds}"})
 
 
-def _run(*arguments: str) -> None:
-    subprocess.run([sys.executable, *arguments], check=True)
+def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[Any]:
+    return subprocess.run([sys.executable, *arguments], check=True, **options)
 
 
 def losses() -> StepResult:
@@ -145,7 +143,7 @@ def losses() -> StepResult:
 
 def head() -> StepResult:
     rows, hidden, vocabulary = (128, 64, 4096) if DRY else (8192, 4096, 131072)
-    setup, result = output_layer.Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
+    setup, result = Setup(rows, hidden, vocabulary, torch.bfloat16), StepResult()
     for mode in (*output_layer.MODES, ENTROPY):
         case, x = f"{setup}, {mode}", output_layer.inputs_of(setup, mode)
         compared = calls(output_layer.ON_GPUS, partial(output_layer.call, x), result.left_out)
@@ -156,7 +154,7 @@ def head() -> StepResult:
     return result
 
 
-def _claim_head(result: StepResult, setup: output_layer.Setup, mode: str) -> None:
+def _claim_head(result: StepResult, setup: Setup, mode: str) -> None:
     """Compare deferred logits with the targets, with other heads, and with what is published."""
     costs = result.costs[f"{setup}, {mode}"]
     peers = {name: costs[name] for name in (LIGER, VERL, NAIVE) if name in costs}

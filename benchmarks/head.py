@@ -23,6 +23,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
 )
+from tests.references.heads import BASE, DEFERRED, KEPT, Setup, share_of_logits
 
 from .candidates import CHECKOUTS, Candidate, calls, checkout, definition, revisions
 from .measure import DEVICE, TURNS, Call, Result, largest_error, on_ranks
@@ -32,23 +33,6 @@ REFERENCE_ROWS, TEMPERATURE = 64, 0.8
 ALL_ROWS, HALF, FROZEN, SCORING = MODES = ("all rows", "half of the rows", "frozen head", "scoring")
 #: On the CPU, memory and errors alone.
 ENTROPY = "entropy"
-
-
-@dataclass(frozen=True)
-class Setup:
-    rows: int
-    hidden: int
-    vocabulary: int
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of float32 logits."""
-        return 4 * self.rows * self.vocabulary
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
 
 
 SETUPS = (
@@ -139,11 +123,6 @@ def deferred_keeping(x: Inputs, share: float) -> Values:
     return _ours(deferred_logits(x.hidden, x.weight, keep_bytes=keep_bytes), x)
 
 
-def share_of_logits(rows: int, weight: Tensor, share: float) -> int:
-    """Return the bytes of a share of the logits of so many rows, in the dtype of the weight ``[V, h]``."""
-    return int(share * rows * len(weight) * weight.element_size())
-
-
 def _ours(logits: Tensor, x: Inputs) -> Values:
     options: dict[str, Any] = {"rows": x.rows, "temperature": TEMPERATURE}
     if x.entropy:
@@ -208,9 +187,7 @@ def verl(module: Any, x: Inputs) -> Values:
     return tuple(module.linear_cross_entropy(x.used, x.weight, x.targets, TEMPERATURE, "none", None))
 
 
-NAIVE, BASE, DEFERRED = "naive autograd", "logits materialized, `lean-loss`", "deferred"
-KEPT = {"deferred, 25% kept": 0.25, "deferred, all kept": 1.0}
-NEMO_RL, LIGER, VERL = "NeMo-RL, chunks of 256", "Liger", "verl's kernel"
+NAIVE, NEMO_RL, LIGER, VERL = "naive autograd", "NeMo-RL, chunks of 256", "Liger", "verl's kernel"
 OURS = (
     Candidate(NAIVE, naive),
     Candidate(BASE, made),

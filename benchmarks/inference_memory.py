@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, StageEstimate
-from tests.real import memory_cases
-from tests.real.memory_cases import EXPERTS, TIED, Case, Measured
+from tests.references import memory_cases
+from tests.references.memory_cases import EXPERTS, TIED, Case, Measured
 
 from .page import Benchmark, table
 

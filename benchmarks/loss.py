@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs, vocab_parallel_log_probs_and_entropy
-from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
+from tests.references.dense import dense_log_probs_and_entropy
 
 from .candidates import Candidate, calls, revisions
 from .candidates import checkout as of_checkout

@@ -18,7 +18,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined, unused-ignor
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl_patches.testing import spawn_ranks
-from tests.unit.losses.live_bytes import live_bytes
+from tests.references.live_bytes import live_bytes
 
 #: Known from the start, since ``cpu_backend`` later makes torch say that there is a GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.objectives.topk_divergences import forward_kl, opd_advantages, reverse_kl
 from megatron_rl_patches.testing import spawn_ranks
-from tests.unit.losses.live_bytes import live_bytes
+from tests.references.live_bytes import live_bytes
 
 from .candidates import CHECKOUTS, definition, revisions
 from .page import Benchmark, join, number, table

@@ -18,7 +18,7 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 from megatron_rl_patches.testing import TinyModel, spawn_ranks
-from tests.real.one_device import gpu_or_cpu
+from tests.references.one_device import gpu_or_cpu
 
 from .measure import added
 from .page import Benchmark, table

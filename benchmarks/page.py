@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 
+from tests.references.pages import fill as fill
+from tests.references.pages import join as join
+from tests.references.pages import table as table
+
 #: Inches: a page on a phone is hardly wider, so nothing shrinks there.
 WIDTH = 5.4
 STYLE: dict[Any, Any] = {
@@ -63,35 +67,6 @@ def machine() -> str:
     packages = [f"{package} {version(package)}" for package in ("torch", "megatron-core")]
     python = f"CPython {platform.python_version()}, {platform.system()} {platform.machine()}"
     return ", ".join([device, *packages, python, str(datetime.date.today())])
-
-
-def fill(page: str, parts: Mapping[str, str]) -> str:
-    """Return the page with each part in its place, between ``<!-- measured: NAME -->`` and ``<!-- end -->``.
-
-    Raises:
-        ValueError: the page has no such place.
-    """
-    for name, part in parts.items():
-        before, begin, after = page.partition(f"<!-- measured: {name} -->\n")
-        _, end, after = after.partition("<!-- end -->\n")
-        if not end:
-            raise ValueError(f"the page has no place for what was measured: {name}")
-        page = f"{before}{begin}\n{part}\n\n{end}{after}"
-    return page
-
-
-def join(*blocks: str) -> str:
-    """Return the blocks that are not empty, with an empty line between them."""
-    return "\n\n".join(block for block in blocks if block)
-
-
-def table(rows: Iterable[Mapping[str, str]]) -> str:
-    """Return a table whose columns are the keys of the rows; nothing if there are no rows."""
-    rows = list(rows)
-    if not rows:
-        return ""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def met(is_met: bool) -> str:

@@ -1,7 +1,4 @@
-"""Students of two teachers, trained to the end on every layout of two ranks.
-
-On real megatron-core, with the demo's model and teachers.
-"""
+"""Students of two teachers, trained to the end on every layout of two ranks of real megatron-core."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from typing import Any
 
 import torch
 
-from tests.real.students import Student, distill
+from tests.references.distillation_task import Student, distill
 
 from .page import Benchmark, table
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "DP 2": {},
-    "TP 2": {"tensor_parallel_size": 2},
-    "PP 2": {"pipeline_parallel_size": 2},
+    "TP 2": {"tensor_model_parallel_size": 2},
+    "PP 2": {"pipeline_model_parallel_size": 2},
     "CP 2": {"context_parallel_size": 2},
 }
 ROLLOUTS = {"routed": 40, "mixture": 120}

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from .head import ALL_ROWS, QUICK, SCORING, SETUPS, Setup, call, deferred, inputs_of
+from tests.references.heads import Setup
+
+from .head import ALL_ROWS, QUICK, SCORING, SETUPS, call, deferred, inputs_of
 from .measure import TURNS, Result, on_ranks
 from .page import Benchmark, table
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at, vocab_parallel_topk
 from megatron_rl_patches.losses.logits.distributions import log1mexp
-from tests.real.sent_bytes import sent_bytes
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.references.dense_topk import dense_log_probs_at
+from tests.references.sent_bytes import sent_bytes
 
 from .candidates import Candidate, calls, checkout
 from .logits import REFERENCE_ROWS, Logits, LogitsSetup

@@ -1,11 +1,15 @@
-"""A teacher without DDP and optimizer, and a student that learns its next-token distributions exactly.
+"""A teacher without DDP and optimizer, and a student that learns its next-token distributions.
 
     python teacher_and_distillation.py      # two tensor-parallel ranks on the CPU
+    python teacher_and_distillation.py 8    # the same with a top-k of 8 tokens
 
-Each rollout scores the student's tokens with the teacher, then trains one step on the reverse KL divergence
-over the whole vocabulary. No logits are materialized: of the teacher there are hidden states,
-and the patch `lean-head` makes the student's deferred.
+Each rollout scores the student's tokens with the teacher, then trains one step on the reverse KL divergence:
+over the whole vocabulary, or over the k tokens that the student finds most probable and the tail of all
+others. No logits are materialized: the teacher is known by its hidden states, or by its probabilities of the
+k tokens, and the patch `lean-head` makes the student's logits deferred.
 """
+
+import sys
 
 import megatron_rl_patches
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks, tiny_model
@@ -26,18 +30,21 @@ def build_teacher(tiny):
     return teacher
 
 
-def distributions_of(teacher, tokens):
-    """Return the teacher's distribution of each response: hidden states, and its output layer."""
-    from megatron_rl_patches.inference import forward_hidden_states, output_head
+def distributions_of(teacher, student, tokens, k):
+    """Return the teacher's distribution of each response: of k tokens, or of the whole vocabulary."""
+    from megatron_rl_patches.inference import forward_hidden_states, forward_topk, output_head
     from megatron_rl_patches.losses import FullDistribution
 
     # One entry per microbatch. "lengths" are those of whole samples, "response_lengths" of what is scored.
     microbatches = [
         {"tokens": tokens, "lengths": [LENGTH] * SAMPLES, "response_lengths": [RESPONSE] * SAMPLES}
     ]
+    if k:
+        at_students_ids = forward_topk(student, microbatches, k, progress=False)
+        return forward_topk(teacher, microbatches, at=at_students_ids, progress=False)
     hidden = forward_hidden_states(teacher, microbatches, progress=False)  # [RESPONSE, h] per sample
     head = output_head(teacher)
-    return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+    return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
 
 def make_forward_step(distributions):
@@ -72,7 +79,7 @@ def make_forward_step(distributions):
     return forward_step
 
 
-def run():
+def run(k):
     """What each rank does; return the divergence of each rollout, in nats per token."""
     with cpu_backend():
         import torch
@@ -91,7 +98,7 @@ def run():
             student[0].zero_grad_buffer()
             optimizer.zero_grad()
             [report] = get_forward_backward_func()(
-                forward_step_func=make_forward_step(distributions_of(teacher, tokens)),
+                forward_step_func=make_forward_step(distributions_of(teacher, student, tokens, k)),
                 data_iterator=iter([tokens]),
                 model=student,
                 num_microbatches=1,
@@ -105,7 +112,8 @@ def run():
 
 
 if __name__ == "__main__":
-    [divergences, _] = spawn_ranks(run, 2, timeout=300, env=QUIET)
+    k = int(sys.argv[1]) if sys.argv[1:] else None
+    [divergences, _] = spawn_ranks(run, 2, k, timeout=300, env=QUIET)
     for rollout in range(0, ROLLOUTS, 5):
         print(f"rollout {rollout:2}: {divergences[rollout]:.4f} nats per token from the teacher")
     print(f"rollout {ROLLOUTS - 1:2}: {divergences[-1]:.4f}")

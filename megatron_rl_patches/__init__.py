@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .engine.api import status as status
     from .engine.api import verify_ranks as verify_ranks
     from .engine.call import Call as Call
-    from .engine.judge import SiteStatus as SiteStatus
     from .engine.patch import Patch as Patch
     from .engine.patch import Site as Site
     from .engine.settings import Settings as Settings
+    from .engine.statuses import SiteStatus as SiteStatus
     from .engine.target_source import TargetSource as TargetSource
     from .errors import MegatronRLPatchesError as MegatronRLPatchesError
     from .errors import PatchError as PatchError
@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".engine.api": ["applied", "apply", "available", "revert", "status", "verify_ranks"],
         ".engine.call": ["Call"],
-        ".engine.judge": ["SiteStatus"],
+        ".engine.statuses": ["SiteStatus"],
         ".engine.patch": ["Patch", "Site"],
         ".engine.settings": ["Settings"],
         ".engine.target_source": ["TargetSource"],

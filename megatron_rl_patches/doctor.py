@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import pkgutil
 import re
 import shlex
 import site
@@ -22,11 +21,11 @@ import _megatron_rl_patches_startup as startup_trigger
 
 from . import __version__
 from .engine import registry
-from .engine.judge import IN_COMPANY, SiteStatus, judge_all
+from .engine.judge import judge_all
 from .engine.patch import Patch
 from .engine.settings import ROOTS_VARIABLE, VARIABLE, Settings, items, parse_selection, variables
-from .engine.sources import PROGRAM, Environment, find_spec
-from .engine.target_source import functions_in
+from .engine.sources import Environment, find_spec
+from .engine.statuses import SiteStatus
 from .engine.third_party import third_party
 from .errors import InvalidInputError, PatchError
 
@@ -135,8 +134,7 @@ def examine(environ: Mapping[str, str] = os.environ, command: str = "") -> Diagn
         environ[VARIABLE] = "all"
     choice = choice_of(environ)
     patches = registry.patches().values()
-    # The program of this process is not the one that trains.
-    statuses = [s for s in judge_all(Environment(), patches, choice.settings) if s.framework != PROGRAM]
+    statuses = judge_all(Environment(), patches, choice.settings)
     startup = examine_startup(environ)
     wrapt = _version_of("wrapt")
     return Diagnosis(
@@ -167,12 +165,11 @@ def choice_of(environ: Mapping[str, str] = os.environ) -> Choice:
     problems = [_unknown_variable(name, ours[name]) for name in ours if name not in variables()]
     settings, refused = Settings.without_bad_values(environ)
     problems += [Problem(message, f"unset {name}") for name, message in refused.items()]
-    value, known = ours.get(VARIABLE, ""), registry.patches()
+    value = ours.get(VARIABLE, "")
     patches, unknown = parse_selection(value)
     if unknown:
-        corrected = _corrected(value, unknown, [*known, *(f"-{name}" for name in known)])
         message = f"{VARIABLE}: {registry.unknown_names(unknown)}"
-        problems.append(Problem(message, _export(VARIABLE, corrected or "all")))
+        problems.append(Problem(message, _export(VARIABLE, _without(value, unknown) or "all")))
     return Choice(tuple(patch.name for patch in patches), settings, tuple(problems), ours)
 
 
@@ -214,9 +211,10 @@ def problems_of(
     faults = []
     for status in selected:
         if status.target in configured and status.state in ("absent", "missing"):
-            problems.append(_misnamed_function(status, *configured[status.target], choice))
-        # Sites that share the state of a fault are left out, as the fault itself is in the list.
-        elif status.is_fault and not status.reason.startswith(IN_COMPANY):
+            variable, item = configured[status.target]
+            remedy = _export(variable, _without(choice.variables[variable], [item]))
+            problems.append(Problem(f"{status}; {variable} names it", remedy))
+        elif status.is_fault and not status.because_of:
             faults.append(status)
     unfit = sorted({fault.patch for fault in faults})
     without = ",".join([choice.variables.get(VARIABLE, ""), *(f"-{patch}" for patch in unfit)])
@@ -232,8 +230,8 @@ def _problems_of_roots(choice: Choice, selected: Iterable[SiteStatus]) -> Iterat
     needed = {s.target.partition(".")[0] for s in selected if s.state in ("fits", "not needed")}
     named = choice.variables.get(ROOTS_VARIABLE, "")
     absent = [root for root in items(named) if find_spec(root) is None]
-    corrected = items(_corrected(named, absent, needed))
-    remedy = _export(ROOTS_VARIABLE, ",".join([*corrected, *sorted(needed - known - {*corrected})]))
+    present = items(_without(named, absent))
+    remedy = _export(ROOTS_VARIABLE, ",".join([*present, *sorted(needed - known - {*present})]))
     for root in absent:
         yield Problem(f"{ROOTS_VARIABLE} names {root}, which is not in this environment", remedy)
     for root in sorted(needed - known):
@@ -251,32 +249,8 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
     }
 
 
-def _misnamed_function(status: SiteStatus, variable: str, item: str, choice: Choice) -> Problem:
-    module, _, function = item.partition(":")
-    package, _, _ = module.rpartition(".")
-    if text := Environment().read(module):
-        known = [f"{module}:{name}" for name in functions_in(text)]
-    else:
-        folders = getattr(find_spec(package), "submodule_search_locations", None)
-        siblings = pkgutil.iter_modules(folders or [])
-        known = [f"{package}.{sibling.name}:{function}" for sibling in siblings]
-    if not known:
-        root = re.split("[.:]", item)[0]
-        names = [
-            path.stem for folder in sys.path for path in Path(folder).glob("*") if path.stem.isidentifier()
-        ]
-        present = difflib.get_close_matches(root, names, 1, 0.8)
-        known = [name + item.removeprefix(root) for name in present]
-    message = f"{status}; {variable} names it"
-    if status.state == "absent" and not known:
-        return Problem(message, f'export PYTHONPATH="FOLDER_OF_{status.framework}:$PYTHONPATH"')
-    return Problem(message, _export(variable, _corrected(choice.variables[variable], [item], known)))
-
-
-def _corrected(value: str, wrong: Iterable[str], known: Iterable[str]) -> str:
-    """Return a list of items with the nearest known one in the place of each wrong one, or without it."""
-    nearest = {item: difflib.get_close_matches(item, [*known], 1) for item in wrong}
-    return ",".join(part for item in items(value) for part in nearest.get(item, [item]))
+def _without(value: str, names: Iterable[str]) -> str:
+    return ",".join(item for item in items(value) if item not in {*names})
 
 
 def _export(variable: str, value: str) -> str:
@@ -292,9 +266,7 @@ def notes_of(choice: Choice, statuses: Sequence[SiteStatus]) -> list[str]:
     names = dict.fromkeys((*choice.patches, *_in_this_process()))
     of_these = [status for status in statuses if status.patch in names]
     patches = (registry.patches()[name] for name in names)
-    functions = (item for _, item in _configured_functions(choice).values() if item.startswith(f"{PROGRAM}:"))
-    of_program = [f"{item} is looked at in the program that runs, and not by doctor" for item in functions]
-    return of_program + [note for patch in patches for note in _notes_of_patch(patch, of_these)]
+    return [note for patch in patches for note in _notes_of_patch(patch, of_these)]
 
 
 def _notes_of_patch(patch: Patch, statuses: Sequence[SiteStatus]) -> list[str]:

@@ -20,7 +20,9 @@ settings.register_profile("repository", deadline=None, derandomize=True)
 settings.load_profile("repository")
 
 # Ranks are forked from a process that has imported these; imports would take half of the suite's time.
-multiprocessing.set_forkserver_preload(["pytest", "tests.real.tiny_gpt", "megatron.core.dist_checkpointing"])
+multiprocessing.set_forkserver_preload(
+    ["pytest", "tests.references.tiny_gpt", "megatron.core.dist_checkpointing"]
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,11 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """Import Megatron, which warns of what is not installed, before a module that imports it."""
-    places = ("real", "faults", "gpu", "unit/frameworks", "unit/inference", "unit/losses", "unit/test_gpu.py")
+    places = ("real", "faults", "gpu", "unit/frameworks", "unit/inference", "unit/losses")
     if any(f"/tests/{place}" in module_path.as_posix() for place in places):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import_module("tests.real.tiny_gpt")
+            import_module("tests.references.tiny_gpt")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -15,13 +15,13 @@ from .. import __version__
 from ..common.scopes import replaced
 from ..doctor import OUT_OF_REACH, choice_of, examine
 from ..engine import registry
-from ..engine.judge import SiteStatus, judge_all
+from ..engine.judge import judge_all
 from ..engine.settings import Settings
 from ..engine.sources import Environment, open_source
+from ..engine.statuses import SiteStatus
 from ..errors import MegatronRLPatchesError
-from .conformance import conformance
 from .estimate import estimate
-from .screens import check_plot, output_file, show_diagnosis, show_json, show_table
+from .screens import output_file, show_diagnosis, show_json, show_table
 
 FOUND_FAULTS = 1
 CANNOT_START = 2
@@ -141,54 +141,27 @@ def check(
 
 
 app.command()(estimate)
-app.command()(conformance)
 
 
 @app.command()
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, score and train.")] = 60,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
-    tensor_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share each layer.")] = 1,
-    pipeline_model_parallel_size: Annotated[int, typer.Option(help="Ranks that share the layers.")] = 1,
-    json_file: Annotated[Path | None, output_file("--json", "Write the figures of the run.")] = None,
-    plot_file: Annotated[
-        Path | None, output_file("--plot", "Draw learning curves and memory.", check_plot)
+    rollouts: Annotated[int, typer.Option(min=1, help="How often to sample, score and train.")] = 40,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, show_default="2; 1 with --without-patches", help="Processes.")
     ] = None,
-    distill: Annotated[
-        bool,
-        typer.Option(
-            "--distill",
-            help="Distill two teachers into students, without a reward; 60 rollouts take 5 to 10 minutes.",
-        ),
-    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the sampling.")] = 0,
     without_patches: Annotated[
         bool, typer.Option("--without-patches", help="Show the upstream error instead.")
-    ] = False,
-    without_lean_head: Annotated[
-        bool, typer.Option("--without-lean-head", help="Materialize the logits, with all other patches.")
     ] = False,
 ) -> None:
     """Train a small GPT on a checkable task with real Megatron-core, one train() call per rollout.
 
-    Needs torch and megatron-core; --plot needs the extra `demo`, too.
+    Needs torch and megatron-core, and no GPU.
     """
     from ..demo import run_demo
 
-    raise typer.Exit(
-        run_demo(
-            rollouts=rollouts,
-            ranks=ranks,
-            seed=seed,
-            tensor_parallel_size=tensor_model_parallel_size,
-            pipeline_parallel_size=pipeline_model_parallel_size,
-            distill=distill,
-            json_file=json_file,
-            plot_file=plot_file,
-            without_patches=without_patches,
-            without_lean_head=without_lean_head,
-        )
-    )
+    ranks = ranks or (1 if without_patches else 2)
+    raise typer.Exit(run_demo(rollouts=rollouts, ranks=ranks, seed=seed, without_patches=without_patches))
 
 
 def _judge(sources: Sequence[str], settings: Settings) -> dict[str, list[SiteStatus]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
-from .screens import show_json, show_table
+from .screens import check_plot, output_file, show_json, show_table
 
 #: Panels of the help, whose options are short enough to be shown in 80 columns.
 _MODEL, _GROUPS, _TRAINING, _OUTPUT = "Model", "Parallel groups", "Training and teachers", "Output"
@@ -26,6 +26,7 @@ _SET_HELP = (
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
 _HEADS_HELP = "Their output layers stay on the device, as exact distillation needs them."
+_PLOT_HELP = "Draw stacked bars; needs the extra `plot`."
 
 
 def _option(panel: str, names: str, help: str, metavar: str | None = None, **options: Any) -> Any:
@@ -61,6 +62,7 @@ def estimate(
     ] = False,
     teachers: Annotated[int, _option(_TRAINING, "--teachers", _TEACHERS_HELP, "N", min=0)] = 1,
     teacher_heads: Annotated[bool, _option(_TRAINING, "--teacher-heads", _HEADS_HELP)] = False,
+    plot: Annotated[Path | None, output_file("--plot", _PLOT_HELP, check_plot, _OUTPUT)] = None,
     json: Annotated[bool, _option(_OUTPUT, "--json", "Write JSON to stdout, all in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes on each rank: training, inference-only, and training beside teachers.
@@ -83,23 +85,38 @@ def estimate(
     }
     values = _assigned(assignments or []) | {n: value for n, value in flags.items() if value is not None}
     try:
-        _estimate(model or hf_config, values, world_size, json, dtype, teachers, teacher_heads)
+        result = _estimated(model or hf_config, values, world_size, dtype, teachers, teacher_heads)
     except MegatronRLPatchesError:
         raise
     except Exception as error:
         raise InvalidInputError(f"no such model can be estimated: {one_line(error)}") from error
 
+    from ..inference.memory import report
 
-def _estimate(
+    if json:
+        show_json(result.as_dict())
+    else:
+        show_table(report.rows(result))
+        if len(result.stages) > 1:
+            typer.echo()
+            show_table(report.totals(result))
+        typer.echo(f"\n{report.summary(result)}")
+        if not use_distributed_optimizer:
+            typer.echo(
+                "--use-distributed-optimizer divides the states of the optimizer by the number of replicas"
+            )
+    if plot:
+        report.plot(result, plot)
+
+
+def _estimated(
     source: str | None,
     values: dict[str, Any],
     world_size: int | None,
-    json: bool,
     dtype: str,
     teachers: int,
     teacher_heads: bool,
-) -> None:
-    from ..inference.memory import report
+) -> Any:
     from ..inference.memory.estimate import OptimizerSettings, estimate_memory
     from ..inference.memory.huggingface import fields_from_hf_config
 
@@ -107,7 +124,7 @@ def _estimate(
     replicas = values.pop("data_parallel_size", None)
     if world_size is not None:
         replicas = _replicas(world_size, replicas, values)
-    result = estimate_memory(
+    return estimate_memory(
         fields_from_hf_config(_read(source), **values) if source else {},
         data_parallel_size=replicas,
         dtype=dtype,
@@ -116,18 +133,6 @@ def _estimate(
         teacher_heads=teacher_heads,
         **values,
     )
-    if json:
-        show_json(result.as_dict())
-        return
-    show_table(report.rows(result))
-    if len(result.stages) > 1:
-        typer.echo()
-        show_table(report.totals(result))
-    typer.echo(f"\n{report.summary(result)}")
-    if not optimizer.get("use_distributed_optimizer"):
-        typer.echo(
-            "--use-distributed-optimizer divides the states of the optimizer by the number of replicas"
-        )
 
 
 def _assigned(assignments: Sequence[str]) -> dict[str, Any]:

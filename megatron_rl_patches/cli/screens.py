@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..doctor import OUT_OF_REACH, Diagnosis, Problem
-from ..engine.judge import IN_COMPANY, Fault, SiteStatus, counted, grouped, plain_table
 from ..engine.settings import VARIABLE
+from ..engine.statuses import Fault, SiteStatus, counted, grouped, plain_table
 from ..errors import InvalidInputError
 
 STYLES = {
@@ -44,7 +44,7 @@ def check_writable(option: str, file: Path) -> None:
 def check_plot(option: str, file: Path) -> None:
     """Raise :class:`InvalidInputError` if matplotlib cannot draw the file."""
     if find_spec("matplotlib") is None:
-        raise InvalidInputError(f"{option} needs matplotlib: pip install 'megatron-rl-patches[demo]'")
+        raise InvalidInputError(f"{option} needs matplotlib: pip install 'megatron-rl-patches[plot]'")
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise InvalidInputError(f"{option} is {file}; expected a name that ends in .png, .pdf or .svg")
     check_writable(option, file)
@@ -114,7 +114,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None
     _show_sites(console, diagnosis.sites, diagnosis.selected)
     reported = {problem.message for problem in diagnosis.problems}
     for site in diagnosis.sites:
-        if site.is_fault and str(site) not in reported and not site.reason.startswith(IN_COMPANY):
+        if site.is_fault and str(site) not in reported and not site.because_of:
             function = ".".join(site.target.rsplit(".", 2)[1:])
             _show(console, f"{site.patch}: {function} is {site.state}: {site.reason}", STYLES[site.state])
     if any(site.patch in diagnosis.selected and site.state == "not needed" for site in diagnosis.sites):

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
 
 T = TypeVar("T")
+
+
+def world() -> dist.ProcessGroup | None:
+    """Return the group of all ranks of the job; ``None``: this rank is alone."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks of a group, in their order; of this rank without one. One collective."""
+    values = [value]
+    if group is not None and dist.get_world_size(group) > 1:
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_on_all(problem: str | None, groups: Iterable[dist.ProcessGroup | None] | None = None) -> None:
+    """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
+
+    Args:
+        problem: of this rank, if it has one.
+        groups: the ranks that would wait for this one; without them, all ranks of the job.
+
+    Raises:
+        InvalidInputError: some rank has a problem; one that has none names that rank.
+    """
+    known = None if problem is None else (dist.get_rank() if dist.is_initialized() else 0, problem)
+    for group in [world()] if groups is None else groups:
+        of_group = gathered(known, group)  # also by a rank that knows a problem already
+        known = known or next(filter(None, of_group), None)
+    if known is not None:
+        raise InvalidInputError(problem or f"rank {known[0]}: {known[1]}")
 
 
 def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> list[T]:
@@ -22,16 +56,32 @@ def agreed(value: T, problem: str | None, group: dist.ProcessGroup | None) -> li
     Raises:
         InvalidInputError: some rank has a problem; on every rank, with the problem of the first that has one.
     """
-    gathered = [(value, problem)]
-    if group is not None:
-        gathered *= dist.get_world_size(group)
-        dist.all_gather_object(gathered, (value, problem), group=group)
-    for _, found in gathered:
-        if found is not None:
-            raise InvalidInputError(found)
-    return [value for value, _ in gathered]
+    pairs = gathered((value, problem), group)
+    if reason := next((reason for _, reason in pairs if reason is not None), None):
+        raise InvalidInputError(reason)
+    return [value for value, _ in pairs]
 
 
-def raise_everywhere(problem: str | None) -> None:
-    """Raise :class:`InvalidInputError` on all ranks of the job if one of them has a problem."""
-    agreed(None, problem, dist.group.WORLD if dist.is_initialized() else None)
+@contextmanager
+def all_or_none(action: str, *, error: type[MegatronRLPatchesError], outcome: str) -> Iterator[None]:
+    """Raise ``error`` on every rank of the job if the body fails on any, with the ranks and their reasons."""
+    failure: Exception | None = None
+    reason = None
+    try:
+        yield
+    except Exception as raised:
+        failure = raised
+        reason = str(raised) if isinstance(raised, error) else one_line(raised)
+    reasons = gathered(reason, world())
+    if any(reasons):
+        raise error(f"{action}: {summary(reasons)}. {outcome}") from failure
+
+
+def summary(reasons: Sequence[str | None]) -> str:
+    """Join the reasons of all ranks, each once, with the ranks that have it."""
+    parts = []
+    for reason in dict.fromkeys(filter(None, reasons)):
+        ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]
+        listed = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        parts.append(f"{'every rank' if len(ranks) == len(reasons) else listed}: {reason}")
+    return "; ".join(parts)

@@ -1,192 +1,208 @@
-"""The two programs: reinforcement learning with teachers, and distillation without a reward.
+"""Reinforcement learning with Megatron-core: a small GPT learns to sort a row of digits.
 
-In the first one the model answers, a checker and a teacher score, and ``train()`` learns. The teacher takes
-part by on-policy distillation: ``log p_teacher - log p`` of a token is added to its advantage, with a weight.
-That is the policy gradient of the reverse KL divergence from the teacher (Thinking Machines, "On-Policy
-Distillation", 2025).
-
-In the second one a student answers, and for each token of an answer its distribution is drawn towards a
-teacher's: over the k tokens that the student finds most probable and the tail of all others, or over the
-whole vocabulary.
+A prompt is ``DIGITS`` random digits and a token that stands for an order; its answer is the same digits in
+that order. A digit is right or wrong, and the reward is the fraction of digits that are right, so no reward
+model is needed. The loss is GRPO's with a reward for each token: a digit is compared with the same digit of
+the other answers to its prompt, and the policy is drawn towards a reference model, which is the policy as it
+was before training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
 
-from ..losses import TopKDistribution, mix_teachers, reverse_kl, route_teachers
-from ..losses.logits.distributions import Distribution
-from . import policy
-from .policy import DIGITS, ORDERS, mean_over_ranks
-from .teachers import Teachers
-from .training import distillation_loss, policy_loss, train
+from ..inference import build_inference_model, forward_log_probs
+from ..losses import (
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    make_loss_func,
+    vocab_parallel_topk,
+)
+from .training import train
 
-# Of each train() call.
-_STEPS, _MICROBATCHES_PER_STEP = 8, 2
-
-
-def _shuffled(count: int, generator: torch.Generator) -> Sequence[torch.Tensor]:
-    """Return the indices of ``count`` answers in random order, a piece for each microbatch."""
-    indices = torch.randperm(count, generator=generator, device=generator.device)
-    return indices.chunk(_STEPS * _MICROBATCHES_PER_STEP)
-
-
-# --- reinforcement learning
+DIGITS = 3
+PROMPT = DIGITS + 1
+LENGTH = PROMPT + DIGITS
+ASCENDING, DESCENDING = 10, 11
+VOCABULARY = 12
 
 # Numbers per rank and rollout.
 _PROMPTS, _ANSWERS_PER_PROMPT = 64, 8
-_DISTILLATION_WEIGHT = 0.3
+_STEPS, _MICROBATCHES = 4, 2
+_MICRO_BATCH_SIZE = _PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES)
+_OPTIONS = PolicyOptions(kl_coef=0.005)
+# In the first rollout. It falls linearly to zero, so that the last rollouts are the best.
+_LEARNING_RATE = 2e-3
+# Parameters per bucket. With a single bucket no communication would overlap with computation.
+_BUCKET = 25_000
+
+# ``tokens`` [b, LENGTH], and per digit of the answers, [b, DIGITS]: ``advantages``, ``old_log_probs`` under
+# the policy that wrote them, and ``ref_log_probs`` under the reference.
+Batch = dict[str, torch.Tensor]
 
 
 class Rollout(NamedTuple):
-    """Results of one rollout, averaged over all ranks; ``reverse_kl`` is per token, in nats."""
+    """Results of one rollout before training on it, averaged over all ranks; ``kl`` is per token, in nats."""
 
     reward: float
     exact_match: float
-    reverse_kl: float
-    steps: int
+    kl: float
 
     def __str__(self) -> str:
-        means = f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}"
-        return f"{means}  reverse KL (nats) {self.reverse_kl:.3f}"
+        kl = max(0.0, self.kl)  # the estimate of a divergence next to zero may be negative
+        return f"reward {self.reward:.3f}  exact match {self.exact_match:.3f}  KL {kl:.3f}"
 
 
-def logits_bytes() -> int:
-    """Return the size of a microbatch's logits in float32 on one rank of the last pipeline stage."""
-    ranks: int = parallel_state.get_tensor_model_parallel_world_size()
-    answers = _PROMPTS * _ANSWERS_PER_PROMPT // (_STEPS * _MICROBATCHES_PER_STEP)
-    return 4 * answers * policy.LENGTH * policy.VOCABULARY // ranks
+class Program:
+    """The policy, its optimizer and its reference on this rank."""
 
-
-def learn(count: int, seed: int, teachers: Teachers) -> Iterator[Rollout]:
-    """Learn by reinforcement on this rank; yield after each ``train()``. Megatron must be initialized."""
-    model, optimizer = policy.build(seed)
-    generator = policy.make_generator(model, seed)
-    for _ in range(count):
-        prompts_bp = policy.prompts(_PROMPTS, generator).repeat_interleave(_ANSWERS_PER_PROMPT, dim=0)
-        tokens_bs, log_probs_bd = policy.answer(model, prompts_bp, generator)
-        scores_bd = policy.score(tokens_bs)
-        reverse_kl_bd = log_probs_bd - teachers(tokens_bs)
-        # The score of each digit minus its mean over all answers to the same prompt.
-        groups_pad = scores_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, DIGITS)
-        advantages_bd = (groups_pad - groups_pad.mean(dim=1, keepdim=True)).view_as(scores_bd)
-        advantages_bd -= _DISTILLATION_WEIGHT * reverse_kl_bd
-        batch = {"tokens": tokens_bs, "log_probs": log_probs_bd, "advantages": advantages_bd}
-        indices = _shuffled(len(tokens_bs), generator)
-        microbatches = ({name: values[index] for name, values in batch.items()} for index in indices)
-        steps = [_MICROBATCHES_PER_STEP] * _STEPS
-        train(model, optimizer, microbatches, steps, len(indices[0]), policy_loss)
-        exact_match_b = scores_bd.all(dim=1).float()
-        means = mean_over_ranks(scores_bd.mean(), exact_match_b.mean(), reverse_kl_bd.mean())
-        reward, exact_match, reverse_kl = means
-        yield Rollout(reward, exact_match, reverse_kl, _STEPS)
-
-
-# --- distillation
-
-#: The target of a sample: the teacher for its order, or a mixture of that teacher with the other one.
-TARGETS = ("routed", "mixture")
-#: What a teacher is known by: its probabilities of k tokens, or its hidden states and output layer.
-WAYS = ("top-k", "full")
-
-_K = 8
-# Weights in the mixture: the teacher for a sample's order, and the other teacher.
-_OWN, _OTHER = 3.0, 1.0
-# Per rank and rollout.
-_DISTILLED_PROMPTS, _EXAMPLES = 256, 64
-
-
-class DistillationRollout(NamedTuple):
-    """Results of one rollout by order, averaged over all ranks, before training on it.
-
-    ``reverse_kl`` is over the whole vocabulary, per token, in nats; ``score`` is that of the most probable
-    tokens; ``bytes_per_token`` is what is kept of the targets until the loss reads them.
-    """
-
-    reverse_kl: dict[str, float]
-    score: dict[str, float]
-    bytes_per_token: float
-    steps: int
-
-    def __str__(self) -> str:
-        results = (
-            f"{order} {nats:.3f} nats, score {self.score[order]:.3f}"
-            for order, nats in self.reverse_kl.items()
+    def __init__(self, seed: int) -> None:
+        """Initialize Megatron's process groups and build the models. ``torch.distributed`` is initialized."""
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            calculate_per_token_loss=True,
         )
-        return "  ".join(results)
-
-
-def distill(
-    count: int, seed: int, teachers: Teachers, target: str, way: str
-) -> Iterator[DistillationRollout]:
-    """Distill the teachers into a new student; yield after each ``train()``."""
-    model, optimizer = policy.build(seed)
-    generator = policy.make_generator(model, seed)
-    for _ in range(count):
-        tokens_bs, _ = policy.answer(model, policy.prompts(_DISTILLED_PROMPTS, generator), generator)
-        reverse_kl = _reverse_kl(model, teachers, tokens_bs, target)
-        if way == "full":
-            targets = _targets(teachers.full(tokens_bs), tokens_bs, target)
-        else:
-            student = policy.topk(model, policy.microbatch(tokens_bs), _K)
-            targets = _targets(teachers.topk(tokens_bs, student), tokens_bs, target)
-        size = torch.zeros((), device=tokens_bs.device)
-        if targets is not None:
-            size += sum(one.nbytes for one in targets) / (len(targets) * DIGITS)
-        policy.broadcast_from_last_stage(size)
-        examples = [policy.prompts(_EXAMPLES, generator, order) for order in ORDERS]
-        scores = [policy.score(policy.answer(model, prompts_bp, None)[0]).mean() for prompts_bp in examples]
-        score = dict(zip(ORDERS, mean_over_ranks(*scores), strict=True))
-        indices = _shuffled(len(tokens_bs), generator)
-        microbatches = (
-            {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
-            for index in indices
+        overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        ddp_config = DistributedDataParallelConfig(
+            overlap_grad_reduce=True, bucket_size=_BUCKET, **overlapped
         )
-        steps = [_MICROBATCHES_PER_STEP] * _STEPS
-        train(model, optimizer, microbatches, steps, len(indices[0]), distillation_loss)
-        yield DistillationRollout(reverse_kl, score, float(size), _STEPS)
+        self.policy = [DistributedDataParallel(config, ddp_config, _provide(config).cuda())]
+        self.policy[0].broadcast_params()
+        optimizer_config = OptimizerConfig(optimizer="adam", lr=_LEARNING_RATE, **overlapped)
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.policy, use_gloo_process_groups=False)
+        self.reference = build_inference_model(_provide, config, dtype="fp32")
+        self.reference[0].load_state_dict(self.policy[0].module.state_dict())
+        self.device = next(self.policy[0].parameters()).device
+        self.generator = torch.Generator(self.device).manual_seed(seed + 1000 * torch.distributed.get_rank())
+
+    def learn(self, count: int) -> Iterator[Rollout]:
+        """Sample, score and train ``count`` times."""
+        for number in range(count):
+            tokens_bs, old_log_probs_bd = self._answers()
+            right_bd = (tokens_bs[:, PROMPT:] == _solved(tokens_bs[:, :PROMPT])).float()
+            groups_pad = right_bd.view(_PROMPTS, _ANSWERS_PER_PROMPT, DIGITS)
+            batch = {
+                "tokens": tokens_bs,
+                "advantages": (groups_pad - groups_pad.mean(dim=1, keepdim=True)).view_as(right_bd),
+                "old_log_probs": old_log_probs_bd,
+                "ref_log_probs": self._reference_log_probs(tokens_bs),
+            }
+            for group in self.optimizer.param_groups:
+                group["lr"] = _LEARNING_RATE * (1 - number / count)
+            train(
+                _forward_step,
+                self._microbatches(batch),
+                self.policy,
+                self.optimizer,
+                steps=_STEPS,
+                num_microbatches=_MICROBATCHES,
+                micro_batch_size=_MICRO_BATCH_SIZE,
+                seq_length=LENGTH,
+            )
+            kl_bd = batch["old_log_probs"] - batch["ref_log_probs"]
+            means = torch.stack([right_bd.mean(), right_bd.all(1).float().mean(), kl_bd.mean()])
+            torch.distributed.all_reduce(means)
+            yield Rollout(*(means / torch.distributed.get_world_size()).tolist())
+
+    def memory(self) -> str:
+        """Say what policy and reference hold on this rank after training."""
+        chunk, optimizers = self.policy[0], getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        states = [state for optimizer in optimizers for state in optimizer.optimizer.state.values()]
+        policy = {
+            "parameters": chunk.parameters(),
+            "gradients": (buffer.grad_data for buffer in chunk.buffers),
+            "Adam's moments": (state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
+        }
+        reference = {"parameters": self.reference[0].parameters()}
+        return f"policy: {_kilobytes(policy)}\nreference: {_kilobytes(reference)}"
+
+    @torch.no_grad()
+    def _answers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample answers at temperature 1; return prompts with answers and the answers' log-probs."""
+        shape, where = (_PROMPTS, DIGITS), {"generator": self.generator, "device": self.device}
+        digits_pd = torch.randint(10, shape, **where)
+        order_p1 = torch.randint(ASCENDING, VOCABULARY, (_PROMPTS, 1), **where)
+        tokens_bs = torch.cat([digits_pd, order_p1], 1).repeat_interleave(_ANSWERS_PER_PROMPT, 0)
+        log_probs = []
+        for _ in range(DIGITS):
+            logits_bsv = self.policy[0].module(tokens_bs, _positions(tokens_bs), attention_mask=None)
+            # All ids, the most probable first. Deferred logits, which lean-head makes, will do, too.
+            ids = vocab_parallel_topk(logits_bsv[:, -1], VOCABULARY)
+            choice_b1 = ids.log_probs.exp().multinomial(1, generator=self.generator)
+            tokens_bs = torch.cat([tokens_bs, ids.indices.gather(1, choice_b1)], 1)
+            log_probs.append(ids.log_probs.gather(1, choice_b1))
+        return tokens_bs, torch.cat(log_probs, 1)
+
+    def _reference_log_probs(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+        count = len(tokens_bs)
+        microbatch = {
+            "tokens": tokens_bs,
+            "lengths": [LENGTH] * count,
+            "response_lengths": [DIGITS] * count,
+        }
+        scores = forward_log_probs(self.reference, [microbatch], output_device=self.device, progress=False)
+        assert scores is not None  # there is one pipeline stage
+        return torch.stack(scores.log_probs)
+
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        count = len(batch["tokens"])
+        indices = torch.randperm(count, generator=self.generator, device=self.device)
+        for index in indices.chunk(_STEPS * _MICROBATCHES):
+            yield {name: values[index] for name, values in batch.items()}
 
 
-def scores_of_teachers(teachers: Teachers, seed: int) -> dict[str, float]:
-    """Return the fraction of digits of its own order that each teacher gets right, by order."""
-    generator = policy.make_generator(teachers.model, seed)
-    examples = [policy.prompts(8 * _EXAMPLES, generator, order) for order in ORDERS]
-    return dict(zip(ORDERS, mean_over_ranks(*map(teachers.score, ORDERS, examples)), strict=True))
+def _provide(config: TransformerConfig, pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    """Build the model, as a Megatron model provider does."""
+    return GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, pre_process, post_process)
 
 
-def _targets(
-    distributions: dict[str, list[Any]], tokens_bs: torch.Tensor, target: str
-) -> list[Distribution] | None:
-    """Return what each answer is drawn towards on the last pipeline stage, ``None`` on the others."""
-    if not distributions:
-        return None
-    names = [ORDERS[index] for index in policy.order_of(tokens_bs).tolist()]
-    if target == "routed":
-        return route_teachers(names, distributions)
-    first, second = ORDERS
-    weights = {first: (_OWN, _OTHER), second: (_OTHER, _OWN)}
-    pairs = zip(distributions[first], distributions[second], strict=True)
-    return [mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
+def _positions(tokens_bs: torch.Tensor) -> torch.Tensor:
+    return torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
 
 
-def _reverse_kl(
-    model: Sequence[Any], teachers: Teachers, tokens_bs: torch.Tensor, target: str
-) -> dict[str, float]:
-    """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
-    # A top-k of as many tokens as there are is the whole distribution.
-    student = policy.topk(model, policy.microbatch(tokens_bs), policy.VOCABULARY)
-    targets = _targets(teachers.topk(tokens_bs, student), tokens_bs, target)
-    means = torch.zeros(len(ORDERS), device=tokens_bs.device)
-    if student is not None and targets is not None:
-        buckets = TopKDistribution.cat(student)
-        whole = TopKDistribution.cat(cast("list[TopKDistribution]", targets))
-        kl_n = reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
-        kl_b = kl_n.view(-1, DIGITS).mean(1)
-        for index in range(len(ORDERS)):
-            means[index] = kl_b[policy.order_of(tokens_bs) == index].mean()
-    policy.broadcast_from_last_stage(means)
-    return dict(zip(ORDERS, mean_over_ranks(*means), strict=True))
+def _solved(prompts_bp: torch.Tensor) -> torch.Tensor:
+    """Return the right answers, ``[b, DIGITS]``."""
+    ascending_bd = prompts_bp[:, :-1].sort(dim=1).values
+    return torch.where(prompts_bp[:, -1:] == ASCENDING, ascending_bd, ascending_bd.flip(1))
+
+
+def _forward_step(data_iterator: Iterator[Batch], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Return the logits of a microbatch, and the function that computes the loss from them."""
+    batch = next(data_iterator)
+    tokens_bs, count = batch["tokens"], len(batch["tokens"])
+    layout = SequenceLayout.build(
+        [LENGTH] * count,
+        [DIGITS] * count,
+        qkv_format="bshd",
+        max_seq_lens=[LENGTH] * count,
+        device=tokens_bs.device,
+    )
+    masks = torch.ones(count, DIGITS, device=tokens_bs.device)
+    log_probs = {name: list(batch[name]) for name in ("old_log_probs", "ref_log_probs")}
+    policy_batch = PolicyBatch(list(batch["advantages"]), list(masks), **log_probs)
+    loss_func = make_loss_func(list(tokens_bs), layout, policy_batch, _OPTIONS, with_entropy=False)
+    return chunk(tokens_bs, _positions(tokens_bs), attention_mask=None), loss_func
+
+
+def _kilobytes(tensors: Mapping[str, Iterable[torch.Tensor]]) -> str:
+    sizes = {name: sum(tensor.nbytes for tensor in several) / 1000 for name, several in tensors.items()}
+    parts = ", ".join(f"{name} {size:.0f}" for name, size in sizes.items())
+    return f"{sum(sizes.values()):.0f} kB on a rank ({parts})"

@@ -1,40 +1,27 @@
-"""An ordinary Megatron-core training loop, as upstream and frameworks write it, and its losses."""
+"""A training loop for Megatron-core, as Megatron-LM and frameworks for reinforcement learning write it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from ..losses import (
-    DistillationBatch,
-    PolicyBatch,
-    SequenceLayout,
-    make_distillation_loss_func,
-    make_loss_func,
-)
-from .policy import DIGITS, LENGTH, Batch
-
-#: Maps the logits of a batch to the loss, the number of tokens and metrics, as Megatron's schedules expect.
-LossFunc = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
-Objective = Callable[[Batch], LossFunc]
-
 
 def train(
+    forward_step: Callable[..., Any],
+    data_iterator: Iterator[Any],
     model: Sequence[DistributedDataParallel],
     optimizer: Any,
-    data_iterator: Iterator[Batch],
-    num_microbatches: Sequence[int],
+    *,
+    steps: int,
+    num_microbatches: int,
     micro_batch_size: int,
-    objective: Objective,
+    seq_length: int,
 ) -> None:
-    """Train on one rollout: one optimizer step per entry of ``num_microbatches``."""
+    """Train on one rollout, with ``num_microbatches`` microbatches in each optimizer step."""
     for chunk in model:
         chunk.train()
     config = get_model_config(model[0])
@@ -57,17 +44,16 @@ def train(
             chunk.disable_forward_pre_hook(param_sync=False)
         config.param_sync_func = None
 
-    for microbatches in num_microbatches:
+    for _ in range(steps):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, objective),
+            forward_step_func=forward_step,
             data_iterator=data_iterator,
             model=list(model),
-            num_microbatches=microbatches,
-            # Pipeline stages send each other tensors of this size.
-            seq_length=LENGTH,
+            num_microbatches=num_microbatches,
+            seq_length=seq_length,
             micro_batch_size=micro_batch_size,
         )
         optimizer.step()
@@ -79,67 +65,3 @@ def train(
     if pre_hooks_on:
         for chunk in model:
             chunk.disable_forward_pre_hook()
-
-
-def _forward_step(
-    objective: Objective, data_iterator: Iterator[Batch], model: torch.nn.Module
-) -> tuple[torch.Tensor, LossFunc]:
-    batch = next(data_iterator)
-    tokens_bs = batch["tokens"]
-    positions_bs = torch.arange(tokens_bs.shape[1], device=tokens_bs.device).expand_as(tokens_bs)
-    return model(_cut(tokens_bs), _cut(positions_bs), attention_mask=None), objective(batch)
-
-
-def _cut(values_bs: torch.Tensor) -> torch.Tensor:
-    """Return the two pieces of sequences ``[b, s]`` that this context-parallel rank has (zigzag)."""
-    rank = parallel_state.get_context_parallel_rank()
-    pieces = values_bs.chunk(2 * parallel_state.get_context_parallel_world_size(), dim=1)
-    return torch.cat([pieces[rank], pieces[-1 - rank]], dim=1)
-
-
-# --- objectives: losses of the answers
-
-
-def policy_loss(batch: Batch) -> LossFunc:
-    """Return PPO's loss of a batch.
-
-    For advantages of one and no old log-probs, its gradient is that of the negative log-likelihood.
-    """
-    tokens, advantages = batch["tokens"], list(batch["advantages"])
-    masks = [torch.ones_like(advantage) for advantage in advantages]
-    policy_batch = PolicyBatch(advantages, masks, old_log_probs=batch.get("log_probs"))
-    return make_loss_func(list(tokens), _layout(tokens), policy_batch, with_entropy=False, **_options())
-
-
-def distillation_loss(batch: Batch) -> LossFunc:
-    """Return the reverse KL divergence of a batch from the teachers."""
-
-    def loss_func(logits_bsv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        # The last pipeline stage calls this function, and only that stage has the teachers' distributions.
-        masks = [torch.ones(DIGITS)] * len(batch["tokens"])
-        distillation_batch = DistillationBatch([batch["teachers"]], masks)
-        distill = make_distillation_loss_func(_layout(batch["tokens"]), distillation_batch, **_options())
-        return distill(logits_bsv)
-
-    return loss_func
-
-
-def _options() -> dict[str, Any]:
-    return {
-        "tp_group": parallel_state.get_tensor_model_parallel_group(),
-        "cp_group": parallel_state.get_context_parallel_group(),
-        "recompute": True,
-    }
-
-
-def _layout(tokens_bs: torch.Tensor) -> SequenceLayout:
-    count, length = tokens_bs.shape
-    return SequenceLayout.build(
-        [length] * count,
-        [DIGITS] * count,
-        qkv_format="bshd",
-        max_seq_lens=[length] * count,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=parallel_state.get_context_parallel_world_size(),
-        device=tokens_bs.device,
-    )

@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from ..common.ranks import is_rank_0
-from .judge import SiteStatus, counted, grouped
+from .statuses import SiteStatus, counted, grouped
 
 _log = logging.getLogger("megatron_rl_patches")
 

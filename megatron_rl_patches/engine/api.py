@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import PatchError, first
 from . import installer, registry
-from .judge import Statuses, judge_all, refuse_faults
+from .judge import judge_all, refuse_faults
 from .records import Claim
 from .settings import VARIABLE, Settings, parse_selection
 from .sources import Environment
+from .statuses import Statuses
 
 _log = logging.getLogger("megatron_rl_patches")
 

@@ -16,11 +16,11 @@ from ..common.scopes import replaced
 from ..errors import PatchError
 from .announce import Announcer
 from .call import Call
-from .judge import SiteStatus, Statuses, all_or_nothing, refuse_faults, status_of
+from .judge import all_or_nothing, refuse_faults
 from .patch import Patch, Site, imported
 from .records import Claim, Moves, Record, rebind
 from .settings import Settings
-from .sources import PROGRAM
+from .statuses import SiteStatus, Statuses, status_of
 from .third_party import third_party
 
 _log = logging.getLogger("megatron_rl_patches")
@@ -39,8 +39,6 @@ class Installer(Listener):
         #: Those of patches that ``apply()`` has selected, for after the last ``applied()`` block.
         self._lasting_options: dict[str, Any] = {}
         self._has_failed = False
-        #: Sites that the program has not defined yet.
-        self._awaited_of_program: list[Record] = []
         #: What has been wrapped or unwrapped, while copies are not rebound yet.
         self._moved: Moves = []
         self.announcer = Announcer()
@@ -108,8 +106,6 @@ class Installer(Listener):
         record = self._records.get(key)
         if record is None or record.is_reverted:
             record = self._records[key] = Record(site)
-            if site.module == PROGRAM:
-                self._awaited_of_program.append(record)
         return record
 
     def _in_blocks(self) -> set[str]:
@@ -204,7 +200,6 @@ class Installer(Listener):
         """
         with self._lock:
             faults = self._apply_ready(self._missed())
-            self._awaited_of_program = [r for r in self._awaited_of_program if r.status.state == "waiting"]
         self.announcer.warn(faults)
 
     def _missed(self) -> list[Record]:
@@ -288,8 +283,6 @@ class Installer(Listener):
                     with self._log_internal_errors():
                         self.announcer.once(self.status())
                 is_first = False
-            if self._awaited_of_program:
-                self.import_ended()
             call.options = options[patch]
             return adapter(call)  # type: ignore[operator]
 

@@ -17,9 +17,10 @@ from _megatron_rl_patches_startup import finder
 
 from ..errors import PatchError
 from .call import Call
-from .judge import SiteStatus, judge_site, status_of, without_source
+from .judge import judge_site, without_source
 from .patch import Site
-from .sources import PROGRAM, Environment
+from .sources import Environment
+from .statuses import SiteStatus, status_of
 from .target_source import layers, resolve
 from .third_party import third_party
 from .wrapper import SwitchableWrapper, as_in_its_class
@@ -73,12 +74,7 @@ class Record:
 
     @property
     def is_imported(self) -> bool:
-        """Whether the module has been imported completely.
-
-        The program never has. It is ready when it has defined the target, until it ends and forgets its file.
-        """
-        if self.site.module == PROGRAM:
-            return self._live()[0] is not None and Environment().has_package(PROGRAM)
+        """Whether the module has been imported completely."""
         return finder.is_imported(self.site.module)
 
     @property
@@ -223,8 +219,7 @@ class Record:
 
 
 def _waiting(site: Site, fingerprint: str = "") -> SiteStatus:
-    event = "definition in the program's file" if site.module == PROGRAM else f"import of {site.module}"
-    return status_of(site, "waiting", f"waits for the {event}", fingerprint)
+    return status_of(site, "waiting", f"waits for the import of {site.module}", fingerprint)
 
 
 def _layers(function: Any) -> Iterator[Any]:

@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import spec_from_file_location
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from ..errors import MegatronRLPatchesError
 
-#: The module that Python executes as the program. It is never imported under this name.
-PROGRAM = "__main__"
 #: The text of modules, by their dotted name.
 Source: TypeAlias = "Environment | Files"
 # Packages whose finders are import hooks.
@@ -47,25 +44,15 @@ class Environment:
         spec = find_spec(module)
         get_source = getattr(spec.loader, "get_source", None) if spec else None
         if spec and get_source:
-            return get_source(spec.name)  # the program's own name, if Python runs it by that: python -m NAME
+            return get_source(spec.name)
         # The loader of a hook that rewrites modules may not offer their text.
         if spec and spec.has_location and (spec.origin or "").endswith(".py"):
             return importlib.util.decode_source(Path(str(spec.origin)).read_bytes())
         return None
 
 
-def is_the_program(module: str) -> bool:
-    """Return whether the program is the file that ``import`` would execute for this name."""
-    spec, program = find_spec(PROGRAM), Environment().file_of(module)
-    return module != PROGRAM and spec is not None and program is not None and spec.origin == program
-
-
 def find_spec(module: str) -> ModuleSpec | None:
     """Return what ``import`` would find, a bare folder included."""
-    if module == PROGRAM:
-        program = sys.modules.get(PROGRAM)
-        file = getattr(program, "__file__", None)
-        return getattr(program, "__spec__", None) or (file and spec_from_file_location(PROGRAM, file))
     # importlib.util.find_spec would import the parents of a dotted name; this walk does not.
     spec: ModuleSpec | None = None
     parent = ""

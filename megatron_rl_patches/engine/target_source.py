@@ -162,14 +162,6 @@ def from_source(module: str, qualname: str, text: str) -> TargetSource:
     return target
 
 
-def functions_in(text: str) -> list[str]:
-    """Return the qualified names of the functions and methods that a module defines."""
-    body = list(_statements(_parse(text).body))
-    classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    methods = [f"{c.name}.{node.name}" for c in classes for node in c.body if isinstance(node, FunctionNode)]
-    return [node.name for node in body if isinstance(node, FunctionNode)] + methods
-
-
 def resolve(module: ModuleType, qualname: str) -> tuple[Any, str]:
     """Return the module or class that defines the target, and the target's name in it.
 

@@ -160,19 +160,20 @@ def _huggingface_vocabulary(folder: Path) -> int | None:
 
 
 def _embedding_rows(path: str) -> int | None:
-    """Return the rows of the embedding in a ``torch_dist`` checkpoint, or ``None`` for other formats."""
+    """Return the rows of the embedding in a ``torch_dist`` checkpoint, or ``None`` for the legacy format."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from ..inference.checkpoints.location import TORCH_DIST, detect_format, locate
-    from ..inference.checkpoints.torch_dist import read_metadata
+    from ..inference.checkpoints.location import check_format, locate
+    from ..inference.checkpoints.metadata import read_metadata
 
     try:
         folder = locate(path).folder
-        is_torch_dist = detect_format(folder) == TORCH_DIST
+        if any(folder.glob("mp_rank_*")):  # the legacy format, which the framework may load
+            return None
+        check_format(folder)
     except CheckpointError as error:
         raise InvalidInputError(f"a teacher cannot be loaded: {error}") from error
-    tensors = read_metadata(folder).state_dict_metadata if is_torch_dist else {}
-    for name, tensor in tensors.items():
+    for name, tensor in read_metadata(folder).state_dict_metadata.items():
         if name.endswith("embedding.word_embeddings.weight") and isinstance(tensor, TensorStorageMetadata):
             if len(tensor.size) == 0:
                 raise CheckpointError(f"{folder / '.metadata'} is damaged: {name} has no dimension")

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..common.agreement import raise_everywhere
+from ..common.agreement import raise_on_all
 from ..common.chunks import unwrap
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
@@ -90,7 +90,7 @@ class TeacherScorer:
             InvalidInputError: one rank does not find a teacher's folder, or has samples that name no teacher
                 or an unknown one; on every rank, before any forward.
         """
-        raise_everywhere(self._missing_teacher() or self._problem_with_routes(rollout_data))
+        raise_on_all(self._missing_teacher() or self._problem_with_routes(rollout_data))
         names = list(map(str, rollout_data[SOURCES])) if self.actor.args.opd_combine == "route" else None
         self._put_actor_in()
         try:
@@ -200,12 +200,12 @@ class TeacherScorer:
                 stack.enter_context(deferring(chunk))
             hidden = forward(self._hidden).get("distributions", [])
         # Only the last pipeline stage can tell, and the others must not wait for it.
-        raise_everywhere(self._problem)
+        raise_on_all(self._problem)
         if not hidden:
             return []
         # The model's own output layer is overwritten when the next weights are swapped in.
         head = cast("OutputHead", output_head(self.actor.model)).copied_to("cpu")
-        return [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        return [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     @_collected
     def _hidden(self, logits: Tensor, layout: SequenceLayout, options: dict[str, Any]) -> Any:

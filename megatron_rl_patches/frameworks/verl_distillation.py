@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common.agreement import raise_everywhere
+from ..common.agreement import raise_on_all
 from ..common.scopes import Scope, replaced
 from ..engine.call import Call
 from ..errors import InvalidInputError, first
-from ..inference.scoring.schedule import vocabulary_of
+from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.logits.distributions import NO_ENTRY
 from ..losses.logits.divergences import RULED_OUT, DivergenceName, divergence_named
@@ -246,7 +246,7 @@ def train(call: Call) -> Any:
     mode = _mode_of(worker)
     if mode is None:
         return call()
-    raise_everywhere(_problem(data, vocabulary_of(worker.engine.module)))
+    raise_on_all(_problem(data, vocabulary_of(worker.engine.module)))
     tu = importlib.import_module("verl.utils.tensordict_utils")
     if mode.needs_old and (old := _at_ids(worker, data, tu)) is not None:
         data, offsets = data.clone(recurse=False), data["input_ids"].offsets()

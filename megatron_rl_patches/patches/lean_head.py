@@ -30,7 +30,7 @@ from ..engine.patch import Patch
 from ..errors import PatchError
 
 if TYPE_CHECKING:
-    from ..engine.judge import SiteStatus
+    from ..engine.statuses import SiteStatus
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..engine.call import Call
 from ..engine.patch import Patch, Site
-from ..engine.sources import PROGRAM, is_the_program
 from ..engine.target_source import TargetSource
 from ..errors import PatchError
 from ..frameworks import WITH_MEGATRON_UTILS
 
 if TYPE_CHECKING:
-    from ..engine.judge import SiteStatus
+    from ..engine.statuses import SiteStatus
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _MODELS = [f"{framework}.backends.megatron_utils.model" for framework in WITH_MEGATRON_UTILS]
@@ -55,8 +53,8 @@ class ReentrantTrainOptions:
     Attributes:
         train_functions: ``"package.module:function"`` of further ``train``-like functions, for frameworks
             that this package has never seen. Each takes the list of model chunks as a parameter named
-            ``model``. That of a single file is ``"file:function"`` or, in the program itself,
-            ``"__main__:function"``.
+            ``model``. One in the file that Python runs as the program cannot be named; decorate it with
+            :func:`megatron_rl_patches.reentry.reentrant_train`.
         warn: look for settings that silently spoil reinforcement learning, and warn once of each.
 
     Raises:
@@ -68,10 +66,15 @@ class ReentrantTrainOptions:
 
     def __post_init__(self) -> None:
         for path in self.train_functions:
+            if path.startswith("__main__:"):
+                raise PatchError(
+                    f"train function {path!r}: functions of the program cannot be named; decorate this one: "
+                    "train = megatron_rl_patches.reentry.reentrant_train(train)"
+                )
             if not _FUNCTION_PATH.fullmatch(path):
                 raise PatchError(
                     f"train function {path!r}: expected 'module:function', for example "
-                    "'my_rl.megatron.model:train', or '__main__:train' for the program itself"
+                    "'my_rl.megatron.model:train'"
                 )
 
 
@@ -141,18 +144,7 @@ def _restores_hooks(target: TargetSource) -> str | None:
 
 def _configured(options: ReentrantTrainOptions) -> tuple[Site, ...]:
     paths = [path.split(":") for path in options.train_functions]
-    # A file that runs as the program is not imported under its own name, unless another module does so.
-    paths += [[PROGRAM, function] for module, function in paths if is_the_program(module)]
-    sites = [Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths]
-    # The engine looks at the program whenever a patched function is called. This one is called by every loop
-    # after it has defined its functions, and before it trains.
-    if any(site.module == PROGRAM for site in sites):
-        sites.append(Site(_DDP, "DistributedDataParallel.__init__", _unchanged))
-    return tuple(sites)
-
-
-def _unchanged(call: Call) -> Any:
-    return call()
+    return tuple(Site(module, qualname, _TRAIN, parameters=("model",)) for module, qualname in paths)
 
 
 def _notes(statuses: Sequence[SiteStatus]) -> list[str]:
@@ -190,13 +182,6 @@ patch.wrap(
     ".frameworks.training:enable_forward_pre_hook",
     requires_names=(_HANDLES, "use_forward_hook"),
     skip_if=_enable_is_harmless,
-)
-patch.wrap(
-    "megatron.core.pipeline_parallel.schedules",
-    "forward_step",
-    ".frameworks.training:forward_step",
-    introduced_with="forward_step",
-    optional_module=True,
 )
 patch.wrap(_MODELS, "train", _TRAIN, parameters=("model", "optimizer"), skip_if=_train_is_reentrant)
 patch.wrap(_MODELS, "save", ".frameworks.training:save", parameters=("model",), skip_if=_restores_hooks)

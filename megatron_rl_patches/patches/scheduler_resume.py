@@ -9,7 +9,7 @@ slime, miles  ``load_checkpoint``                   that step is recorded
 ============  ====================================  =====================================  ===================
 
 vime has slime's modules under its own name, and OpenClaw-RL vendors slime under slime's. The code around the
-functions is in :mod:`..frameworks.training`.
+functions is in :mod:`..frameworks.scheduler_resume`.
 
 Not patched: Megatron-LM, which does not advance the schedule after loading it, and frameworks with the
 opposite fault, which never restore a schedule that was saved.
@@ -39,13 +39,13 @@ patch = Patch(
 patch.wrap(
     [f"{utils}.model" for utils in _UTILS],
     "initialize_model_and_optimizer",
-    ".frameworks.training:initialize_model_and_optimizer",
+    ".frameworks.scheduler_resume:initialize_model_and_optimizer",
     skip_if=_leaves_the_schedule_alone,
 )
 patch.wrap(
     [f"{utils}.checkpoint" for utils in _UTILS],
     "load_checkpoint",
-    ".frameworks.training:load_checkpoint",
+    ".frameworks.scheduler_resume:load_checkpoint",
     parameters=("opt_param_scheduler",),
     helps=("initialize_model_and_optimizer",),
 )

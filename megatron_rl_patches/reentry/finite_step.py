@@ -70,54 +70,58 @@ def step(optimizer: Any, original: Callable[[], Any] | None = None, limit: int =
         NonFiniteGradients: the limit is reached. The step has been skipped.
     """
     history = history_of(optimizer)
-    norms: list[Any] = []
-    bad_norm: Any = None
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            norm = function(*args, **kwargs)
-            norms.append(norm)
-            return norm
-
-        return call
-
-    noted_grad_norm = noted(optimizer.get_grad_norm)
-
-    def get_grad_norm() -> Any:
-        norms.extend(_norms_without_clipping(optimizer))
-        return noted_grad_norm()
-
-    step_with_ready_grads = optimizer.step_with_ready_grads
-
-    def step_if_finite() -> Any:
-        nonlocal bad_norm
-        norms.extend(getattr(optimizer, "grad_norms_by_group", {}).values())
-        bad_norm = next((norm for norm in norms if norm is not None and not math.isfinite(norm)), None)
-        return step_with_ready_grads() if bad_norm is None else False
-
+    norms = _Norms(optimizer)
     with replaced(
         optimizer,
-        get_grad_norm=get_grad_norm,
-        clip_grad_norm=noted(optimizer.clip_grad_norm),
-        step_with_ready_grads=step_if_finite,
+        get_grad_norm=norms.get_grad_norm,
+        clip_grad_norm=norms.clip_grad_norm,
+        step_with_ready_grads=norms.step_with_ready_grads,
     ):
         result = (original or optimizer.step)()
     for each in (history, _total):
         each.taken += bool(result[0])
         each.skipped += not result[0]
-    if bad_norm is not None:
+    if norms.bad is not None:
         history.in_row += 1
-        _report(optimizer, history, bad_norm)
+        _report(optimizer, history, norms.bad)
         if 0 < limit <= history.in_row:
             raise NonFiniteGradients(
                 f"{history.in_row} steps in a row were skipped, as their gradient norms were not finite, the "
-                f"last {bad_norm}. The weights are those before the first of them. The log of each rank "
+                f"last {norms.bad}. The weights are those before the first of them. The log of each rank "
                 "names parameters whose gradients are not finite there. finite_step_limit sets how many "
                 "skips in a row are allowed (0: any number)"
             )
     elif result[0]:
         history.in_row = 0
     return result
+
+
+class _Norms:
+    """Methods of an optimizer for one step, which note the norms and skip the step if one is not finite.
+
+    Attributes:
+        bad: the first norm that is not finite.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._noted: list[Any] = []
+        self._methods = optimizer.get_grad_norm, optimizer.clip_grad_norm, optimizer.step_with_ready_grads
+        self.bad: Any = None
+
+    def get_grad_norm(self) -> Any:
+        self._noted += _norms_without_clipping(self._optimizer)
+        self._noted.append(self._methods[0]())
+        return self._noted[-1]
+
+    def clip_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._noted.append(self._methods[1](*args, **kwargs))
+        return self._noted[-1]
+
+    def step_with_ready_grads(self) -> Any:
+        self._noted += getattr(self._optimizer, "grad_norms_by_group", {}).values()
+        self.bad = next((each for each in self._noted if each is not None and not math.isfinite(each)), None)
+        return self._methods[2]() if self.bad is None else False
 
 
 def history_of(optimizer: Any) -> History:
@@ -141,7 +145,7 @@ def summary() -> str:
 def skips_as_successes(optimizer: Any) -> Iterator[None]:
     """Let ``optimizer.step`` return success for a step that was skipped, for callers that assert it.
 
-    Of a step that the loss scale skips there is no norm: its norm is NaN then.
+    If the loss scaler skips the step, no norm exists, and NaN is returned for it.
     """
     take = optimizer.step
 

@@ -138,7 +138,7 @@ _lock = threading.Lock()
 #: The calls that are watched, by id, in the order in which they began. The references are weak, so that a
 #: call which a signal interrupts does not stay here.
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
-#: While calls are watched without the patch: Megatron's module, its ``forward_step``, and what replaces it.
+#: While calls are watched: Megatron's module, its ``forward_step``, and what replaces it.
 _observed: list[Any] = []
 
 
@@ -193,10 +193,10 @@ def _watch_of(chunk: Any) -> Watch | None:
 
 
 def _observe_forward_steps() -> None:
-    """Have Megatron's schedules note tokens, unless code around ``forward_step``, as of the patch, does."""
+    """Have Megatron's schedules note the tokens of every microbatch, as long as a call is watched."""
     schedules: Any = sys.modules.get("megatron.core.pipeline_parallel.schedules")
     original = getattr(schedules, "forward_step", None)
-    if original is None or hasattr(original, "__wrapped__"):
+    if original is None or _observed:
         return
     signature = inspect.signature(original)
 
@@ -204,8 +204,9 @@ def _observe_forward_steps() -> None:
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with harmless():
-            arguments = signature.bind(*args, **kwargs).arguments
-            note_tokens(arguments["model"], result, bool(arguments.get("is_last_stage")))
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            note_tokens(bound.arguments["model"], result, bool(bound.arguments.get("is_last_stage")))
         return result
 
     _observed[:] = schedules, original, forward_step

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .normalization import Microbatch as Microbatch
     from .normalization import NormalizationReport as NormalizationReport
     from .normalization import Split as Split
-    from .normalization import SplitResult as SplitResult
     from .normalization import check_normalization as check_normalization
     from .tiny_models import TinyModel as TinyModel
     from .tiny_models import tiny_model as tiny_model
@@ -43,7 +42,6 @@ __getattr__, __dir__, _lazy = lazy_names(
             "Microbatch",
             "NormalizationReport",
             "Split",
-            "SplitResult",
             "check_normalization",
         ],
         ".tiny_models": ["TinyModel", "tiny_model"],

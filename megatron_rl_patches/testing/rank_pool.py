@@ -1,4 +1,4 @@
-"""Ranks, each a process of its own on this machine, that run one task after the other in step."""
+"""Ranks, each a process of its own on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, parent_process
-from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +25,10 @@ from unittest import mock
 # Other ranks may go on for so long after the first failure, so that those that fail alike are reported, too.
 _GRACE_SECONDS = 2.0
 
-#: Calls its argument with what is to be sent to the parent, and with whether that is a failure.
-Send = Callable[[Any, bool], None]
-
 
 @dataclass
 class Outcome:
-    """What the ranks did in one task.
+    """What the ranks did until they were done, failed, or were cut off.
 
     Attributes:
         sent: pairs of a rank and a value that it has sent, in the order of arrival.
@@ -125,40 +121,28 @@ class _Rank(NamedTuple):
 
 @dataclass
 class RankPool:
-    """Ranks that are started for the first task, and again after each task that failed.
+    """The processes of ranks.
 
     Attributes:
         size: how many ranks there are.
         folder: for the files of the ranks.
-        run_task: called in each rank as ``run_task(task, send)`` with the task that :meth:`run` gets;
-            ``send(value, is_failure)`` passes a value to the :class:`Outcome`.
-        prepare: called in each rank when it has been started, with its number and a folder that is new and
-            the same for all ranks.
-        context: how processes are started; forks of this one by default. Other contexts pickle the functions.
+        work: called in each rank as ``work(pipe, folder)``, after which the rank ends; the folder is new, and
+            the same for all ranks. It calls :func:`send` for each value, and sends ``None`` when it is done.
+        context: how processes are started. All contexts but forks pickle ``work``.
         env: environment variables of the ranks, besides those inherited and those that torchrun sets.
     """
 
     size: int
     folder: Path
-    run_task: Callable[[Any, Send], None]
-    prepare: Callable[[int, Path], None] | None = None
-    context: Any = field(default_factory=ForkContext)
+    work: Callable[[connection.Connection, Path], None]
+    context: Any
     env: Mapping[str, str] = field(default_factory=dict)
-    _ranks: list[_Rank] = field(default_factory=list, init=False)
+    ranks: list[_Rank] = field(default_factory=list, init=False)
 
-    def run(self, task: Any, timeout: float, once: bool = False) -> Outcome:
-        """Run the task, which can be pickled, on all ranks, and cut off those that are not done in time.
-
-        Args:
-            once: each rank ends after the task, so that others that wait for it fail at once.
-        """
-        if not self._ranks:
-            self._start()
+    def wait(self, timeout: float) -> Outcome:
+        """Wait until all ranks are done, and cut off those that are not done in time."""
         deadline = time.monotonic() + timeout
-        for rank in self._ranks:
-            with suppress(BrokenPipeError):
-                rank.pipe.send((task, once))
-        running = list(self._ranks)
+        running = list(self.ranks)
         outcome = Outcome()
         while running and (now := time.monotonic()) < deadline:
             # The pipe of a rank that has died stays open as long as a process lives that it has started.
@@ -174,11 +158,11 @@ class RankPool:
 
     def close(self) -> None:
         """End the ranks, and the processes that they have started."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.kill()
-        self._ranks = []
+        self.ranks = []
 
-    def _start(self) -> None:
+    def start(self) -> None:
         variables = {**group_variables(self.size, _free_port()), **self.env}
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         sys.stdout.flush()
@@ -189,11 +173,11 @@ class RankPool:
             stack_file.touch()
             # A new interpreter needs variables from the start; a fork of a server gets them when it serves.
             with mock.patch.dict(os.environ, variables, RANK=str(number), LOCAL_RANK=str(number)):
-                arguments = (theirs, dict(os.environ), self.folder, stack_file, self.run_task, self.prepare)
+                arguments = (theirs, dict(os.environ), self.folder, stack_file, self.work)
                 process = self.context.Process(target=_serve, args=arguments, name=f"rank {number}")
                 process.start()
             theirs.close()
-            self._ranks.append(_Rank(number, process, ours, stack_file))
+            self.ranks.append(_Rank(number, process, ours, stack_file))
 
 
 def _serve(
@@ -201,10 +185,9 @@ def _serve(
     variables: Mapping[str, str],
     folder: Path,
     stack_file: Path,
-    run_task: Callable[[Any, Send], None],
-    prepare: Callable[[int, Path], None] | None,
+    work: Callable[[connection.Connection, Path], None],
 ) -> None:
-    """Run tasks in the process of a rank until the parent closes the pipe."""
+    """Work in the process of a rank."""
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     os.environ.clear()
@@ -212,20 +195,18 @@ def _serve(
     with open(stack_file, "a") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks)
-        if prepare:
-            prepare(int(variables["RANK"]), stack_file.parent)
-        with suppress(EOFError):
-            once = False
-            while not once:
-                task, once = pipe.recv()
-                run_task(task, lambda value, is_failure: pipe.send((time.monotonic(), value, is_failure)))
-                pipe.send(None)
+        work(pipe, stack_file.parent)
         sys.stdout.flush()
         sys.stderr.flush()
         # An orderly end would destroy the process group and join gloo's threads. These may wait for a rank
         # that has died, and before torch 2.8 for the GIL, which the destructor holds: see
         # pytorch/pytorch#154976.
         os._exit(0)
+
+
+def send(pipe: connection.Connection, value: Any, is_failure: bool) -> None:
+    """Send a value from the process of a rank to the :class:`Outcome`."""
+    pipe.send((time.monotonic(), value, is_failure))
 
 
 def _end_with_parent(folder: Path) -> None:

@@ -11,12 +11,13 @@ from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_start_method
+from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegatronRLPatchesError
-from .rank_pool import RankPool, Send
+from .rank_pool import RankPool, send
 
 
 class RanksFailed(MegatronRLPatchesError):
@@ -105,8 +106,9 @@ def call_on_ranks(
     Raises:
         RanksFailed: a rank raised, died, or was not done in time.
     """
-    with closing(RankPool(size, folder, _send_result, context=context, env=env)) as pool:
-        outcome = pool.run(function, timeout, once=True)
+    with closing(RankPool(size, folder, partial(_send_result, function), context, env)) as pool:
+        pool.start()
+        outcome = pool.wait(timeout)
     sent = dict(outcome.sent) | outcome.died
     if outcome.went_well:
         return [sent[rank] for rank in range(size)]
@@ -121,9 +123,10 @@ def call_on_ranks(
     raise RanksFailed(message, failed)
 
 
-def _send_result(function: Callable[[], Any], send: Send) -> None:
+def _send_result(function: Callable[[], Any], pipe: Connection, folder: Path) -> None:
     """Send what the function returns, or the traceback of what it raises as a failure."""
     try:
-        send(function(), False)
+        send(pipe, function(), False)
     except BaseException:
-        send(traceback.format_exc(), True)
+        send(pipe, traceback.format_exc(), True)
+    pipe.send(None)

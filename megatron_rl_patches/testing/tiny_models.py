@@ -40,7 +40,6 @@ _KINDS: dict[str, dict[str, Any]] = {
     "mla": _MLA,
     "mla-moe": {**_MLA, **_MOE},
     "mtp": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1},
-    "hybrid": {},
 }
 #: Parameters per bucket: few enough for several buckets per chunk, so that communication overlaps.
 BUCKET = 16_000
@@ -53,22 +52,15 @@ def tiny_model(kind: str = "dense", **options: Any) -> TinyModel:
 
     Args:
         kind: ``"dense"``, ``"moe"`` (four experts), ``"mla"`` (multi-latent attention), ``"mla-moe"`` (both),
-            ``"mtp"`` (one layer of multi-token prediction), or ``"hybrid"`` (state-space, attention and MLP
-            layers; the state space is plain torch, as megatron-core's needs a GPU).
+            or ``"mtp"`` (one layer of multi-token prediction).
         options: see the attributes of :class:`TinyModel`.
 
     Raises:
-        InvalidInputError: there is no such kind, or it cannot be laid out like this.
+        InvalidInputError: there is no such kind.
     """
     if kind not in _KINDS:
         raise InvalidInputError(f"kind is {kind!r}; expected one of {', '.join(_KINDS)}")
-    model = TinyModel(kind=kind, **options)
-    if kind == "hybrid" and (model.tp, model.cp, model.vpp) != (1, 1, None):
-        raise InvalidInputError(
-            f"tp, cp and vpp of a hybrid model are {model.tp}, {model.cp} and {model.vpp}; expected 1, 1 and "
-            "None: its state space is not divided over ranks, and its pipeline has one chunk per stage"
-        )
-    return model
+    return TinyModel(kind=kind, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +195,6 @@ class TinyModel:
             "position_embedding_type": "rope" if self.kind == "mtp" or self._has_mla else "learned_absolute",
             "share_embeddings_and_output_weights": self.tied,
         }
-        if self.kind == "hybrid":
-            from .tiny_hybrid import hybrid_model
-
-            return hybrid_model(config, SequenceParallelNorm, pre_process, post_process, **sizes)
         layer = get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=False, multi_latent_attention=self._has_mla
         )

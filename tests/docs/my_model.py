@@ -1,6 +1,6 @@
 """A trainer of a user's, whose ``train()`` works once per process without the patches.
 
-Copied into a package ``my_rl``, beside the loop of ``tests/real/tiny_gpt.py``.
+Copied into a package ``my_rl``, beside the loop of ``tests/references/tiny_gpt.py``.
 """
 
 from megatron_rl_patches.testing import tiny_model

@@ -20,7 +20,8 @@ from megatron_rl_patches.losses import PolicyBatch, PolicyOptions, SequenceLayou
 from megatron_rl_patches.testing import TinyModel
 from tests.docs.docstrings import public_names
 from tests.docs.pages import ROOT
-from tests.real import checkpoints, tiny_gpt
+from tests.real import checkpoints
+from tests.references import tiny_gpt
 
 TEACHERS = ("math", "code")
 LENGTHS, RESPONSES = [6, 9], [3, 5]

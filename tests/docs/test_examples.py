@@ -66,8 +66,9 @@ def test_own_loop_without_the_guard() -> None:
 
 
 @pytest.mark.slow
-def test_teacher_and_distillation() -> None:
-    output = run("teacher_and_distillation.py")
+@pytest.mark.parametrize("k", [(), ("8",)], ids=["full", "top-k"])
+def test_teacher_and_distillation(k: tuple[str, ...]) -> None:
+    output = run("teacher_and_distillation.py", *k)
     divergences = numbers(" ".join(re.findall(r"^rollout .*$", output, re.MULTILINE)))
     assert divergences[-1] < divergences[0] / 2
     assert "materialized" not in output

@@ -35,7 +35,7 @@ def test_the_numbers_are_those_that_were_measured() -> None:
     calls, teacher, loss, head = _cards()
 
     demo = (DOCS / "demo.md").read_text("utf-8")
-    (rollouts,) = re.findall(r"│ rollouts, one train\(\) call each +│ (\d+)", demo)
+    (rollouts,) = re.findall(r"^(\d+) rollouts, one train\(\) call each", demo, re.MULTILINE)
     assert calls[:2] == (rollouts, "1")
 
     counted = ("memory.md", "The case of a 27B teacher")

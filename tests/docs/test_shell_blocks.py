@@ -129,7 +129,7 @@ def _check_variables(variables: dict[str, str]) -> None:
 
 
 def _check_demo(code: str) -> None:
-    """It takes a minute, and tests/real/test_demo.py runs it: here its options are parsed."""
+    """It takes half a minute, and tests/real/test_demo.py runs it: here its options are parsed."""
     for arguments in DEMO.findall(code):
         command = typer.main.get_command(app).commands["demo"]  # type: ignore[attr-defined]
         command.make_context("demo", shlex.split(arguments.partition("#")[0]))

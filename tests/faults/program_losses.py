@@ -29,8 +29,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-from tests.unit.losses.logits.dense import dense_log_probs_and_entropy
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.references.dense import dense_log_probs_and_entropy
+from tests.references.dense_topk import dense_log_probs_at
 
 from .programs import RESPONSES, TOTALS, Loss, Program, S
 
@@ -223,7 +223,7 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         if data.is_full:
             # The teacher's hidden states select the rows of logits that are given.
             head = OutputHead(data.teacher[:, columns].T.contiguous())
-            whole = FullDistribution.of(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
+            whole = FullDistribution.from_hidden(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
         distillation = DistillationBatch([whole.split(RESPONSES)], split(data.mask))
         how = DistillationOptions(divergence=loss.divergence, beta=BETA)
         loss_func = make_distillation_loss_func(layout, distillation, how, **options)

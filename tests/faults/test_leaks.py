@@ -20,7 +20,7 @@ from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.real.faults import Trainee, same_process_groups
 from tests.real.test_interruption import SETTINGS
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references.live_bytes import reachable_bytes
 
 ROUNDS = 4
 # Stage and step of each failing call of a round. Not "in step": what a half update gives is not defined.

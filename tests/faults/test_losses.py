@@ -33,8 +33,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.loss_functions import LossFunc
-from tests.unit.losses.logits.dense import IGNORE, dense_log_probs_and_entropy
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at, has_no_softmax
+from tests.references.dense import IGNORE, dense_log_probs_and_entropy
+from tests.references.dense_topk import dense_log_probs_at, has_no_softmax
 from tests.unit.losses.logits.pairwise import pairwise
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

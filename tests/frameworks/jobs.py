@@ -19,7 +19,7 @@ from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_timers, set_global_variables
 
 from megatron_rl_patches.testing import TinyModel
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 MICROBATCHES = 2  # per step
 

@@ -237,27 +237,3 @@ def _of_all_tokens(sample: Any, name: str) -> torch.Tensor:
     whole = value.new_zeros(total, *value.shape[1:])
     whole[total - len(value) - 1 : -1] = value
     return whole
-
-
-def reference_loss(
-    framework: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor
-) -> Any:
-    """A loss in which it is known what a token weighs: this package's, for a value loss a plain one."""
-    from megatron_rl_patches.losses import DistillationOptions, PolicyOptions
-    from tests.real.normalization_losses import of_package, weighted
-
-    options = dict(options)
-    of = options.pop("of", "policy")
-    if of == "policy":
-        return of_package(PolicyOptions(**options), microbatch, logits)
-    if of == "distillation":
-        return of_package(DistillationOptions(divergence="forward_kl", **options), microbatch, logits)
-    loss, count, metrics = weighted(of, options, microbatch, logits)
-    return loss * (0.5 if framework == "verl" else 1.0), count, metrics  # verl halves squared errors
-
-
-def plain_loss(framework: str, options: dict[str, Any], *arguments: Any) -> Any:
-    """A function of :mod:`tests.real.normalization_losses`."""
-    losses = importlib.import_module("tests.real.normalization_losses")
-    options = dict(options)
-    return getattr(losses, options.pop("name"))(*arguments, **options)

@@ -1,14 +1,12 @@
-"""``docs/compatibility.md``, from what is on record: verdicts, runs, and conformance runs."""
+"""``docs/compatibility.md``, from what is on record: verdicts, runs, and models."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl_patches.cli.commands import LEGEND, markdown_table, sections
-from megatron_rl_patches.testing.conformance import FAILED, HANGS, PASSED, REASONS
 from tests.frameworks import verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.frameworks.verdicts import Known
@@ -17,9 +15,6 @@ from tests.recording import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 RUNS = Path(__file__).with_name("runs.json")
-#: What ``megatron-rl-patches conformance CHECKOUT --json FILE`` wrote, a file per commit.
-CONFORMANCE = Path(__file__).with_name("conformance")
-
 #: What ``pytest --record-models`` wrote: release -> promise -> "MODEL, LAYOUT" of the tests that passed.
 MODELS = Path(__file__).parents[1] / "real" / "models.json"
 
@@ -28,8 +23,8 @@ _SHORT = 9
 _INTRODUCTION = f"""\
 # Compatibility
 
-Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `verdicts.json`, `runs.json` and
-`conformance` in `tests/frameworks`.
+Do not edit this page: `python -m tests.frameworks.verdicts` writes it, from `verdicts.json` and `runs.json`
+in `tests/frameworks`, and from `tests/real/models.json`.
 
 {LEGEND}
 ## Sources
@@ -49,17 +44,6 @@ named, the others cannot do it, for the reason below the table.
 
 """
 
-_CONFORMANCE = """\
-## Megatron-LM's own unit tests
-
-What `megatron-rl-patches conformance` found on CPU ranks
-([how](testing.md#megatron-lms-own-unit-tests)): each test at the smallest of these numbers of ranks at which
-it can run, then with patches at the same number. A test in a column from TransformerEngine to other package
-cannot run there; one that is skipped is skipped by its authors anywhere, also where its ranks are more than
-the eight of Megatron-LM's own CI. `tests/frameworks/conformance` has the name and the message of each.
-
-"""
-
 
 def page_of_records() -> str:
     table = verdicts.load()
@@ -67,22 +51,8 @@ def page_of_records() -> str:
         [
             page(table, runs_on_record()),
             models_section(json.loads(MODELS.read_text())),
-            conformance_section(conformance_on_record(table)),
         ]
     )
-
-
-def conformance_on_record(table: Sequence[Known]) -> dict[str, dict[str, Any]]:
-    """Return what the command wrote, by the name of the source.
-
-    A ``main`` that the table no longer has, because a later one was judged, goes by its commit.
-    """
-    names = {one.commit: one.source for one in table}
-    records = [json.loads(file.read_text()) for file in sorted(CONFORMANCE.glob("*.json"))]
-    return {
-        names.get(record["commit"]) or f"Megatron-LM `{record['commit'][:_SHORT]}`": record
-        for record in records
-    }
 
 
 def runs_on_record() -> list[Run]:
@@ -116,38 +86,6 @@ def models_section(record: dict[str, dict[str, list[str]]]) -> str:
     facts = markdown_table(("promise", "model", *matrix.LAYOUTS), rows)
     introduction = _MODELS.format(releases=", ".join(record))
     return f"{introduction}{facts}\n{matrix.REASONS}"
-
-
-def conformance_section(records: dict[str, dict[str, Any]]) -> str:
-    columns = ("source", "ranks", "tests", "passed", "failed", "skipped", *REASONS)
-    facts = markdown_table(
-        (*columns, "patches", "changed by patches"),
-        [_row(source, record) for source, record in records.items()],
-    )
-    directories = sorted({name for record in records.values() for name in record["directories"]})
-    by_directory = markdown_table(
-        ("passed, of those that can run", *records),
-        [
-            (name, *(_share(record["directories"].get(name, {})) for record in records.values()))
-            for name in directories
-        ],
-    )
-    return f"\n{_CONFORMANCE}{facts}\n{by_directory}"
-
-
-def _row(source: str, record: dict[str, Any]) -> tuple[str, ...]:
-    numbers = [record["tests"], record["passed"], len(record["failed"]), record["skipped"]]
-    numbers += [record["not_runnable"].get(reason, 0) for reason in REASONS]
-    ranks = ", ".join(map(str, record["ranks"]))
-    changed = str(len(record["changed_by_patches"]))
-    if once := {change["without"]["nodeid"].rpartition("::")[2] for change in record["differed_once"]}:
-        changed += f"; once, and not again: {', '.join(sorted(once))}"
-    return source, ranks, *map(str, numbers), "; ".join(record["patches"]), changed
-
-
-def _share(outcomes: dict[str, int]) -> str:
-    can_run = sum(outcomes.get(outcome, 0) for outcome in (PASSED, FAILED, HANGS))
-    return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
 
 
 def _revision(one: Known) -> str:

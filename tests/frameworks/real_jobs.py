@@ -28,7 +28,7 @@ from tests.frameworks.loss_jobs import (
     set_parallel_state_of_miles,
     takes_packed_tokens,
 )
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
 

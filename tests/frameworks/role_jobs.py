@@ -28,8 +28,8 @@ from megatron.training import checkpointing, global_vars
 from megatron_rl_patches.testing import TinyModel, tiny_models
 from tests.frameworks.jobs import MICROBATCHES, Batches
 from tests.frameworks.loss_jobs import Arguments
-from tests.real import tiny_gpt
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1000
 

@@ -38,7 +38,7 @@ def check_rollouts(job_type: Any, framework: str, order: str = "after", **option
 
     Weights and, where a framework scores, log-probabilities are those of one call that needs no patch.
     """
-    from tests.real.tiny_gpt import counting_overlap
+    from tests.references.tiny_gpt import counting_overlap
 
     if order == "before":
         apply(PATCH)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_patches.testing import conformance
 from tests.frameworks.checkouts import Checkouts
+from tests.lab.conformance import runs
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -52,25 +52,25 @@ FILES = {
 }
 
 
-def run(checkout: str, select: tuple[str, ...], patches: str, results: Path) -> list[conformance.Change]:
-    """Run both ways, and return the verdicts that the patches change."""
-    conformance.run_at_smallest(Path(checkout), select, ranks=(1, 2), results=results)
-    conformance.run_with_patches(Path(checkout), patches, results=results)
-    return conformance.repeated_changes(Path(checkout), conformance.changes(results, patches), patches)
+def run(checkout: str, select: tuple[str, ...], patches: str, results: Path) -> list[runs.Change]:
+    """Run both ways, and return the outcomes that the patches change."""
+    runs.run_at_smallest(Path(checkout), select, ranks=(1, 2), results=results)
+    runs.run_with_patches(Path(checkout), patches, results=results)
+    return runs.repeated_changes(Path(checkout), runs.changes(results, patches), patches)
 
 
-def test_patches_change_no_verdict(checkouts: Checkouts, tmp_path: Path) -> None:
+def test_patches_change_no_outcome(checkouts: Checkouts, tmp_path: Path) -> None:
     (checkout,) = checkouts("megatron.training")
     results = tmp_path / "results.jsonl"
     select = tuple(name for name in SUBSET if Path(checkout, name).exists())
     assert run(checkout, select, "all", results) == []
-    outcomes = Counter(result.outcome for result in conformance.final_of(results))
-    assert outcomes[conformance.PASSED] > 90
-    assert outcomes[conformance.HANGS] == 0
-    assert len(conformance.final_of(results, "all")) >= outcomes[conformance.PASSED]
+    outcomes = Counter(result.outcome for result in runs.final_of(results))
+    assert outcomes[runs.PASSED] > 90
+    assert outcomes[runs.HANGS] == 0
+    assert len(runs.final_of(results, "all")) >= outcomes[runs.PASSED]
 
 
-def test_a_fault_of_a_patch_changes_verdicts(
+def test_a_fault_of_a_patch_changes_outcomes(
     checkouts: Checkouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (checkout,) = checkouts("megatron.training")

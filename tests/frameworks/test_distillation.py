@@ -26,7 +26,7 @@ SOURCES = ["math", "code", "math"]
 
 
 def _rollout() -> dict[str, Any]:
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     generator = torch.Generator().manual_seed(5)
     return {

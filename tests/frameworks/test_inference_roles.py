@@ -32,7 +32,7 @@ def test_policy_and_teachers_side_by_side(framework: str, ranks: int, tmp_path: 
     import rl_framework
 
     from tests.frameworks import role_jobs
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     def policy_and_batches() -> Any:
         # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.

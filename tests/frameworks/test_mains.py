@@ -105,12 +105,6 @@ def test_runs_of_sources_that_left_the_table_are_dropped() -> None:
     assert kept == [run for run in runs if gone not in (run["source"], run["megatron"])]
 
 
-def test_a_page_without_the_main_that_conformance_ran_on() -> None:
-    records = page.conformance_on_record([])
-    assert len(records) == len(list(page.CONFORMANCE.glob("*.json")))
-    assert all(name.startswith("Megatron-LM `") for name in records)
-
-
 def test_every_suite_runs_whatever_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mains, "TESTS", (mains.HERE / "test_known_verdicts.py",))
     monkeypatch.setattr(mains, "TOGETHER", mains.TOGETHER[:2])

@@ -45,7 +45,7 @@ def bridge(packages: Packages, request: pytest.FixtureRequest) -> str:
 def test_a_second_setup(bridge: str) -> None:
     sys.path[:0] = [bridge]
     # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     import_stubs.install(
         PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]

@@ -14,7 +14,7 @@ from megatron_rl_patches.errors import InferenceOnlyError
 from tests.frameworks.test_inference_roles import DDP, TEACHER
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import everywhere, on_ranks
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references.live_bytes import reachable_bytes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
@@ -48,7 +48,7 @@ def test_policy_and_teacher_side_by_side(
     prepare(paths)
     from tests.frameworks import real_roles
     from tests.frameworks.role_jobs import build_teacher, has_weights
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     policy, teacher = (
         real_roles.save(framework, str(tmp_path / name), seed)
@@ -84,7 +84,7 @@ def test_a_mixture_of_experts_as_teacher(framework: str, tmp_path: Path, paths: 
     prepare(paths)
     from tests.frameworks import real_roles
     from tests.frameworks.role_jobs import build_teacher, has_weights
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     experts = {"kind": "moe", "ep": 2}
     teacher = real_roles.save(framework, str(tmp_path), 1, **experts)

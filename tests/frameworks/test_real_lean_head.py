@@ -19,7 +19,7 @@ import torch
 from megatron_rl_patches import applied
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
-from tests.unit.losses.live_bytes import live_bytes, reachable_bytes
+from tests.references.live_bytes import live_bytes, reachable_bytes
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ WAYS = {"unpatched": (), "lean-loss": ("lean-loss",), "lean-head": ("lean-loss",
 @on_ranks(lambda ranks: ranks, timeout=300)
 def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list[str]) -> None:
     prepare(paths)
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
     tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each

@@ -23,7 +23,7 @@ from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
 from tests.recording import installed, ran_on
-from tests.unit.losses.live_bytes import live_bytes
+from tests.references.live_bytes import live_bytes
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def verl(request: pytest.FixtureRequest, packages: Packages, checkouts: Checkout
 def test_chunks_that_share_a_config(verl: list[str]) -> None:
     """Two pipeline stages of two chunks each; the hook is verl's ``external_lib``."""
     prepare(verl)
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     utils = importlib.import_module("verl.utils.megatron_utils")
     assert utils.__file__.startswith(verl[0])
@@ -162,7 +162,7 @@ def with_tensordict(verl: list[str], packages: Packages) -> list[str]:
 def test_its_engine_never_makes_the_logits(with_tensordict: list[str], ranks: int) -> None:
     prepare_engine(with_tensordict)
     from tests.frameworks.verl_jobs import EngineJob
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     # With these sizes the logits have more than twice the elements of any other tensor.
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE, tiny_gpt.LAYERS, tiny_gpt.HEADS = 2048, 256, 1, 2

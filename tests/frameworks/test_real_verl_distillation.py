@@ -194,7 +194,7 @@ def test_a_student_that_is_trained_to_the_end(with_tensordict: list[str], ranks:
     """Without the tail it takes the teacher for surer than it is."""
     prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import DistillationJob
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 16, 64
     sizes: dict[str, Any] = {"tp": ranks, "vocab_size": 16, "seq_length": 64}
@@ -218,7 +218,7 @@ def test_no_logits(with_tensordict: list[str], ranks: int, packed: bool) -> None
     """verl's worker trains on deferred logits, with the same losses, metrics and gradient norms."""
     prepare_engine(with_tensordict, *SERVERS)
     from tests.frameworks.verl_distillation_jobs import DistillationJob, teacher_table
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     # With these sizes the logits have more than twice the elements of any other tensor.
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = 2048, 256

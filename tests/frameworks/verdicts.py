@@ -20,8 +20,9 @@ from pathlib import Path
 
 from megatron_rl_patches import Settings
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.judge import SiteStatus, judge_all
+from megatron_rl_patches.engine.judge import judge_all
 from megatron_rl_patches.engine.sources import open_source
+from megatron_rl_patches.engine.statuses import SiteStatus
 from tests.frameworks.checkouts import repositories
 from tests.frameworks.packages import Packages, built_on
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl_patches.frameworks import verl_distillation
 from tests.frameworks.loss_jobs import _columns_of_rank, deferred
 from tests.frameworks.verl_jobs import SAMPLES, EngineJob
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 OURS = "megatron_rl_patches."
 TEMPERATURE = 0.7  # of EngineJob

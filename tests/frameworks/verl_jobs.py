@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl_patches.testing import TinyModel
 from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments, takes_packed_tokens
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 SAMPLES = 2
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.unit.losses.live_bytes import live_bytes
+from tests.references.live_bytes import live_bytes
 
 IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
 DEVICE = torch.device("cpu" if IS_DRY else "cuda")

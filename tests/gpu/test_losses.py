@@ -19,8 +19,8 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
-from tests.unit.losses.logits.dense import dense_log_probs_and_entropy, relative_error
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.references.dense import dense_log_probs_and_entropy, relative_error
+from tests.references.dense_topk import dense_log_probs_at
 
 pytestmark = needs_gpu
 

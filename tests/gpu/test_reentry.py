@@ -7,8 +7,8 @@ import torch
 from megatron_rl_patches.testing import TinyModel
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.ranks import on_ranks
-from tests.real.one_device import gpu_or_cpu
 from tests.real.test_reentry import check_rollouts
+from tests.references.one_device import gpu_or_cpu
 
 pytestmark = needs_gpu
 

@@ -57,7 +57,7 @@ def test_record_names_every_file_with_its_hash_and_size(artifacts):
 def test_metadata_says_what_is_needed(metadata):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"demo", "test", "test-ray", "mutation", "docs"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {"plot", "test", "test-ray", "mutation", "docs"}
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {"torch>=2.6", "megatron-core>=0.14", "wrapt<3,>=1.16"} <= needed
 

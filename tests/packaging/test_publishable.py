@@ -1,4 +1,4 @@
-"""What may not be published: a version that is not prepared. See CONTRIBUTING.md, Releasing."""
+"""What may not be published: a version that is not prepared. See docs/development/releasing.md."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ IN_PARTS = {
     "release-check": ("tests/packaging/test_publishable.py", "tests/packaging/test_artifacts.py"),
     **dict.fromkeys(("checkouts", "verdicts", "runs", "report"), ("tests/frameworks/test_mains.py",)),
     "demo": ("tests/real/test_demo.py",),
-    "test-cuda-rehearsal": ("tests/rehearsal/test_rehearsal.py",),
+    "test-cuda-rehearsal": ("tests/lab/rehearsal/test_rehearsal.py",),
 }
 
 

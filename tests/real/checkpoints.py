@@ -1,6 +1,6 @@
 """Megatron checkpoints written on real megatron-core, as Megatron-LM's ``save_checkpoint`` lays them out.
 
-For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.real.tiny_gpt.build`.
+For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.references.tiny_gpt.build`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SHARDING_TYPE = "distrib_optim_sharding_type"
@@ -92,22 +92,6 @@ def _sharding() -> dict[str, Any]:
     reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
     kind = "dp_reshardable" if reshardable else "fully_sharded_model_space"
     return {_SHARDING_TYPE: kind, "chained_optim_avoid_prefix": True}
-
-
-def save_torch(chunks: Sequence[Any], optimizer: Any, root: Path, iteration: int) -> Path:
-    """As with ``--ckpt-format torch``, without expert parallelism."""
-    folder = _new_folder(root, iteration)
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-    if parallel_state.get_data_parallel_rank() == 0:
-        state = _common(iteration) | {key: chunk.state_dict() for key, chunk in _keyed(chunks)}
-        state["optimizer"] = optimizer.state_dict()
-        state["rng_state"] = [{"torch_rng_state": torch.get_rng_state()}]
-        (folder / name).mkdir()
-        torch.save(state, folder / name / "model_optim_rng.pt")
-    _track(root, iteration)
-    return folder
 
 
 def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:

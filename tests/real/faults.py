@@ -1,4 +1,4 @@
-"""Exceptions at every stage of a training step of :mod:`tests.real.tiny_gpt`, and a model that meets them."""
+"""Exceptions at every stage of a step of :mod:`tests.references.tiny_gpt`, and a model that meets them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerLayer
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_rl_patches.testing import TinyModel
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 MICROBATCHES = 2
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-#: Options of ``tiny_model()``.
+from megatron_rl_patches.testing import TinyModel
+
+#: Options of :func:`tiny`.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "dense"},
     "MoE": {
@@ -59,6 +61,15 @@ so that each pair of stages at which two ranks fail has a test of its own, on th
 """
 
 
+def tiny(kind: str = "dense", **options: Any) -> TinyModel:
+    """Return the model of a kind: one of ``tiny_model()``, or the hybrid one of these tests."""
+    if kind == "hybrid":
+        from tests.real.tiny_hybrid import TinyHybrid
+
+        return TinyHybrid(**options)
+    return TinyModel(kind=kind, **options)
+
+
 def reason(model: str, layout: str) -> str:
     """Return why a model is not tested on a layout; empty if it is."""
     if layout in _EXPERTS and "MoE" not in model:
@@ -71,7 +82,7 @@ def reason(model: str, layout: str) -> str:
 def cells(
     always: Collection[str] = (), leave_out: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrize a test with ``ranks`` and ``model``, options of a tiny model, for each cell of the table.
+    """Parametrize a test with ``ranks`` and ``model``, options of :func:`tiny`, for each cell of the table.
 
     Args:
         always: cells, as "MODEL, LAYOUT", that the default suite runs.

@@ -6,7 +6,6 @@ They import Megatron when they are called, as that of a framework may have to be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,26 +21,25 @@ from megatron_rl_patches.losses import (
     make_loss_func,
     mean_count,
     packed_log_probs_and_entropy,
-    token_weights,
 )
 from megatron_rl_patches.testing import Microbatch
 
 VOCABULARY = 32
 #: Prompt and response of each sample: their numbers of tokens differ in every split.
 LENGTHS = ((2, 9), (1, 7), (5, 1), (3, 8), (1, 4), (2, 2), (3, 1), (1, 3))
-#: Samples in which every token is masked. The longer one fills a microbatch of a dynamic batch size alone.
+#: Samples in which every token is masked.
 MASKED = (3, 7)
 TOPK = 4
 
 
-def global_batch(masked: Sequence[int] = MASKED) -> list[dict[str, torch.Tensor]]:
+def global_batch() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     batch = []
     for number, (prompt, response) in enumerate(LENGTHS):
         mask = torch.ones(response, dtype=torch.int)
         if response > 3:
             mask[1] = 0  # the output of a tool
-        if number in masked:
+        if number in MASKED:
             mask.zero_()
         ids, log_probs, tail = teacher_of(response, generator)
         batch.append(
@@ -139,23 +137,9 @@ def _sums(
     return (losses * mask).sum(), mask.sum(), whole.sum()
 
 
-def weighted(of: str, options: dict[str, Any], microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """The loss on one rank, with the weights and the count of :func:`token_weights`."""
-    losses, _ = _per_token(of, microbatch, logits)
-    weights, count = token_weights([sample["loss_mask"] for sample in microbatch.samples], **options)
-    return (weights * losses).sum(), count, {}
-
-
 def over_the_step(microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Right: the sum, and its share of the number of tokens."""
     loss, count, _ = _sums(microbatch, logits)
-    return loss, count.int(), {}
-
-
-def counting_masked_samples(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: a sample without a counted token counts as one, as in slime's and miles' number of tokens."""
-    loss, _, _ = _sums(microbatch, logits)
-    count = sum(sample["loss_mask"].sum().clamp(min=1) for sample in microbatch.samples)
     return loss, count.int(), {}
 
 
@@ -163,12 +147,6 @@ def over_its_microbatch(microbatch: Microbatch, logits: torch.Tensor, of: str = 
     """Wrong: the mean over the microbatch, which Megatron averages over microbatches."""
     loss, _, count = _sums(microbatch, logits, of)
     return loss / count.clamp(min=1), {}
-
-
-def sum_of_means(microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
-    """Wrong: the mean over the microbatch, and Megatron's average over microbatches undone."""
-    loss, _ = over_its_microbatch(microbatch, logits, of)
-    return loss * microbatch.num_microbatches, {}
 
 
 def over_its_samples(microbatch: Microbatch, logits: torch.Tensor) -> Any:

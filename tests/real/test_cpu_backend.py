@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def trained(layout: dict[str, Any], bf16: bool = False, overlap: bool = True) -> tuple[list[float], str, Any]:
     """Return losses, checksum, and how often communication overlapped."""
-    from tests.real import tiny_gpt
+    from tests.references import tiny_gpt
 
     options = TinyModel(**layout, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bf16=bf16)
     model, optimizer = options.build()
@@ -87,7 +87,8 @@ def test_megatron_may_be_imported_before() -> None:
 @on_ranks(1, timeout=240)
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """A run that loads model and distributed optimizer goes on as the run that saved them."""
-    from tests.real import checkpoints, tiny_gpt
+    from tests.real import checkpoints
+    from tests.references import tiny_gpt
 
     options = TinyModel(overlap_grad_reduce=False, overlap_param_gather=False)
 

@@ -103,7 +103,7 @@ def test_a_teacher_of_another_padding_takes_the_shards_of_the_student() -> None:
         weight_of_teacher = torch.linspace(1, 2, 3 * rows, dtype=torch.float64).view(rows, 3).sin()
         bias = weight_of_teacher[:, 0]
         head = OutputHead(weight_of_teacher.chunk(2)[rank], bias.chunk(2)[rank])
-        (teacher,) = FullDistribution.of(hidden, head.resharded(4, group)).logits()
+        (teacher,) = FullDistribution.from_hidden(hidden, head.resharded(4, group)).logits()
         value = full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
         whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
         log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from tests.real.students import distill
+from tests.references.distillation_task import distill
 
 WINDOW = 10
 
@@ -21,8 +23,8 @@ def falls(values: list[float]) -> bool:
     return bool((means.diff() < 0.01 * values[0]).all())
 
 
-def test_a_student_becomes_as_good_as_each_teacher_at_its_task(teachers_folder: str) -> None:
-    student = distill({"pipeline_parallel_size": 2}, "routed", "full", teachers_folder, 30)
+def test_a_student_becomes_as_good_as_each_teacher_at_its_task(tmp_path: Path) -> None:
+    student = distill({"pipeline_model_parallel_size": 2}, "routed", "full", str(tmp_path), 30)
     for order, teacher in student.teachers.items():
         assert teacher > 0.95
         score, divergence = student.score[order], student.reverse_kl[order]

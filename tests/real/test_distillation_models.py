@@ -70,7 +70,7 @@ def test_divergence_and_gradients(teacher_kind: str, student_kind: str, way: str
     if way == "full":
         head, hidden = output_head(teacher), forward_hidden_states(teacher, microbatches, progress=False)
         assert head is not None and hidden is not None
-        targets: list[Any] = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        targets: list[Any] = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
     else:  # as many ids as there are: the same divergence
         targets = forward_topk(teacher, microbatches, VOCABULARY, progress=False) or []
     layout = SequenceLayout.build(LENGTHS, RESPONSES, qkv_format="bshd", max_seq_lens=LENGTHS)

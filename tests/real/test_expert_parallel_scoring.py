@@ -15,8 +15,8 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import tiny_model
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_inference_builder import attributes_of_megatron, is_unchanged
+from tests.references import tiny_gpt
 
 
 def microbatch(number: int, width: int = 8) -> dict[str, Any]:

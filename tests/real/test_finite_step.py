@@ -17,7 +17,7 @@ from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 STEPS, BAD_STEP, MICROBATCHES = 4, 2, 2
 PLAIN: dict[str, Any] = {"use_distributed_optimizer": False, "overlap_param_gather": False}

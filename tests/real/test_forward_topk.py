@@ -18,7 +18,6 @@ from megatron_rl_patches.inference import forward_hidden_states, forward_topk, o
 from megatron_rl_patches.losses import FullDistribution, vocab_parallel_log_probs_at
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_scoring import (
     LAYOUTS,
     TEMPERATURE,
@@ -29,7 +28,8 @@ from tests.real.test_scoring import (
     microbatches,
     ranks_of,
 )
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 K = 5
 
@@ -105,7 +105,7 @@ def _check_hidden_states(teacher: Any, topk: Any) -> None:
     head, group = output_head(teacher), parallel_state.get_tensor_model_parallel_group()
     for hidden_lh, of_sample in zip(hidden, topk, strict=True):
         assert hidden_lh.shape == (len(of_sample), head.weight.shape[1])
-        (logits,) = FullDistribution.of(hidden_lh, head).logits()
+        (logits,) = FullDistribution.from_hidden(hidden_lh, head).logits()
         log_probs = vocab_parallel_log_probs_at(
             logits, of_sample.indices, tp_group=group, temperature=TEMPERATURE
         )

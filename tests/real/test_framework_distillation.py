@@ -84,7 +84,7 @@ def test_scores_loss_and_gradient_are_the_dense_ones(top_k: int | str) -> None:
         if top_k == "full":
             hidden = deferred_logits(_on_this_rank(_full(seed), cp_rank, 0, 1), layer)
             found, head = scorer._hidden(hidden, args=args)[1]["distributions"], OutputHead(layer)
-            scored.append([FullDistribution.of(hidden_lh, head) for hidden_lh in found])
+            scored.append([FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in found])
         else:
             teacher = _on_this_rank(_full(seed), cp_rank, tp_rank)
             scored.append(scorer._at_ids(teacher, args=args)[1]["distributions"])

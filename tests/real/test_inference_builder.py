@@ -24,9 +24,9 @@ from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_scoring import by_speed
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 

@@ -15,8 +15,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, estimate_memory
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import memory_cases
-from tests.real.memory_cases import EXPERTS, TIED, Case
+from tests.references import memory_cases
+from tests.references.memory_cases import EXPERTS, TIED, Case
 
 PLAIN = OptimizerSettings()
 BF16_GRADIENTS = OptimizerSettings(use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=False)

@@ -17,7 +17,6 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
 from tests.real.faults import (
     PLACES,
     STAGES,
@@ -29,9 +28,10 @@ from tests.real.faults import (
     raise_injected,
     same_process_groups,
 )
+from tests.references import tiny_gpt
 
 STEPS = 4
-SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
+SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
 OVERLAPS = {
     "no overlap": {"overlap_grad_reduce": False, "overlap_param_gather": False},
     "grad reduce": {"overlap_grad_reduce": True, "overlap_param_gather": False},

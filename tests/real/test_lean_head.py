@@ -14,10 +14,11 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.losses import PolicyOptions, output_layer
 from megatron_rl_patches.losses.logits import deferred
-from megatron_rl_patches.testing import TinyModel, tiny_models
+from megatron_rl_patches.testing import tiny_models
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.real import matrix
 from tests.real.test_loss_func import Case, train_step
+from tests.references import tiny_gpt
 from tests.unit.losses.logits.sizes import Sizes
 
 pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.runs("lean-head", ranks=[1, 2])
 
 @dataclass(frozen=True)
 class Layout:
-    """``sizes`` are and ``flags`` are fields of ``TinyModel``.
+    """``sizes`` and ``flags`` are options of :func:`matrix.tiny`.
 
     ``fused``: the weight's gradient goes into ``main_grad``, as with ``gradient_accumulation_fusion``. The
     layer's own way needs a CUDA kernel for that, so in the run without the patch it goes into ``grad``.
@@ -97,7 +98,7 @@ def _train(layout: Layout, case: Case, lean: bool, tile_bytes: int = 256) -> Out
         flags = {**layout.flags}
         config = {"calculate_per_token_loss": case.calculate_per_token_loss, **flags.pop("config", {})}
         lengths = {"vocab_size": tiny_gpt.VOCABULARY, "seq_length": tiny_gpt.SEQUENCE}
-        model, optimizer = TinyModel(**layout.sizes, **lengths, config=config, **flags).build()
+        model, optimizer = matrix.tiny(**layout.sizes, **lengths, config=config, **flags).build()
         no_sync = [chunk.no_sync for chunk in model]
         get_model_config(model[0]).no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         if layout.fused and lean:

@@ -30,8 +30,8 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
 from tests.real.test_scoring import by_speed
+from tests.references import tiny_gpt
 from tests.unit.losses.objectives.test_policy import LIMIT, transcribed
 
 pytestmark = pytest.mark.runs("losses", ranks=[1, 2])

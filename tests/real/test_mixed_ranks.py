@@ -21,8 +21,8 @@ from megatron_rl_patches.losses import (
 )
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
 from tests.ranks import everywhere, on_ranks
-from tests.real.sent_bytes import sent_bytes
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at
+from tests.references.dense_topk import dense_log_probs_at
+from tests.references.sent_bytes import sent_bytes
 from tests.unit.losses.objectives.test_divergences import NAMES, dense
 
 T, H, V, BETA = 5, 3, 24, 0.5

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from megatron_rl_patches import applied
-from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool, forward_log_probs, load_inference_checkpoint
-from megatron_rl_patches.testing import TinyModel, tiny_model
 from tests.ranks import everywhere, on_ranks
-from tests.real import checkpoints, matrix, tiny_gpt
+from tests.real import checkpoints, matrix
 from tests.real.test_interruption import run
 from tests.real.test_lean_head import CASES, Layout, check_gradients
 from tests.real.test_reentry import SETTINGS, check_rollouts
+from tests.references import tiny_gpt
 
 MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12]}] * 2
 
@@ -29,14 +28,14 @@ MICROBATCHES = [{"tokens": torch.arange(32).view(2, 16) % 32, "lengths": [16, 12
 @matrix.cells(always={"MoE, EP 2"})
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_equal_one_uninterrupted_run(ranks: int, model: dict[str, Any]) -> None:
-    check_rollouts(TinyModel(**model))
+    check_rollouts(matrix.tiny(**model))
 
 
 @pytest.mark.promise("after an exception")
 @matrix.cells(leave_out={"PP 2", "PP 2, VPP 2"})  # where ranks wait for each other: test_interruption.py
 @on_ranks(lambda ranks: ranks)
 def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[str, Any]) -> None:
-    options = TinyModel(**model)
+    options = matrix.tiny(**model)
     with applied("reentrant-train", settings=SETTINGS):
         undisturbed = run(options, "", (0, 0))
         for stage in ("forward 1", "backward 1"):
@@ -48,7 +47,7 @@ def test_after_an_exception_the_next_call_trains_right(ranks: int, model: dict[s
 @matrix.cells(always={"MoE, EP 2", "hybrid, 1 rank"})
 @on_ranks(lambda ranks: ranks)
 def test_scores_of_a_model_built_and_loaded_for_it(ranks: int, model: dict[str, Any], tmp_path: Path) -> None:
-    options = TinyModel(**model)
+    options = matrix.tiny(**model)
     policy, _ = checkpoints.trained(options)
     expected = _scores(policy)
     checkpoints.save_torch_dist(policy, None, tmp_path, 3)
@@ -76,9 +75,3 @@ def test_gradients_of_deferred_logits(ranks: int, model: dict[str, Any]) -> None
     if model["kind"] == "mtp" and not tiny_gpt.trains_mtp_without_labels():
         pytest.skip("this release trains multi-token prediction with labels only")
     check_gradients("", Layout(ranks, flags=model), {"entropy bonus": CASES["entropy bonus"]})
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}], ids=str)
-def test_a_layout_that_a_hybrid_model_cannot_have_is_refused(layout: dict[str, int]) -> None:
-    with pytest.raises(InvalidInputError, match="tp, cp and vpp of a hybrid model"):
-        tiny_model("hybrid", **layout)

@@ -65,15 +65,11 @@ def test_what_is_not_loaded_is_said_and_others_stay_an_error(tmp_path: Path) -> 
     logger.setLevel(logging.INFO)
     tiny = tiny_model("mtp")
     policy, optimizer = tiny.build()
-    for save, name in ((checkpoints.save_torch_dist, "torch_dist"), (checkpoints.save_torch, "torch")):
-        save(policy, optimizer, tmp_path / name, 3)
-        messages.clear()
-        load_inference_checkpoint(inference_only(tiny), tmp_path / name)
-        [line] = [message for message in messages if "mtp." in message]
-        assert "multi-token prediction (mtp.*) are not loaded" in line
+    checkpoints.save_torch_dist(policy, optimizer, tmp_path, 3)
+    load_inference_checkpoint(inference_only(tiny), tmp_path)
+    [line] = [message for message in messages if "mtp." in message]
+    assert "multi-token prediction (mtp.*) are not loaded" in line
     smaller: TransformerConfig = tiny.transformer_config()
     smaller.num_layers = 2
-    with pytest.raises(CheckpointError, match="unexpected"):
-        load_inference_checkpoint(
-            build_inference_model(tiny.provider, smaller, dtype="fp32"), tmp_path / "torch"
-        )
+    with pytest.raises(CheckpointError, match="of another model"):
+        load_inference_checkpoint(build_inference_model(tiny.provider, smaller, dtype="fp32"), tmp_path)

@@ -32,7 +32,7 @@ def _scores(tp: int, size: int) -> list[torch.Tensor]:
     topk = forward_topk(model, batch, 5, **how)
     at = forward_topk(model, batch, at=[of_sample.indices for of_sample in topk], **how)
     hidden = torch.cat(forward_hidden_states(model, batch, progress=False))
-    (logits,) = FullDistribution.of(hidden, output_head(model)).logits()
+    (logits,) = FullDistribution.from_hidden(hidden, output_head(model)).logits()
     turned = logits[torch.arange(len(logits)).flip(0)]
     results = [*scores.log_probs, *scores.entropy]
     results.append(full_vocabulary_divergence(logits, turned, num_ids=size, tp_group=group))

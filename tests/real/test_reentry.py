@@ -11,10 +11,10 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.testing import TinyModel
 from tests.device_thread import device_thread
 from tests.ranks import on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
-SETTINGS = Settings(train_functions=("tests.real.tiny_gpt:train",))
+SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
 NO_SYNC = "When overlap_grad_reduce is True, config.no_sync_func must be None"
 
 SLOW = pytest.mark.slow

@@ -18,7 +18,7 @@ from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.reentry import reentrant_train, router_replay
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 try:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction

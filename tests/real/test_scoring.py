@@ -24,8 +24,8 @@ from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.losses.logits.deferred_contents import LazyValues
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
@@ -195,7 +195,7 @@ def _trained(options: TinyModel, scoring: bool) -> str:
     """Weights after two steps, scored by the trained model itself in between or not."""
     model, optimizer = options.build()
     data = tiny_gpt.data_iterators(options)
-    with applied("reentrant-train", settings=Settings(train_functions=("tests.real.tiny_gpt:train",))):
+    with applied("reentrant-train", settings=Settings(train_functions=("tests.references.tiny_gpt:train",))):
         for _ in range(2):
             tiny_gpt.train(model, optimizer, data, [2], options)
             if scoring:

@@ -14,7 +14,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 
@@ -171,7 +171,7 @@ def test_gathering_that_would_destroy_gradients_is_refused() -> None:
     rank = torch.distributed.get_rank()
 
     def refused(why: str, only_rank: int | None = None) -> None:
-        start = "the" if only_rank in (None, rank) else f"rank {only_rank} cannot score: the"
+        start = "the" if only_rank in (None, rank) else f"rank {only_rank}: the"
         with pytest.raises(InvalidInputError, match=f"^{start} parameters .* {why} uses the gradient buffer"):
             forward_log_probs(model, microbatches(), progress=False)
 

@@ -24,12 +24,13 @@ from megatron_rl_patches.inference import (
     memory_report,
     output_head,
 )
-from megatron_rl_patches.inference.models.model import freeze
+from megatron_rl_patches.inference.models.frozen import freeze
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
-from tests.real import checkpoints, tiny_gpt
+from tests.real import checkpoints, matrix
 from tests.real.test_scoring import by_speed
-from tests.unit.losses.live_bytes import reachable_bytes
+from tests.references import tiny_gpt
+from tests.references.live_bytes import reachable_bytes
 
 LAYOUTS: dict[str, dict[str, Any]] = {"TP 2": {"tp": 2}, "PP 2, VPP 2": {"pp": 2, "vpp": 2}}
 TEACHERS = ("a", "b", "c", "d")
@@ -127,7 +128,7 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
 )
 @on_ranks(1)
 def test_a_teacher_that_is_deleted_frees_its_memory_at_once(kind: str) -> None:
-    options = TinyModel(kind=kind, bf16=True)
+    options = matrix.tiny(kind, bf16=True)
     options.initialize()
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.int64), "lengths": [8]}
     tiny_gpt.inference_model(options)  # Megatron's classes keep what the first model of a process makes

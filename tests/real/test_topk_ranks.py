@@ -18,10 +18,10 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from tests.ranks import everywhere, on_ranks
-from tests.real.sent_bytes import sent_bytes
 from tests.real.test_vocab_parallel_ranks import mine
-from tests.unit.losses.logits.dense import relative_error
-from tests.unit.losses.logits.dense_topk import dense_log_probs_at, errors, has_no_softmax, random_indices
+from tests.references.dense import relative_error
+from tests.references.dense_topk import dense_log_probs_at, errors, has_no_softmax, random_indices
+from tests.references.sent_bytes import sent_bytes
 from tests.unit.losses.logits.test_log_probs import EXTREMES, random_logits
 
 T, V, K = 11, 1004, 8

@@ -21,7 +21,7 @@ from megatron_rl_patches import Settings, applied, doctor
 from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real import tiny_gpt
+from tests.references import tiny_gpt
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches

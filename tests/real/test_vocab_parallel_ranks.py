@@ -16,8 +16,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
 )
 from tests.ranks import everywhere, on_ranks
-from tests.real.sent_bytes import sent_bytes
-from tests.unit.losses.logits.dense import IGNORE, errors
+from tests.references.dense import IGNORE, errors
+from tests.references.sent_bytes import sent_bytes
 from tests.unit.losses.logits.test_log_probs import (
     EXTREMES,
     FLOAT32,

@@ -94,7 +94,6 @@ from megatron_rl_patches.testing import (
     NormalizationReport,
     RanksFailed,
     Split,
-    SplitResult,
     TinyModel,
     check_normalization,
     cpu_backend,
@@ -167,7 +166,7 @@ def decorate(loop: Callable[[Model], float], optimizer: Any) -> Callable[[Model]
 def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path) -> None:
     model: list[torch.nn.Module] = build_inference_model(provider, config, dtype="bf16", device="cuda")
     build_inference_model(provider, config, pre_wrap=lambda chunks: None, perform_initialization=True)
-    iteration: int = load_inference_checkpoint(model, path, format="torch_dist", ckpt_step=7, exact=True)
+    iteration: int = load_inference_checkpoint(model, path, ckpt_step=7, exact=True)
     load_inference_checkpoint(model[0], str(path))
     microbatches = [{"tokens": torch.zeros(2, 4, dtype=torch.int64), "lengths": [4, 3]}]
     scores: Scores | None = forward_log_probs(
@@ -185,7 +184,7 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     values: list[Tensor] | None = forward_values(model, microbatches, progress=False)
     head: OutputHead | None = output_head(model)
     if hidden is not None and head is not None:
-        one = FullDistribution.of(torch.cat(hidden), head)
+        one = FullDistribution.from_hidden(torch.cat(hidden), head)
         parts: list[FullDistribution] = one.split([3, 4])
         whole: FullDistribution = FullDistribution.cat(parts)
         print(whole.nbytes, iteration, values)
@@ -320,10 +319,10 @@ def unit_tests() -> None:
     except RanksFailed as failed:
         ranks: tuple[int, ...] = failed.ranks
         raise SystemExit(ranks) from failed
-    splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, token_budget=100)}
+    splits: dict[str, Split] = {**SPLITS, "DP 2, CP 2": Split(dp=2, cp=2, microbatches=3, even=False)}
     report: NormalizationReport = check_normalization(a_loss, [], splits, calculate_per_token_loss=True)
-    results_of_splits: tuple[SplitResult, ...] = report.rows
-    print(report.same, results_of_splits[0].is_uniform, results_of_splits[0].factor)
+    names: list[str] = report.different
+    print(report.same, names, report.differences["DP 2"])
     module = MockModule(MockModule(params=1), MockModule(params=1, expert=True))
     ddp = MockDDP(MockConfig(), MockDDPConfig(), MockFloat16Module(module), overlap_param_gather=True)
     optimizer = MockOptimizer([ddp])

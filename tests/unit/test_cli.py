@@ -200,34 +200,20 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("megatron_rl_patches.demo")
     module.run_demo = lambda **options: given.update(options) or 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    invoke("demo", "--rollouts", 2, "--json", "figures.json", "--without-patches", code=3)
-    assert given == {
-        "rollouts": 2,
-        "ranks": 2,
-        "seed": 0,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "distill": False,
-        "json_file": Path("figures.json"),
-        "plot_file": None,
-        "without_patches": True,
-        "without_lean_head": False,
-    }
+    for options, ranks in (((), 2), (("--without-patches",), 1), (("--without-patches", "--ranks", 3), 3)):
+        invoke("demo", "--rollouts", 2, *options, code=3)
+        assert given == {"rollouts": 2, "ranks": ranks, "seed": 0, "without_patches": bool(options)}
 
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [
-        *(("check", "--markdown"), ("demo", "--json"), ("demo", "--plot")),
-        *(("conformance", "--json"), ("conformance", "--results")),
-    ],
+    [("check", "--markdown"), ("estimate", "--plot")],
 )
 def test_output_that_cannot_be_written_is_refused_at_once(
     command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "folder.png").mkdir()
-    source = [framework(tmp_path / "framework")] if command in ("check", "conformance") else []
-    (tmp_path / "framework" / "tests" / "unit_tests").mkdir(parents=True)
+    source = [framework(tmp_path / "framework")] if command == "check" else []
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
         message = refuse(capsys, command, *source, option, tmp_path / file)
         assert message.splitlines() == [
@@ -243,13 +229,12 @@ def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
         assert (file.read_text() if file.exists() else None) == before
 
 
-@pytest.mark.parametrize("command", ["demo"])
 def test_a_missing_extra_is_named(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refuse(capsys, command, "--plot", tmp_path / "memory.png")
-    assert "--plot needs matplotlib: pip install 'megatron-rl-patches[demo]'" in message
+    message = refuse(capsys, "estimate", "--plot", tmp_path / "memory.png")
+    assert "--plot needs matplotlib: pip install 'megatron-rl-patches[plot]'" in message
 
 
 def test_version() -> None:

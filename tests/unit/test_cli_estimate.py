@@ -103,7 +103,18 @@ def test_what_to_download(
 def test_every_option_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = invoke("--help").stdout
-    for name in ("--set", "--tp", "--pp", "--cp", "--ep", "--dp", "--world-size", "--dist-opt", "--json"):
+    for name in (
+        "--set",
+        "--tp",
+        "--pp",
+        "--cp",
+        "--ep",
+        "--dp",
+        "--world-size",
+        "--dist-opt",
+        "--plot",
+        "--json",
+    ):
         assert f" {name}" in shown
 
 
@@ -169,6 +180,11 @@ def test_json_is_in_bytes(counter: Counter) -> None:
     assert answer["teachers"] == 1
 
 
+def test_plot(counter: Counter, tmp_path: Path) -> None:
+    invoke(*SMALL, f"--plot={tmp_path / 'memory.png'}")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_flags_of_the_model_and_the_groups(counter: Counter) -> None:
     invoke(
         *SMALL,
@@ -218,6 +234,7 @@ def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixtur
         file.write_bytes(content)
         assert len(refuse(capsys, "--hf-config", file).splitlines()) == 1
     assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "0.json")
+    assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
     for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
         counter.error = error
         message = refuse(capsys, *SMALL)

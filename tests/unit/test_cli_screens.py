@@ -12,7 +12,7 @@ from rich.console import Console
 from megatron_rl_patches import doctor
 from megatron_rl_patches.cli.screens import show_diagnosis, show_problems
 from megatron_rl_patches.doctor import Diagnosis, Framework, Problem, Startup
-from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.engine.statuses import SiteStatus
 
 FITS = SiteStatus("lean-loss", "slime", "slime.loss.log_probs", "fits", "has the bug that the patch fixes")
 SITES = (
@@ -21,7 +21,7 @@ SITES = (
     replace(FITS, target="slime.loss.gather", state="not needed", reason="it gathers nothing"),
     replace(FITS, framework="verl", target="verl.loss", state="absent", reason="no verl here"),
     SiteStatus("lean-head", "megatron.core", "megatron.core.gpt.GPT.forward", "drifted", "it is gone"),
-    SiteStatus("lean-head", "megatron.core", "a.b", "drifted", "another site cannot take effect: ..."),
+    SiteStatus("lean-head", "megatron.core", "a.b", "drifted", "another site", because_of="GPT.forward"),
     SiteStatus("distillation", "verl", "verl.actor", "absent", "no verl here"),
 )
 DIAGNOSIS = Diagnosis(

@@ -10,8 +10,9 @@ import pytest
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches import available
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.judge import State, all_or_nothing, status_of
+from megatron_rl_patches.engine.judge import all_or_nothing
 from megatron_rl_patches.engine.patch import Patch, imported
+from megatron_rl_patches.engine.statuses import State, status_of
 
 PATCHES = registry.patches()
 SITES = [site for patch in PATCHES.values() for site in patch.sites]
@@ -21,7 +22,6 @@ _MODELS = "megatron.core.models"
 _VERL = "verl.utils.megatron.tensor_parallel"
 #: Sites without a reason against them: patch and target -> why they are wanted wherever they are.
 WANTED_EVERYWHERE = {
-    ("reentrant-train", "megatron.core.pipeline_parallel.schedules.forward_step"): _SERVES_OTHERS,
     ("inference-only", "megatron.training.training.get_model"): _SERVES_OTHERS,
     ("inference-only", "megatron.training.checkpointing.load_checkpoint"): _SERVES_OTHERS,
     ("inference-only", "megatron.core.optimizer.get_megatron_optimizer"): _SERVES_OTHERS,

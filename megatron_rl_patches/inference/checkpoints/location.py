@@ -13,12 +13,8 @@ from pathlib import Path
 from ...errors import CheckpointError, first, one_line
 
 TRACKER = "latest_checkpointed_iteration.txt"
-TORCH_DIST, TORCH = "torch_dist", "torch"
-FORMATS = (TORCH_DIST, TORCH)
-_SUPPORTED = (
-    "supported: torch_dist and torch. Convert it with Megatron-LM (--ckpt-convert-format torch_dist), "
-    "or load it through the framework"
-)
+_TORCH_DIST = "torch_dist"
+_CONVERT = "convert it with Megatron-LM (--ckpt-convert-format torch_dist), or load it through the framework"
 #: Megatron pads a vocabulary to a multiple of 128 × TP. With TP up to 16, two paddings of one vocabulary
 #: differ by fewer rows than this.
 MAX_PADDING = 128 * 16
@@ -58,27 +54,27 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Locati
     return Location(root / name, _iteration_of(name))
 
 
-def detect_format(folder: Path) -> str:
-    """Return ``"torch_dist"`` or ``"torch"``, by the same files as Megatron."""
+def check_format(folder: Path) -> None:
+    """Refuse formats other than ``torch_dist``, which are known by the same files as in Megatron."""
     names = {entry.name for entry in folder.iterdir()}
     if "metadata.json" in names:
         if not (folder / "metadata.json").is_file():  # reading a pipe would wait for its writer
             raise CheckpointError(f"{folder / 'metadata.json'} is not a file")
         with reading(folder / "metadata.json", "is corrupt:"):
             backend = str(json.loads((folder / "metadata.json").read_text())["sharded_backend"])
-        if backend != TORCH_DIST:
-            raise CheckpointError(f"{folder} is in the format {backend}; {_SUPPORTED}")
-        return TORCH_DIST
-    if any(name.startswith("mp_rank_") for name in names):
-        return TORCH
-    if not any(name in (".metadata", "common.pt") or name.endswith(".distcp") for name in names):
+        if backend != _TORCH_DIST:
+            raise CheckpointError(f"{folder} is in the format {backend}, expected torch_dist; {_CONVERT}")
+    elif any(name.startswith("mp_rank_") for name in names):
+        raise CheckpointError(f"{folder} is in the legacy format torch, expected torch_dist; {_CONVERT}")
+    elif any(name in (".metadata", "common.pt") or name.endswith(".distcp") for name in names):
+        # The formats without metadata.json look like a part of a torch_dist checkpoint without common.pt.
+        raise CheckpointError(
+            f"{folder} is a part of a torch_dist checkpoint (metadata.json, which is written last, is "
+            "missing: the save did not finish, or the copy is incomplete), or in the format torch_dcp or "
+            f"fsdp_dtensor; expected torch_dist; {_CONVERT}"
+        )
+    else:
         raise _no_checkpoint_in(folder)
-    # The formats without metadata.json look like a part of a torch_dist checkpoint that has no common.pt.
-    raise CheckpointError(
-        f"{folder} is a part of a torch_dist checkpoint (metadata.json, which is written last, is missing: "
-        "the save did not finish, or the copy is incomplete), or in the format torch_dcp or fsdp_dtensor; "
-        f"{_SUPPORTED}"
-    )
 
 
 @contextmanager

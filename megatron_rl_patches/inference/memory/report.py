@@ -1,10 +1,12 @@
-"""A memory estimate as tables and a sentence."""
+"""A memory estimate as tables, a sentence, and a plot of stacked bars."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
@@ -63,6 +65,37 @@ def size(number: int) -> str:
     """Return bytes in both kinds of units: ``54.02 GB (50.31 GiB)``."""
     power = _power([number])
     return f"{number / 1000**power:.2f} {_DECIMAL[power]} ({number / 1024**power:.2f} {_BINARY[power]})"
+
+
+def plot(estimate: MemoryEstimate, path: Path) -> None:
+    """Draw stacked bars for the stage that takes most; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5), layout="constrained")
+    draw(estimate, axes)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(estimate: MemoryEstimate, axes: Any) -> None:
+    """Draw the same on axes of matplotlib."""
+    memories = uses(estimate, estimate.worst)
+    power = _power(memory.total for memory in memories.values())
+    labels = [use.replace(" + ", "\n+ ") for use in memories]
+    bottoms = [0.0] * len(memories)
+    for part in (field.name for field in fields(Memory) if field.name != "host"):
+        heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
+        if any(heights):
+            axes.bar(labels, heights, bottom=bottoms, label=part.replace("_", " "), width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for index, total in enumerate(bottoms):
+        axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
+    axes.set(ylabel=f"{_DECIMAL[power]} per device")
+    axes.margins(y=0.1)
+    axes.legend(loc="upper right")
 
 
 def _row(name: str, sizes: Sequence[int], unit: int) -> tuple[str, ...]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from megatron.core.fp8_utils import correct_amax_history_if_needed
 from megatron.core.transformer.module import Float16Module
 from torch.nn import Module, Parameter
 
-from ...common.chunks import as_chunks
 from ...common.scopes import replaced
 from ...errors import InferenceOnlyError, InvalidInputError
-from ...reentry import router_replay
+from .frozen import freeze
 from .isolation import preserved_rng, replaced_in_this_thread, rng_tracker_is_seeded
 from .meta_device import NeedsValuesError, construction, materialize
 from .provider import (
@@ -36,20 +34,6 @@ from .provider import (
 )
 
 _INIT_METHODS = ("init_method", "output_layer_init_method", "embedding_init_method")
-
-# Attribute of a chunk that only scores: its role, and the setting because of which it is one.
-_ROLE = "inference_only_role"
-# Methods of a DDP chunk that training loops call.
-_TRAINING_METHODS = (
-    "disable_forward_pre_hook",
-    "enable_forward_pre_hook",
-    "finish_grad_sync",
-    "no_sync",
-    "scale_gradients",
-    "start_grad_sync",
-    "start_param_sync",
-    "zero_grad_buffer",
-)
 
 
 def build_inference_model(
@@ -108,115 +92,106 @@ def build_inference_model(
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
     """
-    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
+    options = _Build(dtype, _target(device), perform_initialization, virtual_pipeline_size, pg_collection)
+    own = _checked_copy(config, options)
+    if not with_mtp and getattr(own, "mtp_num_layers", None):
+        own.mtp_num_layers = None
+    if inspect.ismethod(model_provider) and model_provider.__self__ is config:
+        model_provider = types.MethodType(model_provider.__func__, own)
+    with preserved_rng():
+        chunks = _construct(model_provider, own, config, model_type, options)
+        if pre_wrap is not None:
+            chunks = list(pre_wrap(chunks) or chunks)
+            for chunk in chunks:
+                require_inference_chunk(chunk)
+        return _finish(chunks, options)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """Options of :func:`build_inference_model` that its steps share; ``target`` is the device."""
+
+    dtype: str
+    target: torch.device
+    perform_initialization: bool
+    virtual_pipeline_size: int | None
+    pg_collection: Any
+
+
+def _target(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _checked_copy(config: Any, options: _Build) -> Any:
+    """Return a copy of the config with which the model is built, if everything fits."""
+    if options.pg_collection is None and not parallel_state.model_parallel_is_initialized():
         raise InferenceOnlyError(
             "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
             "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
         )
+    dtype, target = options.dtype, options.target
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
-    if device is None and not torch.cuda.is_available():
-        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
-    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     on_nvidia = target.type == "cuda" and torch.version.hip is None
     if dtype == "bf16" and on_nvidia and torch.cuda.get_device_capability(target) < (8, 0):
         raise InvalidInputError(
             f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
             "use 'fp16' or 'fp32'"
         )
-    if perform_initialization and target.type == "meta":
+    if options.perform_initialization and target.type == "meta":
         raise InvalidInputError(
             "perform_initialization=True with device='meta', which has no memory for weights"
         )
-    if perform_initialization:
+    if options.perform_initialization:
         _require_random_streams(config)
-    stages = _virtual_stages(virtual_pipeline_size, config, pg_collection)
+    stages = _virtual_stages(options.virtual_pipeline_size, config, options.pg_collection)
     own = inference_copy(config, dtype)
     own.virtual_pipeline_model_parallel_size = stages
-    if not with_mtp and getattr(own, "mtp_num_layers", None):
-        own.mtp_num_layers = None
-    if inspect.ismethod(model_provider) and model_provider.__self__ is config:
-        model_provider = types.MethodType(model_provider.__func__, own)
+    return own
 
-    with preserved_rng():
-        try:
-            with _constructing(own, target, perform_initialization) as created:
-                chunks = []
-                for arguments in arguments_per_stage(own, stages, pg_collection):
-                    chunk = call_provider(model_provider, arguments)
-                    require_inference_chunk(chunk)
-                    require_new_parameters(chunk, created, model_provider)
-                    give_own_config(chunk, own, config, dtype)
-                    _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
-                    chunks.append(chunk)
-            for chunk in chunks if target.type != "meta" else ():
-                materialize(chunk, target)
-        except NeedsValuesError as error:
-            raise InferenceOnlyError(
-                f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
-                "perform_initialization=True, with which parameters are constructed on the device"
-            ) from error
-        if pre_wrap is not None:
-            chunks = list(pre_wrap(chunks) or chunks)
-            for chunk in chunks:
+
+def _construct(
+    provider: Callable[..., Module], own: Any, config: Any, model_type: Any, options: _Build
+) -> list[Module]:
+    """Call the provider for each virtual stage, and return the bare chunks, in memory.
+
+    Args:
+        own: the copy of ``config`` on which the model is built.
+    """
+    chunks = []
+    stages = own.virtual_pipeline_model_parallel_size
+    try:
+        with _constructing(own, options.target, options.perform_initialization) as created:
+            for arguments in arguments_per_stage(own, stages, options.pg_collection):
+                chunk = call_provider(provider, arguments)
                 require_inference_chunk(chunk)
-        if target.type != "meta":
-            chunks = [chunk.to(target) for chunk in chunks]
-        if dtype != "fp32":
-            chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
-        correct_amax_history_if_needed(chunks)
-    freeze(chunks, role="inference-only", setting="build_inference_model")
+                require_new_parameters(chunk, created, provider)
+                give_own_config(chunk, own, config, options.dtype)
+                _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
+                chunks.append(chunk)
+        for chunk in chunks if options.target.type != "meta" else ():
+            materialize(chunk, options.target)
+    except NeedsValuesError as error:
+        raise InferenceOnlyError(
+            f"the model provider {provider!r} {error}, and weights have no memory then: pass "
+            "perform_initialization=True, with which parameters are constructed on the device"
+        ) from error
     return chunks
 
 
-def freeze(model: Sequence[Module], role: str, setting: str) -> None:
-    """Put the chunks in eval mode, freeze them, and have methods of training raise ``InferenceOnlyError``.
-
-    Errors name the ``role`` of the model, and the ``setting`` or function because of which it only scores.
-    Its routers are taken off the list of routers of the process, which the policy's code reads.
-    """
-    router_replay.leave_out(model)
-    for chunk in model:
-        chunk.eval()
-        chunk.requires_grad_(False)
-        setattr(chunk, _ROLE, (role, setting))
-        for name in _TRAINING_METHODS:
-            setattr(chunk, name, partial(_refuse, role, setting, name))
-        chunk.requires_grad_ = _StayFrozen(role, setting, chunk)  # type: ignore[method-assign, assignment]
-
-
-def refuse_to_train(model: Any, action: str) -> None:
-    """Raise ``InferenceOnlyError`` if a chunk of the model only scores."""
-    for chunk in as_chunks(model):
-        if (reason := getattr(chunk, _ROLE, None)) is not None:
-            _refuse(*reason, action)
-
-
-def _refuse(role: str, setting: str, action: str, *args: Any, **kwargs: Any) -> None:
-    raise InferenceOnlyError(
-        f"{action}: the model of role {role!r} only scores. Because of {setting} it was built without DDP, "
-        "gradient buffers and optimizer; if it is to train, change that and build it again."
-    )
-
-
-class _StayFrozen:
-    """``requires_grad_`` of a chunk that only scores.
-
-    It holds the chunk weakly. In a cycle, a deleted teacher would keep its memory until Python's cyclic
-    collector runs.
-    """
-
-    def __init__(self, role: str, setting: str, chunk: Module) -> None:
-        self._role, self._setting, self._chunk = role, setting, weakref.ref(chunk)
-
-    def __call__(self, requires_grad: bool = True) -> Module | None:
-        if requires_grad:
-            _refuse(self._role, self._setting, "requires_grad_(True)")
-        chunk = self._chunk()
-        return None if chunk is None else Module.requires_grad_(chunk, False)
-
-    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of the chunk refer to themselves
-        return _StayFrozen, (self._role, self._setting, self._chunk())
+def _finish(chunks: list[Module], options: _Build) -> list[Module]:
+    """Move the chunks to the device, wrap them for their dtype, and freeze them."""
+    if options.target.type != "meta":
+        chunks = [chunk.to(options.target) for chunk in chunks]
+    if options.dtype != "fp32":
+        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+    correct_amax_history_if_needed(chunks)
+    freeze(chunks, role="inference-only", setting="build_inference_model")
+    return chunks
 
 
 def _require_random_streams(config: Any) -> None:

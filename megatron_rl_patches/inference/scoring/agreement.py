@@ -1,8 +1,8 @@
-"""What one rank alone has wrong is raised on all ranks that would wait for it."""
+"""What each rank checks before it scores, and the ranks that would wait for one that refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,26 +10,7 @@ import torch.distributed
 from megatron.core import parallel_state
 
 from ...errors import InvalidInputError
-from ...losses.logits.options import VocabParallelOptions, is_integer
 from ...reentry.forward_pre_hooks import why_not_gathered
-
-
-def raise_on_all(problem: str | None, groups: Iterable[Any]) -> None:
-    """Raise a problem of any rank on all ranks of the groups, with one collective in each group.
-
-    Raises:
-        InvalidInputError: some rank has a problem; one that has none names that rank.
-    """
-    known = None if problem is None else (torch.distributed.get_rank(), problem)
-    for group in groups:
-        if group.size() > 1:
-            gathered: list[Any] = [None] * group.size()
-            torch.distributed.all_gather_object(gathered, known, group=group)
-            known = known or next(filter(None, gathered), None)
-    if problem is not None:
-        raise InvalidInputError(problem)
-    if known is not None:
-        raise InvalidInputError(f"rank {known[0]} cannot score: {known[1]}")
 
 
 def groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
@@ -60,34 +41,3 @@ def check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         )
     if problem := why_not_gathered(chunks):
         raise InvalidInputError(problem)
-
-
-def check_options(
-    forward: Any,
-    vocab_size: Any,
-    padded_size: int | None,
-    output_device: Any,
-    temperature: Any,
-    allgather_cp: Any,
-) -> None:
-    """Refuse wrong options of any function of scoring, on all stages, also on those that do not read them."""
-    VocabParallelOptions(temperature=temperature)
-    if allgather_cp:
-        raise InvalidInputError(
-            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
-            "`forward` that returns the logits of whole sequences."
-        )
-    if forward is not None and not callable(forward):
-        raise InvalidInputError(
-            f"forward is {forward!r}. Expected: a function of a model chunk and a microbatch."
-        )
-    if vocab_size is not None and not (
-        is_integer(vocab_size) and 0 < vocab_size <= (padded_size or vocab_size)
-    ):
-        raise InvalidInputError(
-            f"vocab_size is {vocab_size!r}. Expected: 1 to {padded_size}, the model's ids."
-        )
-    try:
-        torch.device(output_device)
-    except (RuntimeError, TypeError):
-        raise InvalidInputError(f"output_device is {output_device!r}. Expected: a device of torch.") from None

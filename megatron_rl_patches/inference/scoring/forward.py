@@ -21,7 +21,8 @@ from ...losses import (
 from ...losses.logits.options import is_integer
 from ...losses.output_layer import is_column_parallel
 from .microbatches import Microbatch, range_of_wrong_ids
-from .schedule import Forward, Group, forward_only, vocabulary_of
+from .plan import Forward, Group, ScoreOptions, vocabulary_of
+from .schedule import forward_only
 
 Model = torch.nn.Module | Sequence[torch.nn.Module]
 
@@ -90,14 +91,13 @@ def forward_log_probs(
     """
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        options = _options(batch, group, temperature)
+        arguments = _arguments(batch, group, temperature)
         if with_entropy:
-            return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **options)
-        return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **options),)
+            return vocab_parallel_log_probs_and_entropy(logits_tv, batch.targets_n, **arguments)
+        return (vocab_parallel_log_probs(logits_tv, batch.targets_n, **arguments),)
 
-    scores = forward_only(
-        model, microbatches, score, forward, vocab_size, output_device, progress, temperature=temperature
-    )
+    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature)
+    scores = forward_only(model, microbatches, score, options)
     if scores is None:
         return None
     log_probs, *entropies = map(list, zip(*scores, strict=True))
@@ -155,26 +155,16 @@ def forward_topk(
         return None
 
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
-        options = _options(batch, group, temperature)
+        arguments = _arguments(batch, group, temperature)
         if k is not None:
-            topk = vocab_parallel_topk(logits_tv, k, **options)
+            topk = vocab_parallel_topk(logits_tv, k, **arguments)
             return topk.indices, topk.log_probs, topk.tail_log_prob
         ids_of_samples = [at_ids[index].to(logits_tv.device) for index in batch.indices]
         ids_nk = torch.cat(batch.layout.local_parts(ids_of_samples))
-        return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **options)
+        return ids_nk, *vocab_parallel_log_probs_at(logits_tv, ids_nk, with_tail=True, **arguments)
 
-    samples = forward_only(
-        model,
-        microbatches,
-        score,
-        forward,
-        vocab_size,
-        output_device,
-        progress,
-        problem,
-        temperature=temperature,
-        allgather_cp=allgather_cp,
-    )
+    options = ScoreOptions(forward, output_device, progress, vocab_size, temperature, allgather_cp)
+    samples = forward_only(model, microbatches, score, options, problem)
     return None if samples is None else [TopKDistribution(*one, temperature=temperature) for one in samples]
 
 
@@ -193,7 +183,7 @@ def forward_hidden_states(
 
         hidden = forward_hidden_states(teacher, microbatches)
         head = output_head(teacher)
-        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     Ranks, schedules, microbatches and further arguments are those of :func:`forward_log_probs`. Logits are
     not materialized, and nothing of a microbatch stays on the device after it.
@@ -211,7 +201,7 @@ def forward_hidden_states(
     def score(batch: Microbatch, logits_tv: torch.Tensor, group: Group) -> tuple[torch.Tensor, ...]:
         return (hidden_states_of(logits_tv, batch.layout.response_rows),)
 
-    samples = forward_only(model, microbatches, score, forward, None, output_device, progress)
+    samples = forward_only(model, microbatches, score, ScoreOptions(forward, output_device, progress))
     return None if samples is None else [hidden_lh for (hidden_lh,) in samples]
 
 
@@ -250,9 +240,8 @@ def forward_values(
             )
         return (values_t1[batch.layout.response_rows, 0].float(),)
 
-    samples = forward_only(
-        model, microbatches, score, forward, None, output_device, progress, every_token=True
-    )
+    options = ScoreOptions(forward, output_device, progress, every_token=True)
+    samples = forward_only(model, microbatches, score, options)
     return None if samples is None else [values_l for (values_l,) in samples]
 
 
@@ -318,5 +307,5 @@ def _problem_with_ids(
     return None
 
 
-def _options(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
+def _arguments(batch: Microbatch, group: Group, temperature: float) -> dict[str, Any]:
     return {"tp_group": group, "rows": batch.layout.response_rows, "temperature": temperature}

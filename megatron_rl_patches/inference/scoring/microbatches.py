@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError, first
 from ...losses import SequenceLayout
-from ...losses.logits.rows import on_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,22 +34,11 @@ class Microbatch:
         return self.layout.response_targets([on_device(sample, device) for sample in self.samples])
 
 
-def parse_microbatches(
-    mappings: Sequence[Mapping[str, Any]],
-    *,
-    packing: bool,
-    vocabulary: int | None,
-    sequence_parallel_size: int = 1,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    device: torch.device | str = "cpu",
-    every_token: bool = False,
-    positions: int | None = None,
-    heads: int = 1,
-) -> list[Microbatch]:
-    """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`.
+@dataclass(frozen=True)
+class Limits:
+    """What the microbatches of a model on one rank must fit.
 
-    Args:
+    Attributes:
         packing: whether one row may hold several samples.
         vocabulary: number of token ids, if it is known.
         sequence_parallel_size: size of the tensor-parallel group if it splits the sequence too, else 1.
@@ -59,6 +48,20 @@ def parse_microbatches(
         positions: for how many positions the model has embeddings, if it looks positions up.
         heads: number of attention heads of this rank.
     """
+
+    packing: bool
+    vocabulary: int | None
+    sequence_parallel_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    device: torch.device | str = "cpu"
+    every_token: bool = False
+    positions: int | None = None
+    heads: int = 1
+
+
+def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) -> list[Microbatch]:
+    """Parse and check the microbatches of :func:`~megatron_rl_patches.inference.forward_log_probs`."""
     if isinstance(mappings, Mapping) or not isinstance(mappings, Sequence):
         raise InvalidInputError(
             f"microbatches are a {type(mappings).__name__}. Expected: a list of mappings, also for one."
@@ -67,13 +70,12 @@ def parse_microbatches(
         raise InvalidInputError("there are no microbatches to score: pass at least one on every rank.")
     microbatches: list[Microbatch] = []
     count = 0
-    rank: dict[str, Any] = {"cp_rank": cp_rank, "cp_size": cp_size, "device": device}
     for number, mapping in enumerate(mappings):
         try:
-            microbatch = _microbatch(mapping, count, packing, rank, every_token)
-            _check_tokens(microbatch.tokens_bs, vocabulary, sequence_parallel_size, cp_size)
-            if not packing:  # else a function of the caller's reads them, in any form
-                _check_what_the_model_reads(mapping, microbatch.tokens_bs, positions, heads)
+            microbatch = _microbatch(mapping, count, limits)
+            _check_tokens(microbatch.tokens_bs, limits)
+            if not limits.packing:  # else a function of the caller's reads them, in any form
+                _check_what_the_model_reads(mapping, microbatch.tokens_bs, limits)
         except InvalidInputError as error:
             raise InvalidInputError(f"microbatch {number}: {error}") from None
         microbatches.append(microbatch)
@@ -87,9 +89,7 @@ def parse_microbatches(
     return microbatches
 
 
-def _microbatch(
-    fields: Mapping[str, Any], first_index: int, packing: bool, rank: dict[str, Any], every_token: bool
-) -> Microbatch:
+def _microbatch(fields: Mapping[str, Any], first_index: int, limits: Limits) -> Microbatch:
     if not isinstance(fields, Mapping):
         raise InvalidInputError(f"it is a {type(fields).__name__}. Expected: a mapping with tokens.")
     if missing := [name for name in ("tokens", "lengths") if fields.get(name) is None]:
@@ -100,8 +100,8 @@ def _microbatch(
         raise InvalidInputError(f"tokens are {kind} {list(shape)}. Expected: an int64 tensor [b, s].")
     size, width = tokens_bs.shape
     lengths = _integers("lengths", fields["lengths"])
-    samples = _samples(tokens_bs, lengths, packing)
-    if every_token:
+    samples = _samples(tokens_bs, lengths, limits.packing)
+    if limits.every_token:
         responses = lengths
     else:
         responses = _integers(
@@ -113,7 +113,15 @@ def _microbatch(
     padding: dict[str, Any] = {"qkv_format": "bshd", "max_seq_lens": [width] * size}
     if len(lengths) > size:
         padding = {"qkv_format": "thd", "padded_lengths": lengths, "num_rows": width}
-    layout = SequenceLayout.build(lengths, responses, own_rows=every_token, **padding, **rank)
+    layout = SequenceLayout.build(
+        lengths,
+        responses,
+        own_rows=limits.every_token,
+        cp_rank=limits.cp_rank,
+        cp_size=limits.cp_size,
+        device=limits.device,
+        **padding,
+    )
     return Microbatch(fields, tokens_bs, samples, indices, layout)
 
 
@@ -131,9 +139,8 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
     )
 
 
-def _check_tokens(
-    tokens_bs: torch.Tensor, vocabulary: int | None, sequence_parallel_size: int, cp_size: int
-) -> None:
+def _check_tokens(tokens_bs: torch.Tensor, limits: Limits) -> None:
+    cp_size, sequence_parallel_size = limits.cp_size, limits.sequence_parallel_size
     multiple = (2 * cp_size if cp_size > 1 else 1) * sequence_parallel_size
     if tokens_bs.shape[1] % multiple:
         reasons = [f"2 × context-parallel size {cp_size}"] if cp_size > 1 else []
@@ -144,7 +151,7 @@ def _check_tokens(
             f"({' × '.join(reasons)}); pad them on the right."
         )
     # Vocabulary-parallel embeddings silently use zeros for such a token.
-    if wrong := range_of_wrong_ids(tokens_bs, vocabulary):
+    if wrong := range_of_wrong_ids(tokens_bs, limits.vocabulary):
         raise InvalidInputError(
             f"token ids are {wrong}; is this the tokenizer of this model, and is the padding a valid token?"
         )
@@ -158,9 +165,7 @@ def range_of_wrong_ids(ids: torch.Tensor, vocabulary: int | None) -> str:
     return f"{lowest} to {highest}. Expected: 0 to {'?' if vocabulary is None else vocabulary - 1}"
 
 
-def _check_what_the_model_reads(
-    fields: Mapping[str, Any], tokens_bs: torch.Tensor, positions: int | None, heads: int
-) -> None:
+def _check_what_the_model_reads(fields: Mapping[str, Any], tokens_bs: torch.Tensor, limits: Limits) -> None:
     """Refuse what would raise within the model, on some pipeline stages only."""
     (size, width), ids, mask = tokens_bs.shape, fields.get("position_ids"), fields.get("attention_mask")
     if ids is None:
@@ -176,13 +181,14 @@ def _check_what_the_model_reads(
                 "tokens are, from 0 on."
             )
         highest = int(ids.max())
-    if positions is not None and highest >= positions:
+    if limits.positions is not None and highest >= limits.positions:
         raise InvalidInputError(
-            f"position_ids go up to {highest}. Expected: 0 to {positions - 1}, the positions of the model."
+            f"position_ids go up to {highest}. Expected: 0 to {limits.positions - 1}, the positions of the "
+            "model."
         )
     if mask is not None:
         kind, shape = getattr(mask, "dtype", type(mask).__name__), list(getattr(mask, "shape", ()))
-        allowed = ((1, size), (1, heads), (1, width), (width,))
+        allowed = ((1, size), (1, limits.heads), (1, width), (width,))
         fits = len(shape) == 4 and all(n in of_dim for n, of_dim in zip(shape, allowed, strict=True))
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or not fits:
             raise InvalidInputError(

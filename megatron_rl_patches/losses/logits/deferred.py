@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from .autograd import Tensors, gather_sequence, gradients_of_inputs, save_source, sum_gradient
 from .deferred_contents import Contents, LazyValues, Origin
 from .options import DEFAULT, VocabParallelOptions, check_floats, check_group
-from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice, on_device
+from .rows import Inputs, LogitSource, RowIndex, SelectedRows, as_slice
 from .tiles import KeepBytes, OutputLayerRows, SumOfLogits, TileOptions, largest_logits
 
 aten = torch.ops.aten

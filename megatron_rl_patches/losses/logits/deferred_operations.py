@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...common.devices import on_device
 from .deferred import DeferredLogits
 from .deferred_contents import Contents, LazyValues
 from .options import in_float32
-from .rows import on_device
 
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)

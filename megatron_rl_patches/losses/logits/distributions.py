@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from .options import check_positive, check_tensor
-from .rows import on_device
 
 #: Stands in place of a token id where a row has fewer than k entries.
 NO_ENTRY = -100

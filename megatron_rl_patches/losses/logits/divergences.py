@@ -71,7 +71,7 @@ class LogProbs:
     scale: Tensor | None = None
 
     @classmethod
-    def of(cls, x: Tensor, normalizer: Tensor, scale: Tensor | None = None) -> LogProbs:
+    def bounded(cls, x: Tensor, normalizer: Tensor, scale: Tensor | None = None) -> LogProbs:
         """Return log-probabilities of at least :data:`RULED_OUT`; the normalizer is that of ``x / scale``."""
         normalizer = normalizer.where(normalizer != _MINUS_INF, 0.0)
         normalizer = normalizer if scale is None else normalizer * scale
@@ -139,7 +139,7 @@ class Compared:
     _q: Tensor | None = None
 
     @classmethod
-    def of(
+    def between(
         cls,
         xs: Sequence[Tensor],
         normalizers: Iterable[Tensor],
@@ -147,7 +147,7 @@ class Compared:
         scale: Tensor | None = None,
     ) -> Compared:
         """Compare the student, which comes first, with a mixture of teachers; the old policy may follow."""
-        student, *others = (LogProbs.of(x, z, scale) for x, z in zip(xs, normalizers, strict=True))
+        student, *others = (LogProbs.bounded(x, z, scale) for x, z in zip(xs, normalizers, strict=True))
         teachers, old = others[: len(log_weights)], others[len(log_weights) :]
         teacher = teachers[0]
         if len(teachers) > 1:

@@ -66,7 +66,9 @@ class DivergenceOptions(NamedTuple):
     log_weights: tuple[float, ...]
     num_ids: int
 
-    def of(self, call: BlockFunction, rows: SelectedRows) -> tuple[Divergence, Sequence[Tensor | float]]:
+    def for_block(
+        self, call: BlockFunction, rows: SelectedRows
+    ) -> tuple[Divergence, Sequence[Tensor | float]]:
         """Return the divergence and the logarithms of the weights as a function of a block gets them.
 
         A compiled one gets tensors in place of numbers: it would be compiled again for each number.
@@ -145,7 +147,7 @@ class _FullDivergence(LogitFunction):
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             result = tile.logits.new_gradient(in_place)
             call = BlockFunction(_block_derivative, tile.logits)
-            what = options.of(call, tile.logits)
+            what = options.for_block(call, tile.logits)
             for block in pairs.blocks(tile, call, result):
                 of_rows = normalizers[:, block.rows], expected[block.rows, None], weights[block.rows]
                 with call.attempt():
@@ -217,13 +219,13 @@ class _Pairs(NamedTuple):
         scales = [None if number == 1 else tile.logits.scalar(number) for number in of_each]
         cut = stretches if call.compiled and gradient is None else lambda x: x
         for rows, columns in product(row_ranges, column_ranges):
-            part = tile.logits.of(rows, columns)
+            part = tile.logits.window(rows, columns)
             whole = shifted(rows, tile.rows.start), shifted(columns, tile.columns.start)
             others = [self._filled(other.part(*whole), columns) for other in self.others]
             is_id = self._is_id(whole[1], part.logits.device)
             preparation = _Preparation(scales, is_id if is_id is None else cut(is_id), part.dtype)
             # Blocks of the same rows are alike in all parts, also in the last one, which may be narrower.
-            of_rows = tile.logits.of(rows, slice(None))
+            of_rows = tile.logits.window(rows, slice(None))
             blocks = of_rows.blocks(1, widest, scale=2), of_rows.blocks(_BUFFERS, widest)
             for place in call.blocks(*(of_one or [slice(0, 0)] for of_one in blocks)):
                 if gradient is None:
@@ -266,7 +268,7 @@ def _reduced(
     """Return values over all columns of all ranks, float64 ``[m, n]``, from those of blocks, ``[m, b]``."""
 
     def of_blocks(tile: Tile, call: BlockFunction) -> Iterator[tuple[slice, Tensor]]:
-        what = pairs.options.of(call, tile.logits)
+        what = pairs.options.for_block(call, tile.logits)
         for block in pairs.blocks(tile, call):
             of_rows = None if normalizers is None else normalizers[:, block.rows]
             yield block.rows, call(block.xs, block.preparation, of_rows, *what)
@@ -304,7 +306,7 @@ def _conditional_parts(
     """
     xs, scale = _prepared(xs, preparation)
     masses = [_log_sum_exp(x, scale) for x in xs]
-    compared = Compared.of(xs, masses, scale=scale)
+    compared = Compared.between(xs, masses, scale=scale)
     value, expected = map(_sum, divergence.terms(compared))
     value = divergence.without_rounding(value, expected)
     parts = [*masses, value.masked_fill(_differ(compared), _INF), expected]
@@ -321,7 +323,7 @@ def _whole(divergence: Divergence, parts: Sequence[Tensor]) -> list[Tensor]:
     *masses, values, expected = parts
     differ = values == _INF
     totals = [mass.logsumexp(1) for mass in masses]
-    compared = Compared.of(masses, totals)
+    compared = Compared.between(masses, totals)
     weights, (of_value, of_expected) = divergence.weights(compared), divergence.terms(compared)
     value = (weights * values.masked_fill(differ, 0.0) + of_value).sum(1)
     value = value.masked_fill(differ.any(1) | _differ(compared), _INF)
@@ -350,7 +352,7 @@ def _sums(
     """
     normalizers = normalizers if xs[0].dim() == 2 else normalizers[..., None]
     xs, scale = _prepared(xs, preparation)
-    compared = Compared.of(xs, normalizers, log_weights, scale)
+    compared = Compared.between(xs, normalizers, log_weights, scale)
     terms = list(divergence.terms(compared))
     if divergence.covers_mass:
         are_constant = compared.student.are_ruled_out
@@ -379,7 +381,7 @@ def _block_derivative(
     """
     normalizers, expected, weight = of_rows
     xs, scale = _prepared(xs, preparation)
-    compared = Compared.of(xs, normalizers, log_weights, scale)
+    compared = Compared.between(xs, normalizers, log_weights, scale)
     expected = expected.to(preparation.dtype)
     derivative = divergence.derivative(compared, expected)
     if masks_ruled_out:

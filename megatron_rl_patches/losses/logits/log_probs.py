@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.devices import on_device
 from .arguments import checked_source, valid_targets
 from .autograd import LogitFunction, Tensors, without_autocast
 from .deferred import DeferredLogits
 from .log_probs_autograd import LogProbsAndEntropy, Targets
 from .options import VocabParallelOptions
-from .rows import Inputs, LogitSource, as_slice, on_device
+from .rows import Inputs, LogitSource, as_slice
 
 
 def vocab_parallel_log_probs(
@@ -137,7 +138,7 @@ def log_probs_and_entropy(
             its own.
     """
     source = checked_source(logits, rows, options, keep_mask)
-    scored = Targets.of(valid_targets(targets, source), keep_mask, source)
+    scored = Targets.from_ids(valid_targets(targets, source), keep_mask, source)
     function = LogProbsAndEntropy(source.claim())
     if joint is not None and rows is None and keep_mask is None and joint.accepts(logits, source):
         log_probs, entropies = joint.add(logits, source, scored, function)

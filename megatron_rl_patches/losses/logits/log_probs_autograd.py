@@ -23,7 +23,7 @@ class Targets(NamedTuple):
     keep_mask: Tensor | None = None  # bool [n, V / tp]
 
     @classmethod
-    def of(cls, ids: Tensor, keep_mask: Tensor | None, source: LogitSource) -> Targets:
+    def from_ids(cls, ids: Tensor, keep_mask: Tensor | None, source: LogitSource) -> Targets:
         """Return the targets that have these token ids."""
         valid = ids != source.options.ignore_index
         column = ids - source.options.tp_rank * source.width
@@ -43,7 +43,7 @@ class LogProbsAndEntropy(LogitFunction):
 
     def forward(self, source: LogitSource, tensors: Tensors) -> tuple[tuple[Tensor, Tensor | None], Tensors]:
         targets = Targets(**tensors)
-        derivative = _FrozenDerivative.of(source, targets)
+        derivative = _FrozenDerivative.if_frozen(source, targets)
         source = source if derivative is None else source.keeping_tiles(False)
         log_prob, entropy, saved = self.scores(source, targets, derivative)
         return (log_prob, entropy), {"keep_mask": targets.keep_mask, **saved}
@@ -89,10 +89,10 @@ class LogProbsAndEntropy(LogitFunction):
             "valid": valid,
             "log_prob": log_prob.clone(),  # since the caller may change the returned tensor
             "target_logit": target_logit.to(source.dtype),
-            "softmax": _Softmax.of(softmaxes[0], source.dtype),
+            "softmax": _Softmax.stacked(softmaxes[0], source.dtype),
         }
         if len(softmaxes) > 1 and options.entropy_grad:
-            of_rows["softmax of the entropy"] = _Softmax.of(softmaxes[1], source.dtype)
+            of_rows["softmax of the entropy"] = _Softmax.stacked(softmaxes[1], source.dtype)
         return log_prob, entropy, of_rows
 
     def _statistics_of_tiles(
@@ -149,7 +149,7 @@ class LogProbsAndEntropy(LogitFunction):
 
         def of_tile(tile: Tile, in_place: bool) -> Tensor:
             column, mask = targets.in_tile(tile)
-            return softmax.gradient(tile.logits, of_rows.of(tile.rows), column, mask, in_place)
+            return softmax.gradient(tile.logits, of_rows.part(tile.rows), column, mask, in_place)
 
         return source.gradients(of_tile, needed)
 
@@ -162,7 +162,7 @@ class _Softmax(NamedTuple):
     mean_z: Tensor | None = None  # sum(p * z), for the entropy
 
     @staticmethod
-    def of(statistics: Tensor, dtype: torch.dtype) -> Tensor:
+    def stacked(statistics: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the two or three of them, ``[2 or 3, n]``, from the statistics of the whole vocabulary."""
         max_logit, sum_exp_minus_1, *sum_z_exp = statistics
         sum_exp = 1.0 + sum_exp_minus_1
@@ -216,7 +216,7 @@ class _FrozenDerivative:
         self._exp = weight.new_zeros((layer.n, weight.shape[1]), dtype=layer.dtype)
 
     @classmethod
-    def of(cls, source: LogitSource, targets: Targets) -> _FrozenDerivative | None:
+    def if_frozen(cls, source: LogitSource, targets: Targets) -> _FrozenDerivative | None:
         """Return empty sums, or ``None`` if backward must compute the logits again."""
         if not isinstance(source, OutputLayerRows) or not source.is_frozen or targets.keep_mask is not None:
             return None

@@ -221,7 +221,7 @@ class SelectedRows(LogitSource):
         rows = blocks[0].stop - blocks[0].start if blocks else 0
         return self.logits.new_empty((buffers, rows, self.width), dtype=self.dtype)
 
-    def of(self, rows: slice, columns: slice) -> SelectedRows:
+    def window(self, rows: slice, columns: slice) -> SelectedRows:
         """Return some of the ``n`` rows, and some of the columns."""
         return replace(self, logits=self.logits[:, columns], index=self._place(rows))
 
@@ -325,17 +325,6 @@ def check_no_transform(*tensors: Tensor | None) -> None:
             "logits are those of a transform of torch.func, such as grad or vmap, which sees no storage: use "
             "torch.autograd.grad"
         )
-
-
-def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return the tensor on the device; from host memory it is copied to a GPU without waiting for it.
-
-    A tensor that is in pinned memory already must not be overwritten before the copy has ended.
-    """
-    if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
-        return tensor.to(device)
-    # torch cannot pin a tensor whose elements share memory, as those of expand() do.
-    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _default_block_bytes(logits: Tensor) -> int:

@@ -59,7 +59,7 @@ class RowGradients(NamedTuple):
     at_target: Tensor
     has_grad: Tensor
 
-    def of(self, rows: slice) -> RowGradients:
+    def part(self, rows: slice) -> RowGradients:
         unmasked, masked = (_of_rows(softmax, rows) for softmax in (self.unmasked, self.masked))
         return RowGradients(unmasked, masked, self.at_target[rows], self.has_grad[rows])
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ..logits.arguments import check_distinct, check_ids
 from ..logits.distributions import (
@@ -21,7 +22,6 @@ from ..logits.distributions import (
 from ..logits.divergences import Divergence, DivergenceName, divergence_named
 from ..logits.log_probs_at import vocab_parallel_log_probs_at
 from ..logits.options import VocabParallelOptions, check_floats, check_instance, check_integer, check_list
-from ..logits.rows import on_device
 from .full_vocabulary import FullDistribution, full_vocabulary_divergence
 from .reduction import (
     LossAndCount,
@@ -180,7 +180,7 @@ def distillation_loss(
         check_floats(log_probs=of_ids, tail_log_probs=of_tail)
     check_lengths("log_probs", [one.select(-1, 0) if one.dim() > 1 else one for one in log_probs], lengths)
     log_probs_nk, tail_n = torch.cat(list(log_probs)), torch.cat(list(tail_log_probs))
-    tokens = _Tokens.of(batch, tail_n.device, slice(None))
+    tokens = _Tokens.selected(batch, tail_n.device, slice(None))
     return summed(_per_token(log_probs_nk, tail_n, tokens, options), batch, options)
 
 
@@ -213,7 +213,7 @@ def comparison(
     one_temperature(
         [one for scored in (*batch.teachers, batch.old or ()) for one in scored], how["temperature"]
     )
-    tokens = _Tokens.of(batch, rows.device, index)
+    tokens = _Tokens.selected(batch, rows.device, index)
 
     def compare(logits: Tensor) -> Tensor:
         ids = tokens.teachers[0].indices
@@ -242,7 +242,7 @@ class _Tokens(NamedTuple):
     all_ids: Tensor
 
     @classmethod
-    def of(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
+    def selected(cls, batch: DistillationBatch, device: torch.device, index: Tensor | slice) -> _Tokens:
         """Select tokens from the concatenation of all responses and put them on ``device``."""
         counts = on_device(torch.cat(list(batch.loss_masks)), device) != 0
         mask = counts[index]

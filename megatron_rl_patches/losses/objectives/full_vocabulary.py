@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...common.devices import copied_to
 from ...errors import InvalidInputError
 from ..logits.arguments import checked_source
 from ..logits.autograd import all_gather
@@ -98,18 +99,6 @@ class OutputHead:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def copied_to(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = False) -> Tensor:
-    """Return a copy without a graph on the device; what comes from a GPU goes to pinned host memory.
-
-    With ``non_blocking`` such a copy is complete when the current CUDA stream has been waited for.
-    """
-    tensor = tensor.detach()
-    if not tensor.is_cuda or torch.device(device).type != "cpu":
-        return tensor.to(device, copy=True)
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=non_blocking)
-
-
 @dataclass(frozen=True, eq=False)
 class FullDistribution(Distribution):
     """Next-token distributions at ``n`` positions, exact: those of one teacher, or a mixture of several.
@@ -118,7 +107,7 @@ class FullDistribution(Distribution):
 
         head = output_head(teacher)
         hidden = forward_hidden_states(teacher, microbatches)
-        distributions = [FullDistribution.of(hidden_lh, head) for hidden_lh in hidden]
+        distributions = [FullDistribution.from_hidden(hidden_lh, head) for hidden_lh in hidden]
 
     Attributes:
         hidden: for each teacher what its output layer gets, ``[n, h]``, after the final norm.
@@ -152,7 +141,7 @@ class FullDistribution(Distribution):
                 )
 
     @staticmethod
-    def of(hidden: Tensor, head: OutputHead) -> FullDistribution:
+    def from_hidden(hidden: Tensor, head: OutputHead) -> FullDistribution:
         """Return the distributions of one teacher from its hidden states ``[n, h]``."""
         return FullDistribution((hidden,), (head,), (1.0,))
 

@@ -151,7 +151,7 @@ class _OfBuckets(torch.autograd.Function):
 
 def _compared(*log_probs: Tensor) -> Compared:
     of_buckets = [one.double() for one in log_probs]
-    return Compared.of(of_buckets, of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0])))
+    return Compared.between(of_buckets, of_buckets[0].new_zeros(len(of_buckets), len(of_buckets[0])))
 
 
 def opd_advantages(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ..logits.options import check_instance, check_list, check_tensor
-from ..logits.rows import on_device
 from .lengths import check_context_parallel, check_lengths, integers, pad
 
 

@@ -18,7 +18,7 @@ from megatron_rl_patches import __version__, apply
 from megatron_rl_patches.common.ranks import is_rank_0
 from megatron_rl_patches.engine import announce
 from megatron_rl_patches.engine.announce import Announcer, summary
-from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.engine.statuses import SiteStatus
 
 from .conftest import Tagged
 

@@ -7,7 +7,6 @@ import importlib.machinery
 import importlib.util
 import itertools
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -17,10 +16,9 @@ import wrapt
 
 from megatron_rl_patches import PatchError, Settings, applied, apply, available, revert, status
 from megatron_rl_patches.engine import registry
-from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.wrapper import SwitchableWrapper
 
-from .conftest import Engine, Framework, Tagged, patch_of, sites_in, tag
+from .conftest import Engine, Framework, Tagged, patch_of, sites_in
 
 ORDERS = sorted(set(itertools.permutations(("import", "apply", "apply", "revert", "revert", "apply"))))
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
@@ -363,27 +361,3 @@ def test_a_module_that_refuses_rebinding_keeps_its_copy(tagged: Tagged) -> None:
     apply()
     assert load(f"{name}.model").train("m") == PATCHED
     assert actor.train("m") == PLAIN
-
-
-@pytest.mark.parametrize("name", ["train", "trian"])
-def test_a_function_of_the_program_is_patched_once_it_is_defined(
-    tagged: Tagged, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The program is never imported; it is looked at whenever a patched function is called."""
-    framework = tagged("train")
-    engine["of-program"] = Patch("of-program", "")
-    engine["of-program"].wrap("__main__", name)(tag)
-    program = ModuleType("__main__")
-    program.__file__ = str(tmp_path / "program.py")
-    Path(program.__file__).write_text(definition := "def train(model):\n    return model\n")
-    monkeypatch.setitem(sys.modules, "__main__", program)
-    apply()
-    with nullcontext() if name == "train" else pytest.raises(PatchError, match="does not define trian"):
-        apply("of-program")
-    model = importlib.import_module(f"{framework}.model")
-    model.train("m")
-    exec(compile(definition, program.__file__, "exec"), vars(program))
-    before = program.train("m")
-    model.train("m")
-    assert before == "m"
-    assert program.train("m") == (("patched", "m") if name == "train" else "m")

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.frameworks import log_probs as frameworks
-
-from ..losses.logits.dense import dense_log_probs_and_entropy
+from tests.references.dense import dense_log_probs_and_entropy
 
 
 def model_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches.frameworks.training import check_rollout_log_probs
+from megatron_rl_patches.frameworks.rollout_log_probs import check_rollout_log_probs
 from megatron_rl_patches.reentry import training_warnings
 
 

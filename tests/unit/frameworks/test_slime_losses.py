@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import slime_losses
 from megatron_rl_patches.losses import deferred_logits
+from tests.references.live_bytes import live_bytes
 
-from ..losses.live_bytes import live_bytes
 from .test_log_probs import model_logits
 
 T, V = 24, 11

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.engine.judge import SiteStatus
+from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.frameworks.megatron_models import loss_of_labels
 from megatron_rl_patches.patches.lean_head import patch
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches.engine.call import Call
-from megatron_rl_patches.frameworks import training
+from megatron_rl_patches.frameworks import scheduler_resume
 from megatron_rl_patches.patches.scheduler_resume import patch
 
 from .judging import judged
@@ -66,11 +66,11 @@ def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:
 
 
 def load(schedule: SimpleNamespace | None) -> None:
-    training.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
+    scheduler_resume.load_checkpoint(Call(lambda opt_param_scheduler: None, (schedule,)))
 
 
 def initialize(body: Callable[[], Any]) -> Any:
-    return training.initialize_model_and_optimizer(Call(body))
+    return scheduler_resume.initialize_model_and_optimizer(Call(body))
 
 
 def test_a_schedule_stays_where_loading_left_it() -> None:

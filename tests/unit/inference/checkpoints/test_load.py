@@ -7,23 +7,20 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from megatron_rl_patches.errors import CheckpointError
-from megatron_rl_patches.inference.checkpoints.load import (
-    _states_of_chunks,
-    _summary,
-    load_inference_checkpoint,
-    read_iteration,
-)
-from megatron_rl_patches.inference.checkpoints.location import Location, detect_format, locate
-from megatron_rl_patches.inference.checkpoints.torch_dist import read_metadata
+from megatron_rl_patches.errors import CheckpointError, InvalidInputError
+from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
+from megatron_rl_patches.inference.checkpoints.location import Location, check_format, locate
+from megatron_rl_patches.inference.checkpoints.metadata import read_metadata
 from megatron_rl_patches.inference.weights import describe, differences
 
 from .test_pickles import save_alone
@@ -104,11 +101,12 @@ def test_missing_path_and_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"metadata.json": '{"sharded_backend": "zarr"}'}, "format zarr; supported: torch_dist and torch"),
+        ({"metadata.json": '{"sharded_backend": "zarr"}'}, "format zarr, expected torch_dist; convert it"),
         ({"metadata.json": "{}"}, "metadata.json is corrupt: KeyError"),
         ({"metadata.json": "{"}, "metadata.json is corrupt: JSONDecodeError"),
         ({"metadata.json": '"torch_dist"'}, "metadata.json is corrupt"),
         ({".metadata": "", "__0_0.distcp": ""}, "format torch_dcp or fsdp_dtensor"),
+        ({"mp_rank_00": ""}, "legacy format torch, expected torch_dist; .*--ckpt-convert-format torch_dist"),
         ({"__0_0.distcp": ""}, "is a part of a torch_dist checkpoint"),
     ],
 )
@@ -116,18 +114,24 @@ def test_other_formats_are_named(files: dict[str, str], message: str, tmp_path: 
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        detect_format(tmp_path)
+        check_format(tmp_path)
 
 
-def test_legacy_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
-    file.parent.mkdir()
-    torch.save({"iteration": 9}, file)
-    assert read_iteration(tmp_path) == 9
+def test_iteration_of_a_bare_folder_is_read_from_a_file(tmp_path: Path) -> None:
+    folder = _one_rank_checkpoint(tmp_path / "teacher")
+    assert read_iteration(folder) == 7
     for no_number in ("abc", "1" * 5000, [3], float("inf")):
-        torch.save({"iteration": no_number}, file)
-        with pytest.raises(CheckpointError, match=rf"{tmp_path}: its iteration is .*, expected a number"):
-            read_iteration(tmp_path)
+        torch.save({"iteration": no_number}, folder / "common.pt")
+        with pytest.raises(CheckpointError, match=rf"{folder}: its iteration is .*, expected a number"):
+            read_iteration(folder)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Initialize a process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 class _Embedding(torch.nn.Module):
@@ -135,39 +139,78 @@ class _Embedding(torch.nn.Module):
 
     def __init__(self, rows: int, width: int, is_padded: bool = True) -> None:
         super().__init__()
-        self.is_padded = is_padded
+        self.is_padded, self.scales = is_padded, 0
         self.weight = torch.nn.Parameter(torch.full((rows, width), 9.0))
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+        from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+        scales = torch.zeros(self.scales)
         return {
             "weight": ShardedTensor.from_rank_offsets(
                 "weight", self.weight.data, allow_shape_mismatch=self.is_padded
-            )
+            ),
+            "_extra_state": ShardedObject("_extra_state", scales, (1,), (0,)),
         }
 
 
-def _one_rank_checkpoint(folder: Path) -> Path:
-    save_alone({"weight": torch.ones(6, 2)}, _torch_dist(folder))
+def _one_rank_checkpoint(folder: Path, rows: int = 6) -> Path:
+    save_alone({"weight": torch.ones(rows, 2)}, _torch_dist(folder))
     torch.save({"iteration": 7}, folder / "common.pt")
     return folder
 
 
-def test_without_a_process_group(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not torch.distributed.is_initialized()
+@pytest.mark.usefixtures("group")
+def test_another_padding_of_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
     padded, wider = _Embedding(8, 2), _Embedding(8, 3)
+    padded.scales = 3
     with caplog.at_level("WARNING", "megatron_rl_patches"):
         assert load_inference_checkpoint(padded, folder) == 7
     messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert messages == ["weight has 6 rows in the checkpoint and 8 in the model"]
+    assert messages == [
+        "scales of Transformer Engine (_extra_state) are not loaded: the model keeps its own",
+        "weight has 6 rows in the checkpoint and 8 in the model",
+    ]
     assert padded.weight.tolist() == [[1.0, 1.0]] * 6 + [[0.0, 0.0]] * 2
     with pytest.raises(CheckpointError, match=r"every rank: the checkpoint is of another model; .*\[8, 3\]"):
         load_inference_checkpoint(wider, folder)
     assert wider.weight.eq(9).all()
 
 
+def test_without_a_process_group(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="init_process_group"):
+        load_inference_checkpoint(_Embedding(6, 2), _one_rank_checkpoint(tmp_path / "iter_0000007"))
+
+
+@pytest.mark.usefixtures("group")
+def test_megatrons_loader_does_not_see_what_savers_planned(tmp_path: Path) -> None:
+    """The allowed names of plans lead to others, by which Megatron's loader would run code."""
+    folder, evidence = _one_rank_checkpoint(tmp_path / "iter_0000007"), tmp_path / "code ran"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = _Runs(f"touch '{evidence}'")
+    content = pickle.dumps(metadata, protocol=3)
+    content = b"\x80\x04" + content[2:].replace(
+        f"c{os.system.__module__}\nsystem\n".encode(),
+        b"cmegatron.core.dist_checkpointing.strategies.torch\nos.system\n",
+    )
+    (folder / ".metadata").write_bytes(content)
+    pickle.loads(content)
+    evidence.unlink()
+    model = _Embedding(6, 2)
+    assert load_inference_checkpoint(model, folder) == 7
+    assert model.weight.eq(1).all() and not evidence.exists()
+
+
+class _Runs:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.usefixtures("group")
 def test_a_dangling_link_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
     folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007"), _Embedding(6, 2)
     (folder / "notes").symlink_to("nowhere")
@@ -198,6 +241,7 @@ def _rows(start: int, size: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2]))
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize(
     "rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)], ids=["twice", "overlapping", "absent"]
@@ -209,27 +253,27 @@ def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: 
         load_inference_checkpoint(_Embedding(6 + 2 * is_padded, 2, is_padded), folder)
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    "piece",
+    ("piece", "message"),
     [
-        torch.ones(1, 2),
-        torch.ones(12, 2),
-        torch.ones(6, 1),
-        torch.ones(6, 2, dtype=torch.bool),
-        torch.ones(6, 2, dtype=torch.complex64),
-        torch.ones(6, 2, dtype=torch.bfloat16),
-        [1.0],
+        (torch.ones(5, 2), "Megatron's loader fails"),
+        (torch.ones(600, 1), "a piece of weight is not stored as a whole"),
+        (torch.ones(600, 2, dtype=torch.bool), "a piece of weight is not stored as a whole"),
+        (torch.ones(600, 2, dtype=torch.bfloat16), "a piece of weight is not stored as a whole"),
+        ([1.0] * 600, "Megatron's loader fails"),
     ],
-    ids=lambda piece: f"{getattr(piece, 'dtype', 'list')}{[*getattr(piece, 'shape', ())]}",
 )
-def test_a_piece_that_is_not_what_the_index_says(piece: Any, tmp_path: Path) -> None:
-    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007"), _Embedding(6, 2)
-    _store_pieces(folder, [(_rows(0, 6), piece)])
-    with pytest.raises(CheckpointError, match="a piece of weight is"):
+def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, tmp_path: Path) -> None:
+    rows = max(6, len(piece))
+    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007", rows), _Embedding(rows, 2)
+    _store_pieces(folder, [(_rows(0, rows), piece)])
+    with pytest.raises(CheckpointError, match=message):
         load_inference_checkpoint(model, folder)
     assert model.weight.eq(9).all()
 
 
+@pytest.mark.usefixtures("group")
 def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
         folder = tmp_path / str(dtype) / "iter_0000007"
@@ -239,6 +283,7 @@ def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
             load_inference_checkpoint(_Embedding(6, 2), folder)
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
 def test_a_pipe_is_not_read(name: str, tmp_path: Path) -> None:
     folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
@@ -246,18 +291,6 @@ def test_a_pipe_is_not_read(name: str, tmp_path: Path) -> None:
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=re.escape(name)):
         load_inference_checkpoint(_Embedding(6, 2), folder)
-
-
-def test_legacy_chunks_must_be_as_many_as_were_saved() -> None:
-    state = {"weight": torch.ones(1, 1)}
-    saved = {"checkpoint_version": 3.0, "model0": state, "model1": state}
-    assert _states_of_chunks(saved, 2) == [state, state]
-    with pytest.raises(
-        CheckpointError, match=r"2 model chunks per rank \(model0, model1\), this model has 1"
-    ):
-        _states_of_chunks(saved, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint_version 1\.0 orders query"):
-        _states_of_chunks({**saved, "checkpoint_version": 1.0}, 2)
 
 
 def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
@@ -272,8 +305,3 @@ def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:
     halves = {name: value.half() for name, value in model.items()}
     assert not differences(halves, model, "the checkpoint", dtypes=False)
     assert len(differences(halves, model, "the checkpoint")) == len(model)
-
-
-def test_ranks_that_failed_alike_are_named_together() -> None:
-    assert _summary(["gone"]) == "every rank: gone"
-    assert _summary(["gone", None, "gone", "cut"]) == "ranks 0, 2: gone; rank 3: cut"

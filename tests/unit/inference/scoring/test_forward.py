@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.inference.scoring.microbatches import parse_microbatches
-from megatron_rl_patches.inference.scoring.schedule import _without_float32_copy
+from megatron_rl_patches.inference.scoring.microbatches import Limits, parse_microbatches
+from megatron_rl_patches.inference.scoring.plan import _without_float32_copy
 
 VOCABULARY = 50
 
@@ -32,7 +32,7 @@ def microbatch(**changes: Any) -> dict[str, Any]:
 
 
 def check(*microbatches: dict[str, Any], packing: bool = False, **sizes: int) -> Any:
-    return parse_microbatches(microbatches, packing=packing, vocabulary=VOCABULARY, **sizes)
+    return parse_microbatches(microbatches, Limits(packing, VOCABULARY, **sizes))
 
 
 PACKED = {"tokens": torch.arange(8)[None], "lengths": [3, 4], "response_lengths": [1, 2]}

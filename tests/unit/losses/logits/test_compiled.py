@@ -24,8 +24,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
 )
 from megatron_rl_patches.losses.logits import compiling, softmax
+from tests.references.live_bytes import live_bytes
 
-from ..live_bytes import live_bytes
 from .test_log_probs import check, random_logits, random_targets
 
 

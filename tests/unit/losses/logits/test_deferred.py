@@ -35,8 +35,8 @@ from megatron_rl_patches.losses.logits import deferred, tiles
 from megatron_rl_patches.losses.logits.arguments import checked_source
 from megatron_rl_patches.losses.logits.options import VocabParallelOptions
 from megatron_rl_patches.losses.logits.tiles import TileOptions
+from tests.references.dense import IGNORE
 
-from .dense import IGNORE
 from .pairwise import pairwise
 from .sizes import Sizes
 

@@ -16,8 +16,8 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.logits import softmax
+from tests.references.dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 
-from .dense import IGNORE, dense_log_probs_and_entropy, errors, relative_error
 from .pairwise import pairwise
 
 FLOAT32 = 2e-6

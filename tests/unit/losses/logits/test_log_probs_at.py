@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_rl_patches.losses import vocab_parallel_log_probs_at
+from tests.references.dense import relative_error
+from tests.references.dense_topk import dense_log_probs_at, errors, random_indices
 
-from .dense import relative_error
-from .dense_topk import dense_log_probs_at, errors, random_indices
 from .pairwise import pairwise
 from .test_log_probs import FLOAT32, GRADIENT_BOUND, INF, T, V, random_logits
 

@@ -14,8 +14,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
-
-from ..live_bytes import live_bytes
+from tests.references.live_bytes import live_bytes
 
 Loss = Callable[..., Tensor]
 

@@ -12,10 +12,10 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits.distributions import log1mexp
+from tests.references.dense import relative_error
+from tests.references.dense_topk import dense_log_probs_at
+from tests.references.live_bytes import live_bytes
 
-from ..live_bytes import live_bytes
-from .dense import relative_error
-from .dense_topk import dense_log_probs_at
 from .test_log_probs import FLOAT32, INF, T, V, random_logits
 
 

@@ -61,7 +61,7 @@ OLD = vocab_parallel_topk(random(len(MASK), V, seed=7), K, temperature=TEMPERATU
 
 def teacher(kind: str, name: str) -> list[Any]:
     """A teacher's distributions of each response."""
-    whole = FullDistribution.of(HIDDEN[name], HEADS[name])
+    whole = FullDistribution.from_hidden(HIDDEN[name], HEADS[name])
     if kind == "full":
         return whole.split(RESPONSES)
     return scored(whole.logits()[0]).split(RESPONSES)
@@ -296,7 +296,9 @@ def test_a_teacher_whose_vocabulary_is_padded_to_another_size() -> None:
     exact = OutputHead(HEADS["math"].weight[: V - 10])
     losses = []
     for head, ids, rows in ((padded, V - 10, V), (exact, None, V - 10)):
-        batch = DistillationBatch([FullDistribution.of(HIDDEN["math"], head).split(RESPONSES)], MASKS)
+        batch = DistillationBatch(
+            [FullDistribution.from_hidden(HIDDEN["math"], head).split(RESPONSES)], MASKS
+        )
         func = make_distillation_loss_func(LAYOUT, batch, DistillationOptions(num_ids=ids))
         losses.append(func(deferred_logits(hidden, weight[:rows])[None])[0])
     assert torch.allclose(*losses, rtol=1e-10)
@@ -420,7 +422,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FullDistribution((random(3, 4, seed=0), random(2, 4, seed=0)), (HEAD, HEAD), (1.0, 1.0)),
         r"hidden states are \[2, 4\], expected \[3, h\]",
     ),
-    "hidden size": (lambda: FullDistribution.of(random(3, 7, seed=0), HEAD), r"\[3, 7\], expected \[3, h\]"),
+    "hidden size": (
+        lambda: FullDistribution.from_hidden(random(3, 7, seed=0), HEAD),
+        r"\[3, 7\], expected \[3, h\]",
+    ),
     "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
     "cat": (lambda: FullDistribution.cat(ROUTED), "of different teachers"),
     "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),  # type: ignore[arg-type]

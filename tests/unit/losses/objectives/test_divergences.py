@@ -565,7 +565,7 @@ def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:
     with torch.inference_mode():
         hidden, weight, logits = (random(*shape, seed=1) for shape in ((T, H), (V, H), (T, V)))
         rows, mask = torch.tensor([3, 1, 2]), random(3, V, seed=2) > 0
-    teacher = FullDistribution.of(hidden, OutputHead(weight))
+    teacher = FullDistribution.from_hidden(hidden, OutputHead(weight))
     for of_teacher in (logits, *teacher.logits()):
         value = full_vocabulary_divergence(student, of_teacher)
         expected = full_vocabulary_divergence(student, of_teacher.detach().clone())

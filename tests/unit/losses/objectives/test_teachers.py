@@ -18,8 +18,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
-
-from ..logits.dense_topk import random_indices
+from tests.references.dense_topk import random_indices
 
 INF = float("inf")
 

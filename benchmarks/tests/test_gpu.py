@@ -1,0 +1,180 @@
+"""``make gpu``: other steps run after one that fails, and a dry run succeeds on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Step
+from benchmarks.gpu_steps import StepResult
+from benchmarks.measure import Call
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_step_that_raises_leaves_its_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "outcome.json"
+    code = gpu._step("benchmarks.tests.steps", "fail", str(file))
+    outcome = json.loads(file.read_text())
+    assert code == 1
+    assert list(outcome) == ["traceback"]
+    assert "steps.py" in outcome["traceback"]
+    assert outcome["traceback"].endswith("ValueError: no such kernel\n")
+
+
+def test_a_process_that_takes_too_long_says_where_it_was_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a process that it has started, and that does not end when it is interrupted."""
+    monkeypatch.setattr(gpu, "_STOPPING_SECONDS", 1)
+    log = tmp_path / "log"
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    code = f"""
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", {stubborn!r}], start_new_session=True).pid, flush=True)
+def waits(): time.sleep(600)
+waits()
+"""
+    assert gpu._run([sys.executable, "-c", code], 5, log) == "not done in 5 s"
+    number, *traceback = log.read_text().splitlines()
+    assert traceback[-1] == "KeyboardInterrupt"
+    assert any(line.endswith("in waits") for line in traceback)
+    assert _ends(int(number))
+
+
+def test_steps_that_run_again_keep_what_the_others_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"status": "failed", "traceback": "ValueError: no such kernel", "log": ""}
+    done = {"status": "ok", "result": vars(StepResult(figures={"answer": 42}))}
+    outcomes: dict[str, dict[str, Any]] = {"demo": failed, "head": done, "topk": failed}
+
+    def outcome(step: Step, dry: bool) -> dict[str, Any]:
+        return {"title": step.title, "seconds": 1.0, "machine": "a machine", **outcomes[step.name]}
+
+    monkeypatch.setattr(gpu, "_outcome", outcome)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("GPU_DRY_RUN", "")
+    arguments = ["--dry", "--folder", str(tmp_path), "--only"]
+    assert gpu.main([*arguments, "demo", "head", "topk"]) == 1
+    again = f"make gpu DRY=1 'GPU_ARGS=--only demo topk --folder {tmp_path}'"
+    assert capsys.readouterr().out.endswith(f"failed: demo, topk; to run them again: {again}\n")
+
+    outcomes["demo"] = done
+    assert gpu.main([*arguments, "demo"]) == 1
+    assert "failed: topk; to run" in capsys.readouterr().out
+    outcomes["topk"] = done
+    assert gpu.main([*arguments, "topk"]) == 0
+    steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(outcomes, "ok")
+    assert (tmp_path / "gpu.md").read_text().count("- answer: 42") == 3
+
+
+def test_the_steps_take_ten_minutes_at_most() -> None:
+    assert sum(step.seconds for step in gpu.STEPS) <= 600
+
+
+def test_claims_show_targets_and_ratios_to_peers() -> None:
+    result = StepResult()
+    result.claim("head", 54.0, "ms", {"parity": 57.0, "lead": 50.0}, {"Liger": 60.0, "it, published": 50.0})
+    assert result.claims == [
+        {
+            "claim": "head",
+            "measured": "54 ms",
+            "targets": "parity <= 57: yes; lead <= 50: **no**",
+            "measured / peer": "0.90 × Liger (60); 1.08 × it, published (50)",
+        }
+    ]
+
+
+def test_times_stand_beside_those_of_the_fastest_that_is_not_ours() -> None:
+    result = StepResult()
+    ways = {"ours": Call(lambda _: None), "slow": Call(lambda _: time.sleep(0.01)), "slower": Call(_sleep)}
+    result.compare("case", ways, seconds=0.0)
+    assert result.units == {"case": "slow"}
+    page = gpu.section(
+        {"title": "Losses", "status": "ok", "seconds": 1.0, "machine": "", "result": asdict(result)}
+    )
+    assert re.search(r"^\| case \| ms \| × slow \|", page, re.MULTILINE)
+    assert re.search(r"^\| slow \| [\d.]+ \| 1\.00 \|", page, re.MULTILINE)
+
+
+def _sleep(_: object) -> None:
+    time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_other_steps_run_after_one_that_fails_and_one_that_hangs(tmp_path: Path) -> None:
+    steps = [
+        Step("fail", "Bad", 100, "benchmarks.tests.steps"),
+        Step("hang", "Slow", 30, "benchmarks.tests.steps"),
+        Step("succeed", "Good", 100, "benchmarks.tests.steps"),
+    ]
+    assert gpu.run(steps, dry=False, folder=tmp_path) == ["fail", "hang"]
+    outcomes = json.loads((tmp_path / "gpu.json").read_text())["steps"]
+    assert [outcome["status"] for outcome in outcomes.values()] == ["failed", "not done in 30 s", "ok"]
+    assert outcomes["fail"]["traceback"].endswith("ValueError: no such kernel\n")
+    assert "in hang\n" in outcomes["hang"]["traceback"]
+    assert "Current thread" in outcomes["hang"]["log"]
+    assert outcomes["hang"]["traceback"].endswith("KeyboardInterrupt\n")
+    assert _ends(int(outcomes["hang"]["log"].splitlines()[0]))
+    assert outcomes["succeed"]["result"]["figures"] == {"answer": 42}
+    page = (tmp_path / "gpu.md").read_text()
+    assert "ValueError: no such kernel" in page
+    assert "- answer: 42" in page
+
+
+def _ends(number: int) -> bool:
+    """Return whether a process is gone, or is soon."""
+    for _ in range(100):
+        try:
+            if psutil.Process(number).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_there_must_be_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as exit:
+        gpu.main([])
+    assert exit.value.code == 2
+    assert "torch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)  # A busy machine takes much longer than the two minutes of an idle one.
+def test_a_dry_run_succeeds_in_every_step(tmp_path: Path) -> None:
+    """The environment has the packages of this one, so that none has to be brought along."""
+    variables = [
+        "DRY=1",
+        f"PYTHON={sys.executable}",
+        f"GPU_VENV={tmp_path / 'venv'}",
+        f"GPU_WHEELS={tmp_path / 'wheels'}",
+        f"GPU_ARGS=--folder {tmp_path}",
+    ]
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    done = subprocess.run(
+        ["make", "gpu", *variables], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=680
+    )
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    failed = {name: outcome for name, outcome in report["steps"].items() if outcome["status"] != "ok"}
+    assert not failed, failed
+    assert list(report["steps"]) == [step.name for step in gpu.STEPS]
+    claims = [claim for step in report["steps"].values() for claim in step["result"]["claims"]]
+    assert any("parity <= 57" in claim["targets"] for claim in claims)
+    assert done.returncode == 0, done.stderr
+    assert "no measurement" in (tmp_path / "gpu.md").read_text()

@@ -1,0 +1,255 @@
+"""What a run of the schedule needs, checked and agreed on by all ranks that would wait for this one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+
+from ...common.agreement import gathered, raise_on_all
+from ...common.chunks import as_chunks, config_of
+from ...common.devices import on_device
+from ...errors import InvalidInputError
+from ...losses.logits.options import VocabParallelOptions, is_integer
+from .agreement import check_model, groups_that_wait, shares_experts
+from .microbatches import Limits, Microbatch, parse_microbatches
+
+Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
+#: The tensor-parallel group over which the vocabulary is split, or ``None`` if it is not.
+Group = torch.distributed.ProcessGroup | None
+#: Returns what is wrong with data that only the last stage has.
+Check = Callable[[Sequence[Microbatch]], str | None]
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """Options that the functions of scoring share; see :func:`~.forward.forward_log_probs`.
+
+    ``temperature`` and ``allgather_cp`` are only checked here. With ``every_token`` the result has a row for
+    each token of a sample, and not for those of its response alone.
+    """
+
+    forward: Forward | None = None
+    output_device: torch.device | str = "cpu"
+    progress: bool = True
+    vocab_size: int | None = None
+    temperature: float = 1.0
+    allgather_cp: bool = False
+    every_token: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A run of the schedule.
+
+    Attributes:
+        batches: this rank's microbatches.
+        schedule: those that it runs: ``batches``, and more at the end, whose scores are dropped.
+        context_parallel: this rank's place, if the model's input is cut here.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    config: Any
+    options: ScoreOptions
+    batches: Sequence[Microbatch]
+    schedule: Sequence[Microbatch]
+    context_parallel: ContextParallel
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.chunks[-1].parameters()).device
+
+    def forward(self, chunk: torch.nn.Module, batch: Microbatch) -> torch.Tensor:
+        """Run a chunk on a microbatch."""
+        return (self.options.forward or self.context_parallel.forward)(chunk, batch.fields)
+
+
+def plan_of(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    microbatches: Sequence[Mapping[str, Any]],
+    options: ScoreOptions,
+    check: Check | None,
+) -> Plan:
+    """Check what the caller passed, and agree with other ranks on the number of microbatches.
+
+    Raises:
+        InvalidInputError: something is wrong on this rank, or on another one that would wait for it.
+    """
+    chunks = list(as_chunks(model))
+    config: Any = config_of(chunks[0]) if chunks else None
+    groups = groups_that_wait(chunks, config)
+    context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
+    problem = None
+    try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
+        check_model(chunks, config)
+        _check_options(options, vocabulary_of(chunks))
+        batches = parse_microbatches(microbatches, _limits(chunks, config, options, context_parallel))
+        if check is not None and is_last_stage():
+            problem = check(batches)
+    except InvalidInputError as error:
+        problem = str(error)  # the error itself would keep this frame, and the model, in a cycle
+    except Exception as error:
+        with suppress(InvalidInputError):
+            raise_on_all(f"{type(error).__name__}: {error}", groups)
+        raise
+    raise_on_all(problem, groups)
+    # The interleaved schedule takes full groups.
+    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    schedule = _filled(batches, len(batches) + -len(batches) % group_size)
+    schedule = _agreed_by_replicas(schedule, config)
+    return Plan(chunks, config, options, batches, schedule, context_parallel)
+
+
+def _check_options(options: ScoreOptions, padded_size: int | None) -> None:
+    """Refuse wrong options of any function of scoring, on all stages, also on those that do not read them."""
+    VocabParallelOptions(temperature=options.temperature)
+    if options.allgather_cp:
+        raise InvalidInputError(
+            "all-gather context parallelism is not supported here: cut the sequences in zigzag, or pass a "
+            "`forward` that returns the logits of whole sequences."
+        )
+    if options.forward is not None and not callable(options.forward):
+        raise InvalidInputError(
+            f"forward is {options.forward!r}. Expected: a function of a model chunk and a microbatch."
+        )
+    size = options.vocab_size
+    if size is not None and not (is_integer(size) and 0 < size <= (padded_size or size)):
+        raise InvalidInputError(f"vocab_size is {size!r}. Expected: 1 to {padded_size}, the model's ids.")
+    try:
+        torch.device(options.output_device)
+    except (RuntimeError, TypeError):
+        raise InvalidInputError(
+            f"output_device is {options.output_device!r}. Expected: a device of torch."
+        ) from None
+
+
+def is_last_stage() -> bool:
+    """Return whether this rank is on the last pipeline stage."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def _limits(
+    chunks: Sequence[torch.nn.Module], config: Any, options: ScoreOptions, context_parallel: ContextParallel
+) -> Limits:
+    """Return what microbatches must fit."""
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    return Limits(
+        packing=options.forward is not None,
+        vocabulary=options.vocab_size or vocabulary_of(chunks),
+        sequence_parallel_size=tensor_parallel_size if config.sequence_parallel else 1,
+        cp_rank=context_parallel.rank,
+        cp_size=context_parallel.size,
+        device=next(chunks[-1].parameters()).device,
+        every_token=options.every_token,
+        positions=_positions_of(chunks[0]) if options.forward is None else None,
+        heads=getattr(config, "num_attention_heads", 1) // tensor_parallel_size,
+    )
+
+
+def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | None:
+    """Return the number of ids of the model, padding included; ``None`` if the model does not say."""
+    size: int | None = attribute_of(as_chunks(model)[0], "vocab_size", None)
+    return size
+
+
+def _positions_of(chunk: torch.nn.Module) -> int | None:
+    """Return how many positions the model has embeddings for; ``None``: it has none, or does not say."""
+    if attribute_of(chunk, "position_embedding_type", None) != "learned_absolute":
+        return None
+    size: int | None = attribute_of(chunk, "max_sequence_length", None)
+    return size
+
+
+def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
+    """Return ``length`` microbatches: the smallest one is repeated at the end, and its scores are dropped."""
+    smallest = sorted(batches, key=lambda batch: batch.tokens_bs.numel())[:1]
+    return batches + smallest * (length - len(batches))
+
+
+def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microbatch]:
+    """Return as many microbatches as other replicas have.
+
+    Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
+    waiting in the token dispatcher. One collective, if there are such replicas.
+
+    Raises:
+        InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
+    """
+    ranks = []
+    if shares_experts(config):
+        shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
+        ranks = gathered(shapes, parallel_state.get_expert_model_parallel_group())
+    rounds = max([len(schedule), *map(len, ranks)])
+    if ranks and config.moe_token_dispatcher_type == "allgather":
+        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in ranks]
+        for number, of_round in enumerate(zip(*full, strict=True)):
+            if len(set(of_round)) > 1:
+                raise InvalidInputError(
+                    f"microbatch {number} has other shapes on other expert-parallel ranks, {of_round}, and "
+                    "moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all ranks "
+                    "as many microbatches, or use 'alltoall'"
+                )
+    return _filled(schedule, rounds)
+
+
+class ContextParallel(NamedTuple):
+    """This rank's place in the context-parallel group, which shares sequences in zigzag; default: alone."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group = None
+
+    @classmethod
+    def of_groups(cls) -> ContextParallel:
+        size = parallel_state.get_context_parallel_world_size()
+        group = parallel_state.get_context_parallel_group() if size > 1 else None
+        return cls(parallel_state.get_context_parallel_rank(), size, group)
+
+    def cut(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's two chunks of whole sequences, as Megatron's ``get_batch`` cuts them."""
+        if self.size == 1:
+            return values
+        chunks = values.chunk(2 * self.size, dim=dim)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim=dim)
+
+    def forward(self, chunk: torch.nn.Module, fields: Mapping[str, Any]) -> torch.Tensor:
+        """Run a model chunk on this rank's part of a microbatch."""
+        device = next(chunk.parameters()).device
+        tokens_bs = on_device(fields["tokens"], device)
+        position_ids, attention_mask = fields.get("position_ids"), fields.get("attention_mask")
+        if position_ids is None:
+            position_ids = torch.arange(tokens_bs.shape[1], device=device).expand_as(tokens_bs)
+        if attention_mask is not None:
+            attention_mask = on_device(attention_mask, device)
+            if attention_mask.shape[2] > 1:  # else one row for all tokens of a sequence
+                attention_mask = self.cut(attention_mask, dim=2)
+        position_ids = self.cut(on_device(position_ids, device))
+        output: torch.Tensor = chunk(
+            self.cut(tokens_bs), position_ids, attention_mask, **_without_float32_copy(chunk)
+        )
+        return output
+
+
+def _without_float32_copy(chunk: Any) -> dict[str, bool]:
+    """Return the argument, new in megatron-core 0.15, that saves a copy of all logits in float32."""
+    while chunk is not None:
+        if "fp32_output" in inspect.signature(chunk.forward).parameters:
+            return {"fp32_output": False}
+        chunk = getattr(chunk, "module", None)
+    return {}
+
+
+def attribute_of(chunk: torch.nn.Module, name: str, default: Any) -> Any:
+    """Return an attribute of the model inside any wrappers."""
+    try:
+        return get_attr_wrapped_model(chunk, name)
+    except RuntimeError:
+        return default

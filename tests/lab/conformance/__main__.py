@@ -1,0 +1,165 @@
+"""Run Megatron-LM's own unit tests on CPU ranks, without and with patches: ``make conformance``."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.settings import parse_selection
+from tests.lab.conformance import runs
+from tests.lab.conformance.runs import Change, Result
+from tests.references.pages import table
+
+#: The record names each test that cannot run here for one of these reasons.
+_NAMED = (runs.GPU_TENSOR, runs.OTHER_PACKAGE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
+    options = _options(arguments)
+    # End on SIGTERM as on Ctrl-C, which ends the tests' own process, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    checkout, file, hang_after = options.checkout, options.results, options.hang_after
+    changed: list[Change] = []
+    differed_once: list[Change] = []
+    runs.run_at_smallest(checkout, options.select, ranks=options.ranks, results=file, hang_after=hang_after)
+    for names in options.patches:
+        runs.run_with_patches(checkout, names, results=file, hang_after=hang_after)
+        differ = runs.changes(file, names)
+        again = runs.repeated_changes(checkout, differ, names, hang_after=hang_after)
+        changed += again
+        repeated = {change.without.nodeid for change in again}
+        differed_once += [change for change in differ if change.without.nodeid not in repeated]
+    final = runs.final_of(file)
+    _show(final, changed, differed_once)
+    if options.json:
+        facts = {
+            "commit": runs.commit_of(checkout) or None,
+            "date": datetime.date.today().isoformat(),
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "ranks": options.ranks,
+            "patches": options.patches,
+            "seconds": round(sum(one.seconds for one in runs.read_results(file) if not one.patches)),
+            **_counts(final, changed),
+            "differed_once": [_as_dict(change) for change in differed_once],
+        }
+        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    return int(bool(changed))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.conformance", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="a folder of Megatron-LM")
+    parser.add_argument(
+        "--select", action="append", help="file, folder or test of the checkout; may be repeated"
+    )
+    parser.add_argument("--ranks", type=_numbers, default="1,2,4,8", help="numbers to try, with commas")
+    parser.add_argument(
+        "--patches", action="append", help="names to compare with none; may be repeated; empty: none [all]"
+    )
+    parser.add_argument(
+        "--hang-after", type=float, default=60.0, help="seconds after which a test is cut off"
+    )
+    parser.add_argument("--results", type=Path, help="a line per test; a run goes on where it ends")
+    parser.add_argument("--json", type=Path, help="gets counts, failures and changes")
+    options = parser.parse_args(arguments)
+    options.select = options.select or ["tests/unit_tests"]
+    options.patches = [names for names in options.patches or ["all"] if names]
+    options.results = options.results or Path(f"conformance-{options.checkout.resolve().name}.jsonl")
+    for names in options.patches:
+        if unknown := parse_selection(names)[1]:
+            parser.error(registry.unknown_names(unknown))
+    for path in options.select:
+        if not (options.checkout / path.partition("::")[0]).exists():
+            parser.error(f"{options.checkout} has no {path}; pass a folder of Megatron-LM's sources")
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = sorted({int(number) for number in text.split(",")})
+    if numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has a number below 1")
+    return numbers
+
+
+def _show(final: Sequence[Result], changed: Sequence[Change], differed_once: Sequence[Change]) -> None:
+    rows = []
+    for directory, counts in _by_directory(final).items():
+        by_outcome = {outcome: str(counts[outcome]) for outcome in runs.OUTCOMES}
+        rows.append({"directory": directory, "tests": str(sum(counts.values())), **by_outcome})
+    print(table(rows), end="\n\n")
+    print(table({"not runnable here": reason, "tests": str(n)} for reason, n in _reasons(final).items()))
+    for result in _failed(final):
+        print(f"{result.outcome} at {_ranks(result)}: {result.nodeid}: {_first_line(result)}")
+    for without, patched in changed:
+        outcomes = f"{without.outcome} without, {patched.outcome} with {patched.patches}"
+        print(
+            f"CHANGED BY PATCHES at {_ranks(without)}: {without.nodeid}: {outcomes}: {_first_line(patched)}"
+        )
+    for change in differed_once:
+        print(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
+
+
+def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any]:
+    outcomes = Counter(result.outcome for result in final)
+    return {
+        "tests": len(final),
+        "passed": outcomes[runs.PASSED],
+        "skipped": outcomes[runs.SKIPPED],
+        "not_runnable": _reasons(final),
+        "named": {
+            reason: [result.nodeid for result in final if result.reason == reason] for reason in _NAMED
+        },
+        "failed": [asdict(result) for result in _failed(final)],
+        "changed_by_patches": [_as_dict(change) for change in changed],
+        "directories": _by_directory(final),
+    }
+
+
+def _reasons(final: Iterable[Result]) -> dict[str, int]:
+    return dict(Counter(result.reason for result in final if result.reason).most_common())
+
+
+def _failed(final: Iterable[Result]) -> list[Result]:
+    return [result for result in final if result.outcome in (runs.FAILED, runs.HANGS)]
+
+
+def _by_directory(final: Iterable[Result]) -> dict[str, Counter[str]]:
+    directories: dict[str, Counter[str]] = {}
+    for result in sorted(final, key=_directory):
+        directories.setdefault(_directory(result), Counter())[result.outcome] += 1
+    return directories
+
+
+def _directory(result: Result) -> str:
+    """Return the folder below ``tests/unit_tests``, or ``.`` for a file in it."""
+    parts = Path(result.nodeid.partition("::")[0]).parts
+    return parts[2] if len(parts) > 3 else "."
+
+
+def _ranks(result: Result) -> str:
+    return "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+
+
+def _as_dict(change: Change) -> dict[str, Any]:
+    return {"without": asdict(change.without), "with": asdict(change.patched)}
+
+
+def _first_line(result: Result) -> str:
+    return next(iter(result.message.splitlines()), "")[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

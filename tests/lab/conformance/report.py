@@ -1,0 +1,79 @@
+"""The tables that show the records: in README.md of this folder, and a short one in docs/testing.md.
+
+python -m tests.lab.conformance.report    # writes them anew
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.lab.conformance.runs import FAILED, HANGS, PASSED, REASONS
+from tests.references.pages import fill, table
+
+HERE = Path(__file__).parent
+REPORT = HERE / "README.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "testing.md"
+
+
+def pages() -> dict[Path, str]:
+    """Return the text that each page has with the tables of the records in it."""
+    records = {file.stem: json.loads(file.read_text()) for file in sorted(HERE.glob("records/*.json"))}
+    parts = {
+        REPORT: {
+            "outcomes": table(_outcomes(name, record) for name, record in records.items()),
+            "directories": table(_directories(records)),
+        },
+        GUIDE: {"Megatron's tests": table(_summary(name, record) for name, record in records.items())},
+    }
+    return {page: fill(page.read_text("utf-8"), named) for page, named in parts.items()}
+
+
+def _summary(name: str, record: dict[str, Any]) -> dict[str, str]:
+    changed = {change["without"]["nodeid"] for change in record["changed_by_patches"]}
+    return {
+        "Megatron-LM": name,
+        "tests": f"{record['tests']:,}",
+        "ran to an end": f"{record['passed'] + len(record['failed']):,}",
+        "passed": f"{record['passed']:,}",
+        "outcomes that patches changed": str(len(changed)),
+    }
+
+
+def _outcomes(name: str, record: dict[str, Any]) -> dict[str, str]:
+    once = {change["without"]["nodeid"].rpartition("::")[2] for change in record["differed_once"]}
+    changed = str(len(record["changed_by_patches"]))
+    return {
+        "source": f"{name} `{record['commit'][:9]}`",
+        "ranks": ", ".join(map(str, record["ranks"])),
+        "tests": str(record["tests"]),
+        "passed": str(record["passed"]),
+        "failed": str(len(record["failed"])),
+        "skipped": str(record["skipped"]),
+        **{reason: str(record["not_runnable"].get(reason, 0)) for reason in REASONS},
+        "patches": "; ".join(record["patches"]),
+        "changed by patches": f"{changed}; once, and not again: {', '.join(sorted(once))}"
+        if once
+        else changed,
+    }
+
+
+def _directories(records: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    return [
+        {
+            "passed, of those that can run": directory,
+            **{name: _share(record["directories"].get(directory, {})) for name, record in records.items()},
+        }
+        for directory in sorted({name for record in records.values() for name in record["directories"]})
+    ]
+
+
+def _share(outcomes: dict[str, int]) -> str:
+    can_run = sum(outcomes.get(outcome, 0) for outcome in (PASSED, FAILED, HANGS))
+    return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")

@@ -1,0 +1,330 @@
+"""Run a checkout's own unit tests, with or without patches, each at the number of ranks that it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl_patches.errors import MegatronRLPatchesError
+
+PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = OUTCOMES = (
+    "passed",
+    "skipped",
+    "not_runnable",
+    "failed",
+    "hangs",
+)
+TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS = (
+    "TransformerEngine",
+    "CUDA kernel",
+    "tensor on a GPU",
+    "more ranks",
+    "data",
+    "other package",
+)
+#: The module beside this one, as the tests' own process imports it.
+PLUGIN = "conformance.plugin"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one test at one number of ranks; a line of a results file.
+
+    Attributes:
+        nodeid: the test, or a file whose import failed or which skips itself.
+        ranks: how many ranks it ran on.
+        patches: the patches that were in place, as given: "", "all" or names with commas between them.
+        outcome: one of ``OUTCOMES``.
+        reason: one of ``REASONS`` if the test is not runnable here, otherwise empty.
+        message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
+            the ranks that hang; empty if the test has passed.
+        seconds: wall time.
+        commit: that of the checkout, as :func:`commit_of` gives it.
+    """
+
+    nodeid: str
+    ranks: int
+    patches: str
+    outcome: str
+    reason: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    commit: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the checkout's commit, with a digest of what differs from it; empty without git."""
+
+    def git(*arguments: str) -> bytes:
+        command = ["git", "-C", str(checkout), *arguments]
+        return subprocess.run(command, capture_output=True, check=True).stdout.strip()
+
+    try:
+        commit, changed = git("rev-parse", "HEAD").decode(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f"{commit}+{sha256(changed).hexdigest()[:8]}" if changed else commit
+
+
+def read_results(path: Path) -> list[Result]:
+    """Read a results file. Lines that were cut off are left out."""
+    results = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            results.append(Result(**json.loads(line)))
+    return results
+
+
+def final_of(path: Path, patches: str = "") -> list[Result]:
+    """Return one result per test with these patches, of those in a file.
+
+    It is the one at the fewest ranks at which the test passed, or else at the most ranks.
+    """
+    chosen: dict[str, Result] = {}
+    for result in sorted(read_results(path), key=lambda result: result.ranks):
+        before = chosen.get(result.nodeid)
+        if result.patches == patches and (before is None or before.outcome != PASSED):
+            chosen[result.nodeid] = result
+    return list(chosen.values())
+
+
+class TestsNotRun(MegatronRLPatchesError):
+    """pytest ended before it had run the tests; its output, on stderr, says why."""
+
+    __test__ = False
+
+
+def run(
+    checkout: Path,
+    select: Iterable[str] = ("tests/unit_tests",),
+    *,
+    ranks: int = 1,
+    patches: str = "",
+    results: Path,
+    only: Collection[str] | None = None,
+    hang_after: float = 60.0,
+) -> None:
+    """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
+
+    pytest runs in a process of its own, with the plugin ``conformance.plugin``; its
+    output goes to stderr. Tests for which ``results`` has a line already, at these ranks and patches, are
+    left out, so a run that was interrupted goes on where it was.
+
+    Args:
+        checkout: the folder of Megatron-LM.
+        select: files, folders or node ids, relative to the checkout.
+        ranks: how many processes run each test.
+        patches: "" for none, "all", or names with commas between them.
+        results: the file that gets a line per test, all of one commit.
+        only: node ids of all tests that are to run, in place of ``select``.
+        hang_after: seconds after which a test is cut off.
+
+    Raises:
+        TestsNotRun: pytest could not collect the tests, was killed, or has refused ``results``, which has
+            results of another commit.
+    """
+    options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        if only is not None:
+            select = _files_of(only)
+            listed = Path(folder, "only")
+            listed.write_text("\n".join(only))
+            options.append(f"--only={listed}")
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-o", "addopts="]
+        command += ["-p", "no:cacheprovider", "--tb=short", "-q", f"--rootdir={checkout.resolve()}", *options]
+        command += [f"--hang-after={hang_after}", *select]
+        # The patches are those that the caller asks for, and no others.
+        variables = {name: value for name, value in os.environ.items() if name != "MEGATRON_RL_PATCHES"}
+        # Some tests call ``python3`` and ``python3-config``, to build what Megatron's datasets have in C++.
+        own = (str(Path(sys.executable).parent), str(Path(sys.base_prefix, "bin")))
+        variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
+        before = filter(None, [variables.get("PYTHONPATH")])
+        variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *before])
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # the file descriptor of stderr
+            check=False,
+        )
+    if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
+        raise TestsNotRun(f"pytest ended with exit code {done.returncode}; its output above says why")
+
+
+def run_at_smallest(
+    checkout: Path,
+    select: Iterable[str] = ("tests/unit_tests",),
+    *,
+    ranks: Sequence[int] = (1, 2, 4, 8),
+    results: Path,
+    hang_after: float = 60.0,
+) -> None:
+    """Run each selected test at the first of these numbers of ranks, and at the next ones until it passes.
+
+    Only tests that need more ranks or fail run again, unless their message shows that this number of ranks
+    does not help either. :func:`final_of` selects one result per test in the end.
+    """
+    run(checkout, select, ranks=ranks[0], results=results, hang_after=hang_after)
+    for count in ranks[1:]:
+        if again := [one.nodeid for one in final_of(results) if _may_pass_at(count, one)]:
+            run(checkout, ranks=count, only=again, results=results, hang_after=hang_after)
+
+
+def run_with_patches(checkout: Path, patches: str, *, results: Path, hang_after: float = 60.0) -> None:
+    """Run with patches the tests that could run without them according to ``results``, at as many ranks."""
+    by_ranks: dict[int, list[str]] = {}
+    for result in final_of(results):
+        if result.outcome != NOT_RUNNABLE:
+            by_ranks.setdefault(result.ranks, []).append(result.nodeid)
+    for count, only in sorted(by_ranks.items()):
+        run(checkout, ranks=count, patches=patches, only=only, results=results, hang_after=hang_after)
+
+
+class Change(NamedTuple):
+    """A test whose verdict differs between a run without and a run with patches."""
+
+    without: Result
+    patched: Result
+
+
+def changes(results: Path, patches: str) -> list[Change]:
+    """Return the tests whose verdicts these patches have changed, according to a results file.
+
+    The run with the patches must have ended: a test that it has no result of, as its file could not be
+    collected, counts as changed.
+    """
+    patched = {(one.nodeid, one.ranks): one for one in read_results(results) if one.patches == patches}
+    changed = []
+    for one in final_of(results) if patched else ():
+        if one.outcome != NOT_RUNNABLE:
+            absent = replace(one, patches=patches, outcome=FAILED, message="it was not collected")
+            other = patched.get((one.nodeid, one.ranks), absent)
+            if (one.outcome, one.reason) != (other.outcome, other.reason):
+                changed.append(Change(one, other))
+    return changed
+
+
+def repeated_changes(
+    checkout: Path, changed: Sequence[Change], patches: str, *, hang_after: float = 60.0
+) -> list[Change]:
+    """Run the files of tests whose verdict has changed once more, both ways, and return what changes again.
+
+    A test that depends on timing may give another verdict without any patch. So may one that depends on the
+    tests before it, of which a run with patches leaves out those that cannot run; here all of them run.
+    """
+    again: list[Change] = []
+    for count in sorted({change.without.ranks for change in changed}):
+        nodeids = {change.without.nodeid for change in changed if change.without.ranks == count}
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            results = Path(folder, "results")
+            for names in ("", patches):
+                files = _files_of(nodeids)
+                run(checkout, files, ranks=count, patches=names, results=results, hang_after=hang_after)
+            again += [change for change in changes(results, patches) if change.without.nodeid in nodeids]
+    return again
+
+
+def _files_of(nodeids: Iterable[str]) -> list[str]:
+    return sorted({nodeid.partition("::")[0] for nodeid in nodeids})
+
+
+def _may_pass_at(ranks: int, result: Result) -> bool:
+    # Messages of tests that lack ranks differ, and some tests fail without such a message.
+    unsettled = result.reason == MORE_RANKS or result.outcome == FAILED
+    return unsettled and ranks > result.ranks and ranks % ranks_needed(result.message) == 0
+
+
+_NEEDED = re.compile(
+    r"(?i)not divisible by (?:\w+ size )?\(?(\d+)|world_size=(\d+), but"
+    r"|requires (?:at least )?(\d+) (?:gpus|ranks)"
+)
+
+
+def ranks_needed(message: str) -> int:
+    """Return a divisor that the number of ranks must have according to the message; 1 if it names none."""
+    match = _NEEDED.search(message)
+    return int(match[match.lastindex or 0]) if match else 1
+
+
+# --- why a test cannot run here
+
+# Packages of CUDA kernels. Without a GPU their import fails, or they do nothing.
+_KERNELS = (
+    r"triton|apex|amp_C|flash_attn\w*|flash_mla|flashinfer|mamba_ssm|causal_conv1d|grouped_gemm|deep_ep|fla"
+    r"|fast_hadamard_transform|nvshmem|cupy|cudnn|pynvml|kitchen|nvidia_kitchen"
+)
+# The first pattern that matches the message of a test gives the reason.
+_RAISED = {
+    MORE_RANKS: (
+        r"world.?size \(?\d+\)? is not divisible|not divisible by \w+ size|new group's world size",
+        r"over sized with world size|divisible by partial DistOpt shard factor",
+        r"Valid ranks are 0 to|assert \d+ <= \d+\n +\+  where \d+ = Utils\.world_size",
+    ),
+    TRANSFORMER_ENGINE: (
+        r"(?i:transformer.?engine)|\bTE[A-Z]\w+|\bte_\w+|NVTE|FP8GlobalStateManager|\bTE >=",
+        # Where TransformerEngine is not installed, Megatron replaces its classes by mocks.
+        r"spec_utils\.py:\d+: module = import_module",
+        r"Mock object has no attribute '(weight|module|cuda)'|fp8_utils' has no attribute",
+        r"StopIteration: \nat \S*unittest/mock\.py|StopIteration:  when instantiating",
+        r"str is not a Module subclass|isinstance\(\) arg 2 must be a type",
+    ),
+    # On which device a tensor is, is what these tests ask, and the optimizer that keeps states on the CPU.
+    GPU_TENSOR: (
+        r"assert 'cpu' == 'cuda'|where False = .*\.is_cuda\b|hybrid_optimizer\.py:\d+: gpu_param = ",
+        r"assert device\(type='cpu'\) == device\(type='cuda'",
+    ),
+    CUDA_KERNEL: (
+        rf"No module named '({_KERNELS})\b|Mamba ?SSM is not installed|using cudagraphs with RNG",
+        # Without fused norms Megatron uses torch's, which refuses some of their options.
+        r"Grouped GEMM is not available|not supported by torch LayerNorm|name 'causal_conv1d",
+        r"LayerNorm\.__init__\(\) got an unexpected keyword argument 'config'",
+        # These asserts stand before a kernel.
+        r"assert .*\.is_cuda\b|must be on CUDA|self\.main_grad\.allocation_stream ==",
+        r"0 active drivers|CUDA_HOME|nccl_allocator|libcuda\.so",
+        r"Torch not compiled with CUDA|/triton/|CUDA driver version is insufficient",
+        r"SymmetricMemory MemPool did not find backend",
+    ),
+    OTHER_PACKAGE: (
+        r"No module named '(?!megatron|tests)|could not import '|modelopt|is not installed",
+        r"name 'nvtx' is not defined|package is required|`nvidia-resiliency-ext` installation is required",
+    ),
+    DATA: (
+        r"FileNotFoundError|/opt/data|Tokenizer path doesn't exist",
+        r"NameResolutionError|Max retries exceeded|couldn't connect|offline mode is enabled",
+    ),
+}
+# The authors of the tests skip them with such reasons.
+_SKIPPED = {
+    MORE_RANKS: (r"(?i)world.?size|\d gpus|\branks\b|[} ]gpus\b",),
+    TRANSFORMER_ENGINE: (r"\bTE\b|(?i:transformer.?engine)|\bTE[A-Z]\w+",),
+    CUDA_KERNEL: (
+        r"(?i)triton|apex|flash.?(?:att|infer)|fp8|fp4|cuda.?graph|nccl|nvshmem|deep ?ep|hybrid ?ep|amp_C",
+        r"(?i)hopper|blackwell|(?:grouped|deep).?gemm|kitchen|\bFLA\b|fused|mamba",
+    ),
+    OTHER_PACKAGE: (r"(?i)could not import|is required|not installed|is not available",),
+    DATA: (r"(?i)does not exist|download",),
+}
+# Megatron-LM's own CI has eight GPUs, so a test that wants more ranks is skipped there, too.
+_RANKS_IN_CI = 8
+
+
+def reason_of(message: str, *, skipped: bool = False, ranks: int = 1) -> str:
+    """Return why a test that raised or skipped with this message cannot run here; "" if that is not known."""
+    for reason, patterns in (_SKIPPED if skipped else _RAISED).items():
+        if any(re.search(pattern, message) for pattern in patterns):
+            return "" if skipped and reason == MORE_RANKS and ranks >= _RANKS_IN_CI else reason
+    return ""

@@ -1,0 +1,288 @@
+"""What is rehearsed: ``python -m tests.lab.rehearsal.cases PART`` prints a part of :data:`PARTS` as JSON.
+
+A case gets a dtype, and runs forward and backward. In those of :data:`CONDITIONS_HOLD` the GPU's answer is
+that conditions hold: there are ties, an id is ruled out, tokens count, or another rank was interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_rl_patches.common.devices import on_device
+from megatron_rl_patches.losses import (
+    DistillationBatch,
+    FullDistribution,
+    OutputHead,
+    PolicyBatch,
+    PolicyOptions,
+    SequenceLayout,
+    TopKDistribution,
+    deferred_logits,
+    full_vocabulary_divergence,
+    make_distillation_loss_func,
+    make_loss_func,
+    vocab_parallel_log_probs,
+    vocab_parallel_log_probs_and_entropy,
+    vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
+)
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from megatron_rl_patches.losses.logits.tiles import add_product
+from tests.lab.rehearsal import counted
+from tests.lab.rehearsal.recorder import recording
+
+ROWS, HIDDEN, VOCABULARY = 1024, 512, 32768
+GPU = torch.device("cuda")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Case = Callable[[torch.dtype], Any]
+
+
+def layer(dtype: torch.dtype, hidden_size: int = HIDDEN, trains: bool = True) -> tuple[Tensor, Tensor]:
+    """Return hidden states, which train, and the weight of an output layer."""
+    hidden = torch.empty(ROWS, hidden_size, device=GPU, dtype=dtype, requires_grad=True)
+    return hidden, torch.empty(VOCABULARY, hidden_size, device=GPU, dtype=dtype, requires_grad=trains)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.zeros(shape, device=GPU, dtype=torch.int64)
+
+
+def every_second_row() -> Tensor:
+    return on_device(torch.arange(0, ROWS, 2), GPU)  # from host memory, as the rows of responses are
+
+
+def backward(hidden: Tensor, *values: Tensor) -> None:
+    for value in values:
+        assert value.is_cuda and value.dtype == torch.float32, value
+    torch.stack([value.sum() for value in values]).sum().backward()
+    assert hidden.grad is not None
+    assert (hidden.grad.dtype, hidden.grad.device) == (hidden.dtype, hidden.device)
+
+
+def materialized(dtype: torch.dtype, some_rows: bool = False, mask: bool = False, **options: Any) -> None:
+    hidden, weight = layer(dtype)
+    rows = every_second_row() if some_rows else None
+    n = ROWS if rows is None else len(rows)
+    keep_mask = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU) if mask else None
+    options = {"rows": rows, "keep_mask": keep_mask, "temperature": 0.8, **options}
+    backward(hidden, *vocab_parallel_log_probs_and_entropy(hidden @ weight.T, ids(n), **options))
+
+
+def deferred(
+    dtype: torch.dtype, some_rows: bool = False, trains: bool = True, entropy: bool = True, **options: Any
+) -> None:
+    hidden, weight = layer(dtype, trains=trains)
+    rows = every_second_row() if some_rows else None
+    logits, targets = deferred_logits(hidden, weight, **options), ids(ROWS if rows is None else len(rows))
+    if entropy:
+        backward(hidden, *vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
+    else:
+        backward(hidden, vocab_parallel_log_probs(logits, targets, rows=rows))
+    assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
+
+
+def kept_automatically(dtype: torch.dtype) -> None:
+    for _ in range(2):  # tiles are kept after the first backward
+        deferred(dtype, keep_bytes="auto")
+
+
+@torch.no_grad()
+def scoring(dtype: torch.dtype) -> None:
+    hidden, weight = layer(dtype)
+    vocab_parallel_log_probs_and_entropy(deferred_logits(hidden, weight), ids(ROWS))
+
+
+def main_grad(dtype: torch.dtype) -> None:
+    """The product that adds a tile's gradient to ``main_grad``, which is in float32."""
+    (hidden, weight), gradient = layer(dtype), torch.empty(ROWS, VOCABULARY, device=GPU, dtype=dtype)
+    add_product(torch.zeros(weight.shape, device=GPU), gradient.T, hidden.detach())
+
+
+def top_k(dtype: torch.dtype, is_deferred: bool) -> None:
+    hidden, weight = (x.detach() for x in layer(dtype))
+    logits = deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    chosen = vocab_parallel_topk(logits, 8)
+    assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
+
+
+def at_ids(dtype: torch.dtype, is_deferred: bool) -> None:
+    hidden, weight = layer(dtype)
+    logits = deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    backward(hidden, *vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
+
+
+def divergence(dtype: torch.dtype, name: Any) -> None:
+    hidden, weight = layer(dtype)
+    teacher, student = deferred_logits(*layer(dtype, HIDDEN // 2)), deferred_logits(hidden, weight)
+    old = deferred_logits(*layer(dtype)) if DIVERGENCES[name].needs_old else None
+    backward(hidden, full_vocabulary_divergence(student, teacher, divergence=name, old=old))
+
+
+def host_memory(dtype: torch.dtype) -> None:
+    """A teacher's hidden states and output layer wait in host memory."""
+    hidden, weight = layer(dtype)
+    of_teacher, its_weight = (x.detach() for x in layer(dtype, HIDDEN // 2))
+    waiting = FullDistribution.from_hidden(of_teacher, OutputHead(its_weight).copied_to("cpu")).to("cpu")
+    assert not waiting.hidden[0].is_cuda and not waiting.heads[0].weight.is_cuda
+    teacher = waiting.to(GPU).logits()
+    backward(hidden, full_vocabulary_divergence(deferred_logits(hidden, weight), teacher))
+
+
+def microbatch(dtype: torch.dtype) -> tuple[Tensor, Tensor, SequenceLayout, list[Tensor]]:
+    """Return hidden states, logits ``[1, T, V]``, and layout and masks of two responses."""
+    hidden, weight = layer(dtype)
+    layout = SequenceLayout.build([ROWS // 2] * 2, [ROWS // 4] * 2, device=GPU)
+    masks = [torch.ones(length) for length in layout.response_lengths]
+    return hidden, deferred_logits(hidden[None], weight), layout, masks
+
+
+def policy(dtype: torch.dtype) -> None:
+    """A policy loss, whose batch is on the GPU already."""
+    hidden, logits, layout, masks = microbatch(dtype)
+    of_tokens = [on_device(mask, GPU) for mask in masks]
+    batch = PolicyBatch(*[of_tokens] * 5)
+    options = PolicyOptions(entropy_coef=0.1, kl_coef=0.1, tis_clip=2.0)
+    backward(hidden, make_loss_func([ids(ROWS // 2)] * 2, layout, batch, options)(logits)[0])
+
+
+def distillation(dtype: torch.dtype, is_full: bool) -> None:
+    """A distillation loss, whose teacher and masks come from host memory."""
+    hidden, logits, layout, masks = microbatch(dtype)
+    if is_full:
+        head = OutputHead(torch.empty(VOCABULARY, HIDDEN, device=GPU, dtype=dtype)).copied_to("cpu")
+        teacher: Any = FullDistribution.from_hidden(torch.empty(ROWS // 2, HIDDEN, dtype=dtype), head)
+    else:
+        k_ids = torch.arange(8).expand(ROWS // 2, -1)
+        teacher = TopKDistribution(k_ids, torch.zeros(k_ids.shape), torch.zeros(len(k_ids)))
+    batch = DistillationBatch([teacher.split(layout.response_lengths)], masks)
+    backward(hidden, make_distillation_loss_func(layout, batch)(logits)[0])
+
+
+def mixture_of_top_k(dtype: torch.dtype) -> None:
+    one = TopKDistribution(ids(ROWS, 8), torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU))
+    other = TopKDistribution(ids(ROWS, 8), one.log_probs, one.tail_log_prob)
+    assert TopKDistribution.mixture([one, other], [1.0, 2.0]).log_probs.is_cuda
+
+
+def tensor_parallel(dtype: torch.dtype) -> None:
+    """Log-probs, top-k and a divergence on the first of two ranks; what the other one sends is missing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        (hidden, weight), group = layer(dtype), dist.group.WORLD
+        logits = deferred_logits(hidden, weight)
+        backward(hidden, *vocab_parallel_log_probs_and_entropy(logits, ids(ROWS), tp_group=group))
+        chosen = vocab_parallel_topk(logits.detach(), 8, tp_group=group).indices
+        backward(hidden, *vocab_parallel_log_probs_at(logits, chosen, with_tail=True, tp_group=group))
+        teacher = deferred_logits(*layer(dtype))
+        backward(hidden, full_vocabulary_divergence(logits, teacher, tp_group=group))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_model(dtype: torch.dtype, case: str) -> None:
+    from tests.lab.rehearsal import models  # which needs megatron-core, and not only to name the cases
+
+    getattr(models, case)(dtype)
+
+
+#: What is run, and how many products of all rows and columns it takes, with that of materialized logits and
+#: its two in backward. Small tiles multiply more often in float32, and an old torch twice for ``main_grad``.
+LOSSES: dict[str, tuple[Case, int | None]] = {
+    "log-probs and entropy": (materialized, 3),
+    "log-probs and entropy, in place": (partial(materialized, inplace_backward=True), 3),
+    "log-probs and entropy, plain operators": (partial(materialized, fused=False), 3),
+    "keep-mask": (partial(materialized, mask=True), 3),
+    "scattered rows": (partial(materialized, some_rows=True), 3),
+    "scattered rows, in place": (partial(materialized, some_rows=True, inplace_backward=True), 3),
+    "deferred": (deferred, 4),
+    "deferred, some rows": (partial(deferred, some_rows=True), 4),
+    "deferred, small tiles": (partial(deferred, tile_bytes=1 << 23), None),
+    "deferred, tiles kept": (partial(deferred, keep_bytes=1 << 30), 3),
+    "deferred, tiles kept automatically": (kept_automatically, 4 + 3),
+    "deferred, frozen": (partial(deferred, trains=False), 3),
+    "deferred, frozen, no entropy": (partial(deferred, trains=False, entropy=False), 2),
+    "deferred, scoring": (scoring, 1),
+    "main_grad": (main_grad, None),
+    "top-k": (partial(top_k, is_deferred=False), 1),
+    "top-k, deferred": (partial(top_k, is_deferred=True), 1),
+    "top-k, ties": (partial(top_k, is_deferred=False), 1),
+    "mixture of top-k": (mixture_of_top_k, 0),
+    "log-probs at ids": (partial(at_ids, is_deferred=False), 3),
+    "log-probs at ids, deferred": (partial(at_ids, is_deferred=True), 4),
+    "reverse_kl": (partial(divergence, name="reverse_kl"), 6),
+    "reverse_kl, ids ruled out": (partial(divergence, name="reverse_kl"), 8),
+    "forward_kl": (partial(divergence, name="forward_kl"), 6),
+    "jensen_shannon": (partial(divergence, name="jensen_shannon"), 8),
+    "skewed_forward_kl": (partial(divergence, name="skewed_forward_kl"), 8),
+    "skewed_reverse_kl": (partial(divergence, name="skewed_reverse_kl"), 8),
+    "importance_weighted_reverse_kl": (partial(divergence, name="importance_weighted_reverse_kl"), 8),
+    "host memory": (host_memory, 6),
+    "policy loss": (policy, 4),
+    "distillation, top-k": (partial(distillation, is_full=False), 4),
+    "distillation, whole vocabulary": (partial(distillation, is_full=True), 8),
+    "tensor parallel": (tensor_parallel, 4 + 1 + 4 + 6),
+}
+MODELS: dict[str, tuple[Case, int | None]] = {
+    "lean-head, main_grad of DDP": (partial(on_model, case="lean_head"), None),
+    "re-entry": (partial(on_model, case="re_entry"), None),
+    "re-entry, another rank broke off": (partial(on_model, case="re_entry"), None),
+    "TeacherPool": (partial(on_model, case="teachers"), None),
+}
+CASES = LOSSES | MODELS
+#: In these nothing is compiled; a model of the tests has too few logits.
+PLAIN = {
+    "log-probs and entropy, plain operators",
+    "lean-head, main_grad of DDP",
+    "TeacherPool",
+}
+CONDITIONS_HOLD = {
+    "top-k, ties",
+    "mixture of top-k",
+    "reverse_kl, ids ruled out",
+    "distillation, whole vocabulary",
+    "re-entry, another rank broke off",
+}
+
+
+def record(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    error = ""
+    with recording(name in CONDITIONS_HOLD) as recorder:
+        try:
+            CASES[name][0](dtype)
+        except Exception:
+            error = traceback.format_exc()
+    return {
+        "error": error,
+        "waits": recorder.waits,
+        "products": recorder.products.total(),
+        "plain passes": recorder.plain_passes.total(),
+    }
+
+
+def records(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    return {f"{name}, {key}": record(name, dtype) for name in names for key, dtype in DTYPES.items()}
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "losses": partial(records, LOSSES),
+    "models": partial(records, MODELS),
+    "counted": counted.part,
+    "compiling fails": counted.where_compiling_fails,
+}
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps(PARTS[sys.argv[1]]()), flush=True)
+    os._exit(0)  # an orderly end would release streams that are not there

@@ -1,0 +1,100 @@
+"""Libraries in the place of the CUDA runtime and driver, whose functions report success and do nothing.
+
+With them autograd runs on fake CUDA tensors where there is neither a GPU nor a driver: torch asks for streams
+and events, and never launches a kernel. ``python -m tests.lab.rehearsal.stand_ins`` rehearses, and writes
+what is counted into the page of the head.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.references.pages import fill
+
+PAGE = Path(__file__).parents[3] / "docs" / "benchmarks" / "head.md"
+
+# What torch reads after the call: an output parameter, by its position, and its value.
+_RUNTIME_OUTPUTS = {
+    "cudaGetDeviceCount": "*(int *)a = 1;",
+    "cudaGetDevice": "*(int *)a = 0;",
+    "cudaDeviceGetStreamPriorityRange": "*(int *)a = 0; *(int *)b = -5;",
+    "cudaStreamCreateWithPriority": "*(void **)a = next_handle();",
+    "cudaEventCreateWithFlags": "*(void **)a = next_handle();",
+    "cudaStreamGetPriority": "*(int *)b = 0;",
+    "cudaStreamIsCapturing": "*(int *)b = 0;",
+}
+_CONTEXT_STATE = "cuDevicePrimaryCtxGetState"
+_HAS_CONTEXT = f"int {_CONTEXT_STATE}(int d, unsigned *flags, int *on) {{ *flags = 0; *on = 1; return 0; }}"
+_RUNTIME = (
+    *("cudaSetDevice", "cudaFree", "cudaStreamQuery", "cudaStreamSynchronize", "cudaStreamWaitEvent"),
+    *("cudaEventRecord", "cudaEventRecordWithFlags", "cudaEventQuery", "cudaEventSynchronize"),
+    *("cudaEventDestroy", "cudaDeviceSynchronize", "cudaGetLastError", "cudaPeekAtLastError"),
+)
+_HANDLES = """
+static char handles[65536];
+static int used;
+static void *next_handle(void) { return &handles[used++ % 65536]; }
+"""
+
+
+def rehearsed(part: str) -> Any:
+    """Run a part of :mod:`.cases` with the libraries, and return what it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.lab.rehearsal.cases", part],
+            env={**os.environ, **_environment(Path(torch.__file__).parent / "lib", Path(folder))},
+            cwd=PAGE.parents[2],
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _environment(torch_libraries: Path, folder: Path) -> dict[str, str]:
+    """Compile the libraries into a folder, and return the variables with which a process uses them.
+
+    Nothing is compiled with them: no kernel may start.
+    """
+    runtime = [_HANDLES, *(_function(name, body) for name, body in _RUNTIME_OUTPUTS.items())]
+    runtime += [_function(name, "") for name in _RUNTIME]
+    needed = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(torch_libraries / "libcaffe2_nvrtc.so")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    names = sorted(set(re.findall(r" (cu[A-Z]\w+)", needed)) - {_CONTEXT_STATE})
+    driver = [*(f"int {name}(void) {{ return 999; }}" for name in names), _HAS_CONTEXT]
+    _compile(folder / "libfake_cudart.so", runtime)
+    _compile(folder / "libcuda.so.1", driver, "-Wl,-soname,libcuda.so.1")
+    paths = [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]
+    return {
+        "LD_PRELOAD": str(folder / "libfake_cudart.so"),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, paths)),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def _function(name: str, body: str) -> str:
+    return f"int {name}(void *a, void *b, void *c) {{ {body} return 0; }}"
+
+
+def _compile(library: Path, lines: list[str], *options: str) -> None:
+    source = library.with_name(f"{library.name}.c")
+    source.write_text("\n".join(lines) + "\n")
+    subprocess.run(["cc", "-shared", "-fPIC", *options, "-o", str(library), str(source)], check=True)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"counted": rehearsed("counted")}), "utf-8")

@@ -1,0 +1,113 @@
+"""The rehearsal on fake CUDA tensors: it needs a torch that is built with CUDA, no GPU and no driver."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl_patches.losses.logits import tiles
+from tests.lab.rehearsal import stand_ins
+from tests.lab.rehearsal.cases import CASES, DTYPES, LOSSES, MODELS, PLAIN
+from tests.references.pages import fill
+
+ROOT = Path(__file__).parents[3]
+_ONE_PASS = {"_local_scalar_dense in full_divergence.py:forward": 1}
+_TIES = {"nonzero in topk.py:_largest": 1}
+_RE_ENTRY = {
+    "_local_scalar_dense in recovery.py:_any_rank_was": 3,
+    "_to_copy in training_warnings.py:_check_token_weights": 2,
+}
+#: Where the CPU waits for the GPU, and how often in the case; the reasons are in docs/development/gpu.md.
+WAITS: dict[str, dict[str, int]] = {
+    "top-k": _TIES,
+    "top-k, deferred": _TIES,
+    "top-k, ties": {
+        **_TIES,
+        "nonzero in topk.py:_take_lowest_columns": 4,
+        "bincount in topk.py:_take_lowest_columns": 4,
+        "index in topk.py:_take_lowest_columns": 12,
+    },
+    "mixture of top-k": {"equal in distributions.py:check_same_indices": 1},
+    "reverse_kl": _ONE_PASS,
+    "forward_kl": _ONE_PASS,
+    "importance_weighted_reverse_kl": _ONE_PASS,
+    "reverse_kl, ids ruled out": _ONE_PASS,
+    "host memory": {
+        **_ONE_PASS,
+        "copy_ in devices.py:copied_to": 1,
+        "_to_copy in distributions.py:to": 1,
+    },
+    "distillation, whole vocabulary": {
+        **_ONE_PASS,
+        "copy_ in devices.py:copied_to": 1,
+        "_to_copy in distillation.py:_full_comparison": 1,
+    },
+    "tensor parallel": {**_ONE_PASS, **_TIES},
+    "re-entry": _RE_ENTRY,
+    "re-entry, another rank broke off": _RE_ENTRY,
+    "TeacherPool": {
+        **_ONE_PASS,
+        "_to_copy in model.py:_finish": 19,
+        "_local_scalar_dense in teachers.py:_holds_weights": 5,
+        "_to_copy in weights.py:checksum": 10,
+        "Stream.synchronize in weights.py:__init__": 7,
+        "Stream.synchronize in schedule.py:forward_only": 2,
+        "copy_ in devices.py:copied_to": 1,
+    },
+}
+
+
+@cache
+def rehearsed(part: str) -> Any:
+    if torch.version.cuda is None:
+        pytest.skip("torch is not built with CUDA")
+    if torch.cuda.is_available() or not shutil.which("cc"):
+        pytest.skip("there is a GPU, or no C compiler")
+    return stand_ins.rehearsed(part)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_gpu_would_run_the_losses(case: str, dtype: str) -> None:
+    check(rehearsed("losses"), case, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", MODELS)
+def test_a_gpu_would_run_the_models(case: str, dtype: str) -> None:
+    check(rehearsed("models"), case, dtype)
+
+
+def check(records: dict[str, Any], case: str, dtype: str) -> None:
+    record, products = records[f"{case}, {dtype}"], CASES[case][1]
+    assert not record["error"], record["error"]
+    assert record["waits"] == WAITS.get(case, {})
+    assert products in (None, record["products"])
+    assert (record["plain passes"] > 0) == (case in PLAIN), "what a GPU compiles is not rehearsed"
+
+
+@pytest.mark.skipif(tiles._TORCH < (2, 10), reason="the page has the newest torch, with fewer tensors")
+def test_the_page_of_the_head_has_what_is_counted() -> None:
+    page = stand_ins.PAGE.read_text("utf-8")
+    assert fill(page, {"counted": rehearsed("counted")}) == page, (
+        "run: python -m tests.lab.rehearsal.stand_ins"
+    )
+
+
+def test_where_compiling_fails_memory_and_blocks_are_those_of_plain_operators() -> None:
+    (peak, passes), plain = rehearsed("compiling fails")
+    assert passes.pop("block_statistics") == 1  # the one that fails
+    assert [peak, passes] == plain
+
+
+def test_every_wait_has_a_reason() -> None:
+    places = {wait.partition(" in ")[2] for waits in WAITS.values() for wait in waits}
+    section = (ROOT / "docs/development/gpu.md").read_text("utf-8").partition("## Rehearsed without a GPU")[2]
+    explained = set(re.findall(r"`(\w+\.py:\w+)`", section.partition("\n## ")[0]))
+    assert explained == places

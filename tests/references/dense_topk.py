@@ -1,0 +1,86 @@
+"""What log-probabilities at given ids and of the tail must equal, in float64 over the whole vocabulary."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl_patches.losses import vocab_parallel_log_probs_at
+from tests.references.dense import differences
+
+NO_ENTRY = -100
+
+
+def has_no_softmax(logits: Tensor) -> Tensor:
+    """The rows without a softmax: with NaN or +inf in them, or nothing but -inf."""
+    return ~(logits < math.inf).all(1) | (logits == -math.inf).all(1)
+
+
+def dense_log_probs_at(
+    logits: Tensor, indices: Tensor, rows: Tensor | slice | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities at ids, -100 for none, and of all others together; in float64, differentiable.
+
+    Written so that nothing is lost in logits of 1e30 either: the tail's value is a difference of log-sum-exps
+    relative to the row's largest logit, and its gradient one of two softmaxes.
+    """
+    z = (logits.double() if rows is None else logits.double()[rows]) / temperature
+    without_softmax, none = has_no_softmax(z), indices < 0
+    z = z + torch.where(without_softmax, math.nan, 0.0)[:, None]
+    log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
+    inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)  # the last column is for no id
+    inside.scatter_(1, torch.where(none, z.shape[1], indices), True)
+    others = z.masked_fill(inside[:, :-1], -math.inf)
+    empty = (others == -math.inf).all(1) & ~without_softmax
+    others = torch.where(empty[:, None], 0.0, others)
+    top, top_of_others = (x.detach().amax(1, keepdim=True) for x in (z, others))
+    total = (z - top).logsumexp(1)
+    value = (others - top).logsumexp(1) - total
+    slope = (others - top_of_others).logsumexp(1) - total
+    return log_probs, torch.where(empty, -math.inf, value.detach() + (slope - slope.detach()))
+
+
+def random_indices(rows: int, columns: int, k: int, seed: int = 3) -> Tensor:
+    """With an id twice and thrice, first and last columns, missing entries, and a row of those alone."""
+    indices = torch.randint(columns, (rows, k), generator=torch.Generator().manual_seed(seed))
+    indices[::3, -1] = indices[::3, 0]
+    indices[1::4, :3] = columns - 1
+    indices[2::4, 1] = 0
+    indices[3::5, k // 2] = NO_ENTRY
+    indices[rows // 2] = NO_ENTRY
+    return indices
+
+
+class Errors(NamedTuple):
+    """Relative to each value, and of gradients to the largest of the row; below 1e-6 counts as 1e-6."""
+
+    log_prob: float
+    tail: float
+    gradient: float
+
+
+def errors(
+    logits: Tensor,
+    indices: Tensor,
+    *,
+    inplace_backward: bool = False,
+    columns: slice = slice(None),
+    **options: Any,
+) -> Errors:
+    """What is made of the whole ``logits``, with a weight of its own for each log-probability and tail."""
+    known = {name: options[name] for name in ("rows", "temperature") if name in options}
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(shape, generator=generator).double() for shape in (indices.shape, len(indices))]
+
+    def found(mine: Tensor) -> tuple[Tensor, Tensor]:
+        return vocab_parallel_log_probs_at(
+            mine, indices, with_tail=True, inplace_backward=inplace_backward, **options
+        )
+
+    def expected(whole: Tensor) -> tuple[Tensor, Tensor]:
+        return dense_log_probs_at(whole, indices, **known)
+
+    return Errors(*differences(logits, found, expected, weights, inplace_backward, columns))

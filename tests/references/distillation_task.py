@@ -1,0 +1,358 @@
+"""Two teachers and a student on real megatron-core: an on-policy distillation whose result can be scored.
+
+A prompt is ``DIGITS`` random digits between two tokens that stand for an order; its answer is the same digits
+in that order. Each teacher is good at one order, which it learns in a short supervised run. The student
+answers, and its distribution at each token of an answer is drawn towards a teacher's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl_patches import Settings, applied
+from megatron_rl_patches.inference import (
+    TeacherPool,
+    build_inference_model,
+    forward_hidden_states,
+    forward_topk,
+)
+from megatron_rl_patches.losses import (
+    DistillationBatch,
+    FullDistribution,
+    PolicyBatch,
+    SequenceLayout,
+    TopKDistribution,
+    make_distillation_loss_func,
+    make_loss_func,
+    mix_teachers,
+    reverse_kl,
+    route_teachers,
+)
+from megatron_rl_patches.testing import cpu_backend, spawn_ranks
+from megatron_rl_patches.testing.tiny_models import GatheredAttention
+
+TRAIN = "megatron_rl_patches.demo.training:train"
+DIGITS = 5
+PROMPT = DIGITS + 2
+LENGTH = PROMPT + DIGITS
+ORDERS = ("ascending", "descending")
+VOCABULARY = 10 + len(ORDERS)
+TEACHER_STEPS, TEACHER_BATCH = 150, 64
+#: Prompts per rank and rollout, and those of each order that the score is measured on.
+PROMPTS, EXAMPLES = 256, 64
+#: Of a call of ``train()``.
+STEPS, MICROBATCHES = 8, 2
+K = 8
+#: Weights in the mixture: the teacher for a sample's order, and the other teacher.
+OWN, OTHER = 3.0, 1.0
+
+#: ``tokens`` [b, LENGTH]; to distill also ``teachers``, a distribution for each answer.
+Batch = dict[str, Any]
+
+
+class Student(NamedTuple):
+    """Results by order: scores of the teachers, and of the student before each rollout.
+
+    A score is the fraction of digits that are right if the most probable token is always taken. The
+    divergence is over the whole vocabulary, per token, in nats.
+    """
+
+    teachers: dict[str, float]
+    reverse_kl: dict[str, list[float]]
+    score: dict[str, list[float]]
+
+
+def distill(
+    sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int, timeout: float = 580
+) -> Student:
+    """Distill a student for some rollouts on two ranks.
+
+    Args:
+        sizes: of the parallel groups, as Megatron names them: ``{"tensor_model_parallel_size": 2}``.
+        target: ``"routed"``: a sample learns from the teacher for its order; ``"mixture"``: from both.
+        way: what a teacher is known by: ``"top-k"``, its probabilities of the ``K`` tokens that the student
+            finds most probable, or ``"full"``, its hidden states and output layer.
+        folder: of the teachers, which the first call trains and the others load.
+        timeout: in seconds.
+    """
+    first, second = spawn_ranks(_on_a_rank, 2, sizes, target, way, folder, rollouts, timeout=timeout)
+    assert first == second
+    return first
+
+
+def _on_a_rank(sizes: dict[str, int], target: str, way: str, folder: str, rollouts: int) -> Student:
+    with cpu_backend(), applied(settings=Settings(train_functions=(TRAIN,))):
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=64,
+            num_attention_heads=4,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            pipeline_dtype=torch.float32,
+            calculate_per_token_loss=True,
+            **sizes,
+        )
+        pool = TeacherPool(build_inference_model(_provide, config, dtype="fp32"))
+        for seed, order in enumerate(ORDERS):
+            if not (teacher := Path(folder, order)).exists():
+                _train_teacher(config, order, seed, teacher)
+            pool.add(order, teacher)
+        return _distill(config, pool, target, way, rollouts)
+
+
+def _train_teacher(config: Any, order: str, seed: int, folder: Path) -> None:
+    model, optimizer = _build(config, seed)
+    generator = _generator(seed)
+
+    def solved_prompts() -> Iterator[Batch]:
+        while True:
+            prompts_bp = _prompts(TEACHER_BATCH, generator, order)
+            yield {"tokens": torch.cat([prompts_bp, _solve(prompts_bp)], dim=1)}
+
+    _train(model, optimizer, solved_prompts(), _likelihood_loss, TEACHER_STEPS, 1, TEACHER_BATCH)
+    if torch.distributed.get_rank() == 0:
+        folder.mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save({"model": model[0].module.sharded_state_dict()}, str(folder))
+    torch.distributed.barrier()
+
+
+def _distill(config: Any, pool: TeacherPool, target: str, way: str, rollouts: int) -> Student:
+    generator, scores = _generator(0), []
+    examples = [_prompts(8 * EXAMPLES, generator, order) for order in ORDERS]
+    for order, prompts_bp in zip(ORDERS, examples, strict=True):
+        with pool.use(order) as teacher:
+            scores.append(_score(teacher, prompts_bp))
+    student = Student(_by_order(scores), {order: [] for order in ORDERS}, {order: [] for order in ORDERS})
+    model, optimizer = _build(config, seed=0)
+    generator = _generator(0)
+    for _ in range(rollouts):
+        tokens_bs = _answer(model, _prompts(PROMPTS, generator), generator)
+        divergences = _by_order(_divergences(pool, model, tokens_bs, target))
+        targets = _targets(pool, model, tokens_bs, target, K if way == "top-k" else None)
+        examples = [_prompts(EXAMPLES, generator, order) for order in ORDERS]
+        scores_now = _by_order([_score(model, prompts_bp) for prompts_bp in examples])
+        for order in ORDERS:
+            student.reverse_kl[order].append(divergences[order])
+            student.score[order].append(scores_now[order])
+        indices = torch.randperm(PROMPTS, generator=generator).chunk(STEPS * MICROBATCHES)
+        microbatches = (
+            {"tokens": tokens_bs[index], "teachers": targets and [targets[i] for i in index.tolist()]}
+            for index in indices
+        )
+        _train(model, optimizer, microbatches, _distillation_loss, STEPS, MICROBATCHES, len(indices[0]))
+    return student
+
+
+def _targets(
+    pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str, k: int | None
+) -> list[Any] | None:
+    """Return what each answer is drawn towards on the last pipeline stage, ``None`` on the others.
+
+    ``k`` is the number of the student's tokens at which the teachers are known; ``None``: in full.
+    """
+    student = _topk(model, tokens_bs, k) if k else None
+    distributions = {}
+    for order in ORDERS:
+        with pool.use(order) as teacher:
+            if k:
+                distributions[order] = _topk(teacher, tokens_bs, at=student)
+            elif hidden := forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
+                head: Any = pool.head(order)
+                distributions[order] = [FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
+    if not parallel_state.is_pipeline_last_stage():
+        return None
+    names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
+    if target == "routed":
+        return route_teachers(names, distributions)
+    first, second = ORDERS
+    weights = {first: (OWN, OTHER), second: (OTHER, OWN)}
+    pairs = zip(distributions[first], distributions[second], strict=True)
+    return [mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
+
+
+def _divergences(pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str) -> list[torch.Tensor]:
+    """Return the student's reverse KL divergence from the targets per token, in nats, by order."""
+    # A top-k of as many tokens as there are is the whole distribution.
+    student = _topk(model, tokens_bs, VOCABULARY)
+    targets = _targets(pool, model, tokens_bs, target, VOCABULARY)
+    means = torch.zeros(len(ORDERS))
+    if student and targets:
+        buckets, whole = TopKDistribution.cat(student), TopKDistribution.cat(targets)
+        kl_n = reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
+        kl_b = kl_n.view(-1, DIGITS).mean(1)
+        for index in range(len(ORDERS)):
+            means[index] = kl_b[_order_of(tokens_bs) == index].mean()
+    return list(_broadcast_from_last_stage(means))
+
+
+# --- the task
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Return a generator for prompts and sampling; ranks of the same replica have the same."""
+    replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    return torch.Generator().manual_seed(seed * replicas + replica)
+
+
+def _prompts(count: int, generator: torch.Generator, order: str | None = None) -> torch.Tensor:
+    """Return random prompts, ``[count, PROMPT]``, of one order or of all."""
+    digits_bd = torch.randint(10, (count, DIGITS), generator=generator)
+    orders = ORDERS if order is None else (order,)
+    first = 10 + ORDERS.index(orders[0])
+    order_b1 = torch.randint(first, first + len(orders), (count, 1), generator=generator)
+    return torch.cat([order_b1, digits_bd, order_b1], dim=1)
+
+
+def _order_of(tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return the order of each prompt as an index into ``ORDERS``, ``[b]``."""
+    return tokens_bs[:, 0] - 10
+
+
+def _solve(prompts_bp: torch.Tensor) -> torch.Tensor:
+    """Return the right answers, ``[b, DIGITS]``."""
+    ascending_bd = prompts_bp[:, 1:-1].sort(dim=1).values
+    return torch.where(_order_of(prompts_bp)[:, None] == 0, ascending_bd, ascending_bd.flip(1))
+
+
+def _score(model: Any, prompts_bp: torch.Tensor) -> torch.Tensor:
+    answers_bd = _answer(model, prompts_bp, None)[:, PROMPT:]
+    return (answers_bd == _solve(prompts_bp)).float().mean()
+
+
+def _by_order(values: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Average each order's value over all ranks."""
+    total = torch.stack(list(values))
+    torch.distributed.all_reduce(total)
+    return dict(zip(ORDERS, (total / torch.distributed.get_world_size()).tolist(), strict=True))
+
+
+# --- the models
+
+
+def _provide(config: Any, pre_process: bool = True, post_process: bool = True) -> GPTModel:
+    spec = get_gpt_layer_local_spec()
+    if config.context_parallel_size > 1:
+        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    return GPTModel(config, spec, VOCABULARY, LENGTH, pre_process, post_process)
+
+
+def _build(config: Any, seed: int) -> tuple[list[DistributedDataParallel], Any]:
+    torch.manual_seed(seed)
+    overlapped = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=25_000, **overlapped)
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = [DistributedDataParallel(config, ddp_config, _provide(config, first, last))]
+    model[0].broadcast_params()
+    optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, **overlapped)
+    return model, get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+
+
+@torch.no_grad()
+def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """Return prompts with answers, ``[b, LENGTH]``, the same on all ranks of a replica.
+
+    ``generator``, in the same state on all of them, samples at temperature 1; ``None`` always takes the most
+    probable token.
+    """
+    tokens_bs = torch.nn.functional.pad(prompts_bp, (0, DIGITS))
+    for number in range(PROMPT, LENGTH):
+        # The most probable token after division by exponential noise is a sample.
+        noise_bv = torch.ones(len(tokens_bs), VOCABULARY)
+        if generator is not None:  # on all ranks of a replica, so that their generators stay in step
+            noise_bv.exponential_(generator=generator)
+        # The last token is a placeholder: it stands for the distribution from which it comes.
+        if distributions := forward_topk(
+            model, [_microbatch(tokens_bs, number + 1, 1)], VOCABULARY, progress=False
+        ):
+            vocabulary = TopKDistribution.cat(distributions)
+            choice_b1 = (vocabulary.log_probs.exp() / noise_bv).argmax(1, keepdim=True)
+            tokens_bs[:, number] = vocabulary.indices.gather(1, choice_b1)[:, 0]
+        _broadcast_from_last_stage(tokens_bs)
+    return tokens_bs
+
+
+def _microbatch(tokens_bs: torch.Tensor, length: int = LENGTH, response_length: int = DIGITS) -> Batch:
+    count = len(tokens_bs)
+    return {"tokens": tokens_bs, "lengths": [length] * count, "response_lengths": [response_length] * count}
+
+
+def _topk(model: Any, tokens_bs: torch.Tensor, k: int | None = None, at: Any = None) -> Any:
+    return forward_topk(model, [_microbatch(tokens_bs)], k, at=at, progress=False)
+
+
+def _broadcast_from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Overwrite ``values`` on all pipeline stages with those of the last stage, and return them."""
+    last_rank = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast(values, last_rank, parallel_state.get_pipeline_model_parallel_group())
+    return values
+
+
+# --- training
+
+
+def _train(
+    model: Any,
+    optimizer: Any,
+    microbatches: Iterator[Batch],
+    loss: Callable[[Batch, SequenceLayout, dict[str, Any], torch.Tensor], Any],
+    steps: int,
+    num_microbatches: int,
+    size: int,
+) -> None:
+    from megatron_rl_patches.demo.training import train
+
+    groups = {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "cp_group": parallel_state.get_context_parallel_group(),
+    }
+    cp_rank, cp_size = groups["cp_group"].rank(), groups["cp_group"].size()
+    layout = SequenceLayout.build(
+        [LENGTH] * size,
+        [DIGITS] * size,
+        qkv_format="bshd",
+        max_seq_lens=[LENGTH] * size,
+        cp_rank=cp_rank,
+        cp_size=cp_size,
+    )
+
+    def forward_step(data_iterator: Iterator[Batch], chunk: Any) -> tuple[torch.Tensor, Any]:
+        batch = next(data_iterator)
+        inputs = batch["tokens"], torch.arange(LENGTH).expand(size, LENGTH)
+        # The two pieces of each sequence that this context-parallel rank has (zigzag).
+        pieces = [values_bs.chunk(2 * cp_size, dim=1) for values_bs in inputs]
+        own = [torch.cat([several[cp_rank], several[-1 - cp_rank]], dim=1) for several in pieces]
+        return chunk(*own, attention_mask=None), partial(loss, batch, layout, {**groups, "recompute": True})
+
+    sizes = {"num_microbatches": num_microbatches, "micro_batch_size": size, "seq_length": LENGTH}
+    train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
+
+
+def _likelihood_loss(batch: Batch, layout: SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+    """Return a loss with the gradient of the negative log-likelihood of the answers: PPO's at advantage 1."""
+    ones = list(torch.ones(len(batch["tokens"]), DIGITS))
+    loss_func = make_loss_func(
+        list(batch["tokens"]), layout, PolicyBatch(ones, ones), with_entropy=False, **options
+    )
+    return loss_func(logits)
+
+
+def _distillation_loss(batch: Batch, layout: SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+    """Return the reverse KL divergence of a batch from its teachers. The last pipeline stage calls it."""
+    masks = list(torch.ones(len(batch["tokens"]), DIGITS))
+    loss_func = make_distillation_loss_func(layout, DistillationBatch([batch["teachers"]], masks), **options)
+    return loss_func(logits)

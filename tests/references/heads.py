@@ -1,0 +1,36 @@
+"""Sizes and names of the output layers that the benchmark measures and the rehearsal counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BASE, DEFERRED = "logits materialized, `lean-loss`", "deferred"
+#: Deferred logits that keep a share of their tiles.
+KEPT = {"deferred, 25% kept": 0.25, "deferred, all kept": 1.0}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Hidden states ``[rows, hidden]`` and an output layer ``[vocabulary, hidden]``."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of float32 logits."""
+        return 4 * self.rows * self.vocabulary
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"[{self.rows}, {self.hidden}] × {self.vocabulary}, {dtype}"
+
+
+def share_of_logits(rows: int, weight: Tensor, share: float) -> int:
+    """Return the bytes of a share of the logits of so many rows, in the dtype of the weight ``[V, h]``."""
+    return int(share * rows * len(weight) * weight.element_size())

@@ -1,0 +1,34 @@
+"""Parts of Markdown pages that a program writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def fill(page: str, parts: Mapping[str, str]) -> str:
+    """Return the page with each part in its place, between ``<!-- measured: NAME -->`` and ``<!-- end -->``.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    for name, part in parts.items():
+        before, begin, after = page.partition(f"<!-- measured: {name} -->\n")
+        _, end, after = after.partition("<!-- end -->\n")
+        if not end:
+            raise ValueError(f"the page has no place for what was measured: {name}")
+        page = f"{before}{begin}\n{part}\n\n{end}{after}"
+    return page
+
+
+def join(*blocks: str) -> str:
+    """Return the blocks that are not empty, with an empty line between them."""
+    return "\n\n".join(block for block in blocks if block)
+
+
+def table(rows: Iterable[Mapping[str, str]]) -> str:
+    """Return a table whose columns are the keys of the rows; nothing if there are no rows."""
+    rows = list(rows)
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
