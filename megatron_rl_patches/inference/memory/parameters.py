@@ -188,11 +188,8 @@ def stages(config: Mapping[str, Any], fields: Mapping[str, Any], dtype: str) -> 
     values["mtp_num_layers"] = values.get("mtp_num_layers") or None
     if values.get("virtual_pipeline_model_parallel_size") == 1:
         del values["virtual_pipeline_model_parallel_size"]
-    model = config_class(
-        **{name: value for name, value in values.items() if not _COMPUTATION.search(name)},
-        pipeline_dtype=torch.float32,
-        perform_initialization=False,
-    )
+    values = {name: value for name, value in values.items() if not _COMPUTATION.search(name)}
+    model = config_class(**{**values, "pipeline_dtype": torch.float32, "perform_initialization": False})
     if not model.multi_latent_attention and model.num_attention_heads % model.num_query_groups:
         raise InvalidInputError(
             f"num_query_groups is {model.num_query_groups}; expected a divisor of num_attention_heads, "
