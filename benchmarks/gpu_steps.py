@@ -208,12 +208,12 @@ def _group() -> Iterator[dist.ProcessGroup]:
 
 def memory() -> StepResult:
     """Measure a model that trains and one that only scores, beside the estimate."""
-    description = memory_cases.DENSE
+    model = dict(memory_cases.DENSE)
     if not DRY:
-        description = replace(description, hidden_size=2048, ffn_hidden_size=6144, vocab_size=32000)
-        description = replace(description, num_attention_heads=16, num_query_groups=8)
+        model |= {"hidden_size": 2048, "ffn_hidden_size": 6144, "vocab_size": 32000}
+        model |= {"num_attention_heads": 16, "num_query_groups": 8}
     cases = [
-        replace(case, description=description)
+        replace(case, model=model)
         for case in inference_memory.CASES
         if case.name in ("bf16", "bf16, bf16 gradients", "bf16, bf16 gradients, distributed optimizer")
     ]
@@ -238,7 +238,7 @@ def _scoring(case: memory_cases.Case, seconds: float) -> StepResult:
     """Measure the forward pass of a model that only scores."""
     result, batch = StepResult(), 64
     with gpu_or_cpu() as device, torch.no_grad():
-        memory_cases.initialize(case.parallel)
+        memory_cases.initialize(case)
         [model] = memory_cases.inference_model(case, device)
         tokens = torch.ones(batch, memory_cases.SEQUENCE, dtype=torch.int64, device=device)
         positions = torch.arange(memory_cases.SEQUENCE, device=device).expand_as(tokens)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, StageEstimate
+from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, StageEstimate
 from tests.references import memory_cases
 from tests.references.memory_cases import EXPERTS, TIED, Case, Measured
 
@@ -22,7 +22,6 @@ PARTS = ("parameters", "gradients", "main_parameters", "main_gradients", "exp_av
 PLAIN = OptimizerSettings()
 BF16_GRADIENTS = OptimizerSettings(use_distributed_optimizer=True, accumulate_allreduce_grads_in_fp32=False)
 PLAIN_BF16_GRADIENTS = OptimizerSettings(accumulate_allreduce_grads_in_fp32=False)
-EXPERT_PARALLEL = ParallelSizes(expert_model_parallel_size=2, data_parallel_size=2)
 
 CASES = (
     Case("fp32", dtype="fp32", optimizer=PLAIN),
@@ -31,11 +30,11 @@ CASES = (
     Case("bf16", optimizer=PLAIN),
     Case("bf16, bf16 gradients, distributed optimizer", optimizer=BF16_GRADIENTS),
     Case("bf16, distributed optimizer"),
-    Case("DP 2", parallel=ParallelSizes(data_parallel_size=2), optimizer=PLAIN),
-    Case("DP 2, distributed optimizer", parallel=ParallelSizes(data_parallel_size=2)),
-    Case("TP 2, distributed optimizer", parallel=ParallelSizes(tensor_model_parallel_size=2)),
-    Case("PP 2, tied embeddings", TIED, parallel=ParallelSizes(pipeline_model_parallel_size=2)),
-    Case("8 experts, EP 2", EXPERTS, parallel=EXPERT_PARALLEL),
+    Case("DP 2", dp=2, optimizer=PLAIN),
+    Case("DP 2, distributed optimizer", dp=2),
+    Case("TP 2, distributed optimizer", tp=2),
+    Case("PP 2, tied embeddings", TIED, pp=2),
+    Case("8 experts, EP 2", EXPERTS, ep=2, dp=2),
 )
 
 
@@ -50,16 +49,16 @@ class Result:
     def pairs(self) -> dict[str, tuple[int, int]]:
         """Return measured and estimated bytes of each use."""
         return {
-            "training": (self.account.live_training, self.stage.training.device.total),
-            "inference-only": (self.account.live_inference, self.stage.inference_only.device.total),
+            "training": (self.account.live_training, self.stage.training.total),
+            "inference-only": (self.account.live_inference, self.stage.inference_only.total),
         }
 
 
 def measure(quick: bool) -> list[Result]:
     cases = CASES[-1:] if quick else CASES
     measured: dict[str, list[Measured]] = {}
-    for ranks in {case.parallel.world_size for case in cases}:
-        measured |= memory_cases.measure([case for case in cases if case.parallel.world_size == ranks])
+    for ranks in {case.world_size for case in cases}:
+        measured |= memory_cases.measure([case for case in cases if case.world_size == ranks])
     return [
         Result(
             case.name if len(measured[case.name]) == 1 else f"{case.name}, rank {account.rank}",
@@ -95,7 +94,7 @@ def compared(result: Result) -> dict[str, str]:
 def _by_part(result: Result) -> dict[str, str]:
     training = result.account.training
     cells = {part.replace("_", " "): f"{getattr(training, part):,}" for part in PARTS}
-    pairs = memory_cases.parts_of(training, result.stage.training.device)
+    pairs = memory_cases.parts_of(training, result.stage.training)
     largest = max(abs(_difference(measured, estimated)) for _, measured, estimated in pairs)
     return {**cells, "largest difference": f"{largest:.3%}"}
 

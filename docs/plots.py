@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.page import new_figure, save
 from megatron_rl_patches.inference import estimate_memory
 from megatron_rl_patches.inference.memory import report
-from megatron_rl_patches.inference.memory.huggingface import description_from_hf_config
+from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
 DOCS = Path(__file__).parent
 GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model, as its config.json has it
@@ -25,7 +25,7 @@ GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model, as its config.json
 
 def estimate() -> Any:
     figure = new_figure(5)
-    memory = estimate_memory(description_from_hf_config(GEMMA_3_27B), dtype="bf16", teachers=3)
+    memory = estimate_memory(fields_from_hf_config(GEMMA_3_27B), dtype="bf16", teachers=3)
     axes = figure.subplots()
     report.draw(memory, axes)
     # Bars fill a narrow plot, and leave no room for a legend.

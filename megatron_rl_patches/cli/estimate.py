@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
-import typing
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,16 +15,13 @@ import typer
 from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
 from .screens import check_plot, output_file, show_json, show_table
 
-_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
-
-
 #: Panels of the help, whose options are short enough to be shown in 80 columns.
 _MODEL, _GROUPS, _TRAINING, _OUTPUT = "Model", "Parallel groups", "Training and teachers", "Output"
 
 _MODEL_HELP = "ORGANIZATION/NAME of a model in the local Hugging Face cache, or its config.json."
 _SET_HELP = (
-    "A field of GPTDescription, ParallelSizes or OptimizerSettings, named as in Megatron-LM: "
-    "num_layers=2, swiglu=true, moe_layer_freq=[0,1]. Can be repeated; overrides the file."
+    "A field of TransformerConfig, GPTArguments or OptimizerSettings: num_layers=2, "
+    "gated_linear_unit=true, moe_layer_freq=[0,1]. Can be repeated; overrides the file."
 )
 _OPTIMIZER_HELP = "The distributed optimizer: its states are divided over the replicas."
 _TEACHERS_HELP = "Models of this shape that wait in host memory to score, one at a time."
@@ -80,10 +75,6 @@ def estimate(
     - 0: the table
     - 2: values that are missing or do not fit together
     """
-    from ..inference.memory import estimate as memory
-    from ..inference.memory import report
-    from ..inference.memory.huggingface import description_from_hf_config
-
     flags = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
         "pipeline_model_parallel_size": pipeline_model_parallel_size,
@@ -92,36 +83,24 @@ def estimate(
         "data_parallel_size": data_parallel_size,
         "use_distributed_optimizer": use_distributed_optimizer or None,
     }
-    owners = (memory.GPTDescription, memory.ParallelSizes, memory.OptimizerSettings)
-    values = _assigned(assignments or [], owners)
-    values |= {name: value for name, value in flags.items() if value is not None}
-    if world_size is not None:
-        values["data_parallel_size"] = _replicas(world_size, values)
-    described, sizes, optimizer = (
-        {field.name: values[field.name] for field in fields(owner) if field.name in values}
-        for owner in owners
-    )
-    source = model or hf_config
-    if not source and (missing := [name for name in _REQUIRED if name not in described]):
-        raise InvalidInputError(f"missing: {', '.join(missing)}; pass each with --set, or pass a model")
+    values = _assigned(assignments or []) | {n: value for n, value in flags.items() if value is not None}
     try:
-        result = memory.estimate_memory(
-            description_from_hf_config(_read(source), **described) if source else owners[0](**described),
-            parallel=owners[1](**sizes),
-            dtype=dtype,
-            optimizer=owners[2](**optimizer),
-            teachers=teachers,
-            teacher_heads=teacher_heads,
-        )
-    except (ArithmeticError, LookupError, RuntimeError, ValueError) as error:  # of Megatron or torch
-        if isinstance(error, MegatronRLPatchesError):
-            raise
-        raise InvalidInputError(f"no such model can be built: {one_line(error)}") from error
+        result = _estimated(model or hf_config, values, world_size, dtype, teachers, teacher_heads)
+    except MegatronRLPatchesError:
+        raise
+    except Exception as error:
+        raise InvalidInputError(f"no such model can be estimated: {one_line(error)}") from error
+
+    from ..inference.memory import report
+
     if json:
         show_json(result.as_dict())
     else:
         show_table(report.rows(result))
-        typer.echo(report.summary(result))
+        if len(result.stages) > 1:
+            typer.echo()
+            show_table(report.totals(result))
+        typer.echo(f"\n{report.summary(result)}")
         if not use_distributed_optimizer:
             typer.echo(
                 "--use-distributed-optimizer divides the states of the optimizer by the number of replicas"
@@ -130,32 +109,47 @@ def estimate(
         report.plot(result, plot)
 
 
-def _assigned(assignments: Sequence[str], owners: Sequence[type]) -> dict[str, Any]:
-    """Parse ``FIELD=VALUE``, fields of the ``owners``; values are JSON, or else strings."""
-    types = {name: kind for owner in owners for name, kind in typing.get_type_hints(owner).items()}
+def _estimated(
+    source: str | None,
+    values: dict[str, Any],
+    world_size: int | None,
+    dtype: str,
+    teachers: int,
+    teacher_heads: bool,
+) -> Any:
+    from ..inference.memory.estimate import OptimizerSettings, estimate_memory
+    from ..inference.memory.huggingface import fields_from_hf_config
+
+    optimizer = {name: values.pop(name) for name in OptimizerSettings.__annotations__ if name in values}
+    replicas = values.pop("data_parallel_size", None)
+    if world_size is not None:
+        replicas = _replicas(world_size, replicas, values)
+    return estimate_memory(
+        fields_from_hf_config(_read(source), **values) if source else {},
+        data_parallel_size=replicas,
+        dtype=dtype,
+        optimizer=OptimizerSettings(**optimizer),
+        teachers=teachers,
+        teacher_heads=teacher_heads,
+        **values,
+    )
+
+
+def _assigned(assignments: Sequence[str]) -> dict[str, Any]:
+    """Parse ``FIELD=VALUE``; values are JSON, or else strings."""
     values: dict[str, Any] = {}
     for assignment in assignments:
-        name, _, text = assignment.partition("=")
-        if name not in types:
-            raise InvalidInputError(f"--set {assignment}: the fields are {', '.join(sorted(types))}")
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise InvalidInputError(f"--set {assignment}: expected FIELD=VALUE")
         values[name] = text
         with suppress(ValueError):
             values[name] = jsonlib.loads(text)
-        if not _is_a(values[name], types[name]):
-            expected = str(getattr(types[name], "__name__", types[name])).replace("collections.abc.", "")
-            raise InvalidInputError(f"--set {assignment}: expected {expected}")
     return values
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    """Return whether the value is of a type such as ``int``, ``int | None`` or ``Sequence[int]``."""
-    if isinstance(value, list):
-        return "Sequence" in str(kind) and all(type(item) is int for item in value)
-    return type(value) in (typing.get_args(kind) or (kind,))
-
-
-def _replicas(world_size: int, sizes: Mapping[str, Any]) -> int:
-    if "data_parallel_size" in sizes:
+def _replicas(world_size: int, replicas: int | None, sizes: Mapping[str, Any]) -> int:
+    if replicas is not None:
         raise InvalidInputError("pass --world-size or --data-parallel-size, not both")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     one_replica = prod(sizes.get(name, 1) for name in names)

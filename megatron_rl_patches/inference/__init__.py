@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .memory.estimate import MemoryEstimate as MemoryEstimate
     from .memory.estimate import OptimizerSettings as OptimizerSettings
     from .memory.estimate import estimate_memory as estimate_memory
-    from .memory.model import GPTDescription as GPTDescription
-    from .memory.model import ParallelSizes as ParallelSizes
+    from .memory.parameters import GPTArguments as GPTArguments
     from .memory.usage import MemoryReport as MemoryReport
     from .memory.usage import memory_report as memory_report
     from .models.model import build_inference_model as build_inference_model
@@ -33,7 +32,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".models.model": ["build_inference_model"],
         ".checkpoints.load": ["load_inference_checkpoint"],
         ".memory.estimate": ["MemoryEstimate", "OptimizerSettings", "estimate_memory"],
-        ".memory.model": ["GPTDescription", "ParallelSizes"],
+        ".memory.parameters": ["GPTArguments"],
         ".memory.usage": ["MemoryReport", "memory_report"],
         ".scoring.forward": [
             *("Scores", "forward_hidden_states", "forward_log_probs", "forward_topk", "forward_values"),

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, ParallelSizes, estimate_memory
+from megatron_rl_patches.inference.memory.estimate import OptimizerSettings, estimate_memory
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import memory_cases
@@ -27,26 +27,26 @@ CASES = [
     Case("bf16, plain optimizer", optimizer=PLAIN),
     Case("fp32", dtype="fp32"),
     Case("fp32, plain optimizer", dtype="fp32", optimizer=PLAIN),
-    Case("DP 2", optimizer=BF16_GRADIENTS, parallel=ParallelSizes(data_parallel_size=2)),
-    Case("PP 2", TIED, parallel=ParallelSizes(pipeline_model_parallel_size=2)),
-    Case("EP 2", EXPERTS, parallel=ParallelSizes(expert_model_parallel_size=2, data_parallel_size=2)),
+    Case("DP 2", optimizer=BF16_GRADIENTS, dp=2),
+    Case("PP 2", TIED, pp=2),
+    Case("EP 2", EXPERTS, ep=2, dp=2),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_estimate_is_what_is_live(ranks: int) -> None:
-    cases = [case for case in CASES if case.parallel.world_size == ranks]
+    cases = [case for case in CASES if case.world_size == ranks]
     measured = memory_cases.measure(cases)
     for case in cases:
         estimate = case.estimate()
         for account in measured[case.name]:
             stage = estimate.stages[account.rank if len(estimate.stages) > 1 else 0]
-            expected = stage.training.device
+            expected = stage.training
             for part, real, estimated in memory_cases.parts_of(account.training, expected):
                 assert real == one_percent(estimated), (case.name, part)
             assert account.live_training == one_percent(expected.total), case.name
-            assert account.live_inference == one_percent(stage.inference_only.device.total), case.name
+            assert account.live_inference == one_percent(stage.inference_only.total), case.name
             [of_chunks] = account.from_chunks.stages
             assert of_chunks.training == stage.training, case.name
             assert of_chunks.inference_only == stage.inference_only, case.name

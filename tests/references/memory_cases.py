@@ -20,11 +20,9 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_rl_patches.inference import build_inference_model
 from megatron_rl_patches.inference.memory.estimate import (
-    GPTDescription,
     Memory,
     MemoryEstimate,
     OptimizerSettings,
-    ParallelSizes,
     estimate_memory,
 )
 from megatron_rl_patches.testing import TinyModel, spawn_ranks
@@ -32,29 +30,31 @@ from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
 from tests.references.one_device import gpu_or_cpu
 
-DENSE = GPTDescription(
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_query_groups=4,
-    ffn_hidden_size=768,
-    vocab_size=4000,
-    swiglu=True,
-    add_bias_linear=False,
-    normalization="RMSNorm",
-    untie_embeddings_and_output_weights=True,
-)
-TIED = GPTDescription(num_layers=4, hidden_size=256, num_attention_heads=8, vocab_size=4000)
-EXPERTS = GPTDescription(
-    num_layers=4,
-    hidden_size=128,
-    num_attention_heads=4,
-    vocab_size=1000,
-    add_bias_linear=False,
-    num_experts=8,
-    moe_ffn_hidden_size=256,
-)
+DENSE: Mapping[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 768,
+    "vocab_size": 4000,
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "share_embeddings_and_output_weights": False,
+}
+TIED: Mapping[str, Any] = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 4000}
+EXPERTS: Mapping[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 1000,
+    "add_bias_linear": False,
+    "num_moe_experts": 8,
+    "moe_ffn_hidden_size": 256,
+}
 SEQUENCE = tiny_gpt.SEQUENCE
+# Fields of a model that are no fields of a TransformerConfig.
+_OF_GPT_MODEL = ("vocab_size", "share_embeddings_and_output_weights")
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,35 @@ class Case:
     """A model, its groups and its optimizer, as :func:`estimate_memory` takes them."""
 
     name: str
-    description: GPTDescription = DENSE
+    model: Mapping[str, Any] = field(default_factory=lambda: DENSE)
     dtype: str = "bf16"
-    parallel: ParallelSizes = field(default_factory=ParallelSizes)
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 1
     optimizer: OptimizerSettings = field(
         default_factory=lambda: OptimizerSettings(use_distributed_optimizer=True)
     )
 
     def estimate(self) -> MemoryEstimate:
         return estimate_memory(
-            self.description, parallel=self.parallel, dtype=self.dtype, optimizer=self.optimizer
+            {**self.model, **self.sizes},
+            data_parallel_size=self.dp,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
         )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
+        }
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
 
 
 @dataclass(frozen=True)
@@ -97,7 +115,7 @@ class Measured:
 
 def measure(cases: Sequence[Case], env: Mapping[str, str] | None = None) -> dict[str, list[Measured]]:
     """Of each case, by rank. All must have the same number of ranks, which get the variables of ``env``."""
-    [ranks] = {case.parallel.world_size for case in cases}
+    [ranks] = {case.world_size for case in cases}
     accounts = spawn_ranks(_measure_all, ranks, cases, timeout=60 + 60 * len(cases), env=env)
     return {case.name: [account[case.name] for account in accounts] for case in cases}
 
@@ -109,12 +127,12 @@ def _measure_all(cases: Sequence[Case]) -> dict[str, Measured]:
 
 
 def inference_model(case: Case, device: str) -> list[Any]:
-    """Build the model that only scores, after :func:`initialize`; its parameters are not a number."""
+    """Build the model that only scores, after the parallel groups; its parameters are not a number."""
     return build_inference_model(partial(_provide, case), _config(case), dtype=case.dtype, device=device)
 
 
 def _measure(case: Case, device: str) -> Measured:
-    initialize(case.parallel)
+    initialize(case)
     before, allocated_before = reachable_bytes(), _allocated(device)
     teacher = inference_model(case, device)
     live_inference, allocated_inference = reachable_bytes() - before, _allocated(device) - allocated_before
@@ -130,25 +148,19 @@ def _measure(case: Case, device: str) -> Measured:
         live_inference=live_inference,
         allocated_training=allocated_training,
         allocated_inference=allocated_inference,
-        from_chunks=estimate_memory(model, parallel=case.parallel, optimizer=case.optimizer),
+        from_chunks=estimate_memory(model, data_parallel_size=case.dp, optimizer=case.optimizer),
     )
 
 
-def initialize(sizes: ParallelSizes) -> None:
-    TinyModel(
-        tp=sizes.tensor_model_parallel_size,
-        pp=sizes.pipeline_model_parallel_size,
-        ep=sizes.expert_model_parallel_size,
-    ).initialize()
+def initialize(case: Case) -> None:
+    TinyModel(tp=case.tp, pp=case.pp, ep=case.ep).initialize()
 
 
 def _config(case: Case) -> TransformerConfig:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[case.dtype]
     return TransformerConfig(
-        **case.description.config_fields(TransformerConfig),
-        tensor_model_parallel_size=case.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=case.parallel.pipeline_model_parallel_size,
-        expert_model_parallel_size=case.parallel.expert_model_parallel_size,
+        **{name: value for name, value in case.model.items() if name not in _OF_GPT_MODEL},
+        **case.sizes,
         bf16=case.dtype == "bf16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -158,24 +170,25 @@ def _config(case: Case) -> TransformerConfig:
 
 
 def _provide(case: Case, config: TransformerConfig, pre_process: bool, post_process: bool) -> GPTModel:
+    multiple = 128 * case.tp
     layers = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=case.description.normalization
+        config, use_transformer_engine=False, normalization=config.normalization
     )
     return GPTModel(
         config,
         layers,
-        vocab_size=case.description.padded_vocab_size(case.parallel.tensor_model_parallel_size),
+        vocab_size=-(-case.model["vocab_size"] // multiple) * multiple,
         max_sequence_length=SEQUENCE,
         pre_process=pre_process,
         post_process=post_process,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=not case.description.untie_embeddings_and_output_weights,
+        share_embeddings_and_output_weights=case.model.get("share_embeddings_and_output_weights", True),
     )
 
 
 def _train(case: Case, config: TransformerConfig, device: str) -> tuple[list[Any], Any]:
     """A policy after its first step, in an ordinary set-up of megatron-core."""
-    stage, last = get_pipeline_model_parallel_rank(), case.parallel.pipeline_model_parallel_size - 1
+    stage, last = get_pipeline_model_parallel_rank(), case.pp - 1
     chunk = _provide(case, config, pre_process=stage == 0, post_process=stage == last).to(device)
     options = TinyModel(
         overlap_grad_reduce=False,

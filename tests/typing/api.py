@@ -29,11 +29,9 @@ from megatron_rl_patches import (
 )
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
 from megatron_rl_patches.inference import (
-    GPTDescription,
     MemoryEstimate,
     MemoryReport,
     OptimizerSettings,
-    ParallelSizes,
     Scores,
     TeacherPool,
     build_inference_model,
@@ -203,11 +201,14 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
     report: MemoryReport = memory_report(pool=pool)
     print("math" in pool, resident, of_pool, names, sizes, report.teachers)
     described = estimate_memory(
-        GPTDescription(2, 64, 4, 100), parallel=ParallelSizes(), optimizer=OptimizerSettings()
+        {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4},
+        vocab_size=100,
+        data_parallel_size=2,
+        optimizer=OptimizerSettings(),
     )
     estimates: list[MemoryEstimate] = [described, estimate_memory(model, teachers=2, teacher_heads=True)]
     for stage in estimates[0].stages:
-        total: int = stage.training.device.total - stage.inference_only.device.total
+        total: int = stage.training.total - stage.inference_only.total
         print(total)
 
 

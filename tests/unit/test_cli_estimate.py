@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +20,7 @@ from typer.testing import CliRunner, Result
 from megatron_rl_patches.cli import main
 from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.inference.memory import estimate as estimate_module
-from megatron_rl_patches.inference.memory.count import Parameter, Stage
-from megatron_rl_patches.inference.memory.model import GPTDescription, ParallelSizes
+from megatron_rl_patches.inference.memory.parameters import Parameter, Stage
 
 
 def assign(**values: object) -> list[str]:
@@ -36,13 +43,12 @@ GEMMA_3_27B = {  # google/gemma-3-27b-it, the language model
 class Counter:
     """Stands in for the count of parameters: keeps its arguments, returns two stages, the second larger."""
 
-    description: GPTDescription
-    sizes: ParallelSizes
+    fields: dict[str, Any]
     dtype: str
     error: Exception | None = None
 
-    def __call__(self, description: GPTDescription, sizes: ParallelSizes, dtype: str) -> list[Stage]:
-        self.description, self.sizes, self.dtype = description, sizes, dtype
+    def __call__(self, config: dict[str, Any], fields: dict[str, Any], dtype: str) -> list[Stage]:
+        self.fields, self.dtype = {**config, **fields}, dtype
         if self.error is not None:
             raise self.error
         stages = ([[Parameter(numel, "bf16", False)]] for numel in (10**9, 2 * 10**9))
@@ -83,7 +89,7 @@ def test_a_model_by_its_name_or_place(
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
     invoke({"cache": "google/gemma", "folder": folder, "file": folder / "config.json"}[place])
-    assert counter.description.hidden_size == 5376
+    assert counter.fields["hidden_size"] == 5376
 
 
 def test_what_to_download(
@@ -112,24 +118,66 @@ def test_every_option_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) ->
         assert f" {name}" in shown
 
 
-def test_table_per_stage_and_the_worst(counter: Counter) -> None:
-    lines = invoke(*SMALL, "--teachers=2").stdout.splitlines()
-    assert lines[0].split()[:5] == ["stage", "use", "where", "parameters", "(GB)"]
-    assert lines[1].startswith("0      training") and "2.00" in lines[1]
-    assert [line.split()[-2:] for line in lines if line.startswith("1 ")] == [
-        ["36.00", "33.53"],
-        ["4.00", "3.73"],
-        ["40.00", "37.25"],
-        ["8.00", "7.45"],
+def test_table_of_the_worst_stage_and_totals_of_all(counter: Counter) -> None:
+    assert invoke(*SMALL, "--teachers=2").stdout.splitlines() == [
+        "GB               training  inference-only  training + 2 teachers",
+        "parameters       4.00      4.00            4.00",
+        "gradients        8.00      -               8.00",
+        "main parameters  8.00      -               8.00",
+        "exp avg          8.00      -               8.00",
+        "exp avg sq       8.00      -               8.00",
+        "teachers         -         -               4.00",
+        "total            36.00     4.00            40.00",
+        "total in GiB     33.53     3.73            37.25",
+        "host memory      -         -               8.00",
+        "",
+        "stage, in GB  training  inference-only  training + 2 teachers",
+        "0             18.00     2.00            20.00",
+        "1             36.00     4.00            40.00",
+        "",
+        "stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB (3.73 GiB) inference-only "
+        "(88.9% less); activations not counted",
+        "--use-distributed-optimizer divides the states of the optimizer by the number of replicas",
     ]
-    assert lines[-2].startswith("stage 1 takes most: 36.00 GB (33.53 GiB) per device for training, 4.00 GB")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_word_of_the_table_is_broken_on_a_terminal(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """The widest table there is, read through a pseudo-terminal."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    arguments = [*SMALL, "--teachers=128", "--teacher-heads", "--set=optimizer_cpu_offload=true"]
+    with open(follower, "w") as terminal, pytest.raises(SystemExit) as exit:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "__stdout__", terminal)
+        main(["estimate", *arguments])
+    assert exit.value.code in (None, 0)
+    written = bytearray()
+    with suppress(OSError):  # the end of a terminal that nobody writes to
+        while part := os.read(leader, 10_000):
+            written += part
+    os.close(leader)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", written.decode())
+    lines = [line.rstrip() for line in shown.splitlines()]
+    table = lines[: lines.index("")]
+    assert table[0].split("  ")[0] == "GB" and table[0].endswith("training + 128 teachers")
+    assert [line.split("  ")[0] for line in table[1:]] == [
+        *("parameters", "gradients", "main parameters", "teachers"),
+        *("total", "total in GiB", "host memory"),
+    ]
+    assert max(map(len, table)) <= columns
 
 
 def test_json_is_in_bytes(counter: Counter) -> None:
     answer = invoke_json(*SMALL)
     assert answer["worst_stage"] == 1
-    assert answer["stages"][1]["inference_only"]["device"]["total"] == 4 * 10**9
-    assert answer["stages"][1]["with_teachers"]["teachers"] == 1
+    assert answer["stages"][1]["inference_only"]["total"] == 4 * 10**9
+    assert answer["teachers"] == 1
 
 
 def test_plot(counter: Counter, tmp_path: Path) -> None:
@@ -137,26 +185,24 @@ def test_plot(counter: Counter, tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_flags_of_the_model(counter: Counter) -> None:
-    invoke(*SMALL)
-    assert counter.description == GPTDescription(2, 64, 4, 100)
-    assert counter.dtype == "bf16"
-    fields: dict[str, Any] = {"normalization": "RMSNorm", "num_experts": 8, "moe_layer_freq": [0, 1]}
-    invoke(*SMALL, *assign(swiglu="true", add_bias_linear="false", **fields), "--dtype=fp16")
-    assert counter.description == GPTDescription(2, 64, 4, 100, swiglu=True, add_bias_linear=False, **fields)
-    assert counter.dtype == "fp16"
-
-
-def test_flags_of_the_groups(counter: Counter) -> None:
-    invoke(*SMALL, "--tp=2", "--context-parallel-size=2", "--world-size=16")
-    assert counter.sizes == ParallelSizes(
-        tensor_model_parallel_size=2, context_parallel_size=2, data_parallel_size=4
+def test_flags_of_the_model_and_the_groups(counter: Counter) -> None:
+    invoke(
+        *SMALL,
+        *assign(add_bias_linear="false", normalization="RMSNorm", moe_layer_freq=[0, 1]),
+        "--dtype=fp16",
     )
+    small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    more = {"add_bias_linear": False, "normalization": "RMSNorm", "moe_layer_freq": [0, 1]}
+    assert counter.fields == {**small, **more}
+    assert counter.dtype == "fp16"
+    parts = invoke_json(*SMALL, "--tp=2", "--context-parallel-size=2", "--world-size=16", "--dist-opt")
+    assert counter.fields == {**small, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert parts["stages"][0]["training"]["exp_avg"] == 4 * 10**9 / 8
 
 
 def test_flags_of_the_optimizer(counter: Counter) -> None:
     def parts(*flags: str) -> dict[str, int]:
-        device = invoke_json(*SMALL, *flags)["stages"][0]["training"]["device"]
+        device = invoke_json(*SMALL, *flags)["stages"][0]["training"]
         return {name: size // 10**9 for name, size in device.items()}
 
     assert parts()["gradients"] == 4
@@ -171,22 +217,29 @@ def test_hf_config_and_what_overrides_it(counter: Counter, tmp_path: Path) -> No
     file = tmp_path / "config.json"
     file.write_text(json.dumps(GEMMA_3_27B))
     invoke("--hf-config", file, *assign(num_layers=2))
-    assert (counter.description.num_layers, counter.description.hidden_size) == (2, 5376)
+    assert (counter.fields["num_layers"], counter.fields["hidden_size"]) == (2, 5376)
 
 
 def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "missing: num_layers, vocab_size" in refuse(capsys, *assign(hidden_size=64, num_attention_heads=4))
+    missing = refuse(capsys, *assign(hidden_size=64, num_attention_heads=4))
+    assert "missing: num_layers, vocab_size" in missing
     assert "no multiple of 4" in refuse(capsys, *SMALL, "--tp=4", "--world-size=6")
     assert "not both" in refuse(capsys, *SMALL, "--dp=2", "--world-size=2")
     assert "dtype is 'fp8'" in refuse(capsys, *SMALL, "--dtype=fp8")
-    assert "the fields are account_for_embedding" in refuse(capsys, "--set=layers=2")
-    for wrong in ("num_layers=two", "num_layers=true", "swiglu=1", "moe_layer_freq=[[0]]", "num_layers"):
-        assert f"--set {wrong}: expected" in refuse(capsys, f"--set={wrong}")
-    (tmp_path / "config.json").write_text("{")
-    counter.error = ZeroDivisionError("integer modulo by zero")
-    assert "no such model can be built: ZeroDivisionError" in refuse(capsys, *SMALL)
-    assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "config.json")
+    assert "--set num_layers: expected FIELD=VALUE" in refuse(capsys, "--set=num_layers")
+    for number, content in enumerate(
+        (b"{", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null", b'{"model_type": []}')
+    ):
+        file = tmp_path / f"{number}.json"
+        file.write_bytes(content)
+        assert len(refuse(capsys, "--hf-config", file).splitlines()) == 1
+    assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "0.json")
     assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
+    for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
+        counter.error = error
+        message = refuse(capsys, *SMALL)
+        assert f"no such model can be estimated: {type(error).__name__}" in message
+        assert len(message.splitlines()) == 1
 
 
 def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
@@ -194,7 +247,7 @@ def test_the_case_of_a_27b_teacher(tmp_path: Path) -> None:
     file.write_text(json.dumps(GEMMA_3_27B))
     [stage] = invoke_json("--hf-config", file)["stages"]
     assert stage["dense_parameters"] == 27_009_023_744
-    assert stage["inference_only"]["device"]["total"] == 54_018_047_488
-    training = stage["training"]["device"]
+    assert stage["inference_only"]["total"] == 54_018_047_488
+    training = stage["training"]
     assert training["gradients"] == training["main_parameters"] == 2 * training["parameters"]
     assert training["exp_avg"] + training["exp_avg_sq"] == 216_072_189_952

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...common.chunks import as_chunks
+from ...common.chunks import as_chunks, config_of
 from ...errors import InvalidInputError
-from .count import ITEM_SIZES, Parameter, Stage, count_parameters, parameters_of
-from .model import GPTDescription as GPTDescription
-from .model import ParallelSizes as ParallelSizes
+from .parameters import ITEM_SIZES, REQUIRED, GPTArguments, Parameter, Stage, count_parameters, parameters_of
 
 _FP32 = ITEM_SIZES["fp32"]
+_SIZES = (
+    *("tensor_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class OptimizerSettings:
     optimizer_cpu_offload: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) is not bool and (name, value) != ("accumulate_allreduce_grads_in_fp32", None):
+                raise InvalidInputError(f"{name} is {value!r}; expected true or false")
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             raise InvalidInputError("use_precision_aware_optimizer needs use_distributed_optimizer")
 
@@ -51,7 +56,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, or in host memory for one rank, by what they hold.
+    """Bytes of one rank, by what they hold: all on its device but ``host``.
 
     Attributes:
         parameters: the weights and the biases of routers; with the distributed optimizer, its padding too.
@@ -59,6 +64,7 @@ class Memory:
         main_gradients: copies of the gradients in fp32, if the buffers are not. They exist from ``step()`` to
             the next ``zero_grad()``, so also while a teacher scores.
         teacher_heads: output layers that stay when another teacher takes the model.
+        host: an offloaded optimizer, and the teachers.
     """
 
     parameters: int = 0
@@ -69,101 +75,82 @@ class Memory:
     exp_avg_sq: int = 0
     teachers: int = 0
     teacher_heads: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return sum(asdict(self).values())
+        """The sum of all parts on the device."""
+        return sum(asdict(self).values()) - self.host
 
     def __add__(self, other: Memory) -> Memory:
         return Memory(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
-class RankMemory:
-    """Memory of one rank on its device and in host memory."""
-
-    device: Memory = Memory()
-    host: Memory = Memory()
-
-    def __add__(self, other: RankMemory) -> RankMemory:
-        return RankMemory(self.device + other.device, self.host + other.host)
-
-
-@dataclass(frozen=True)
 class StageEstimate:
     """Memory of one rank of a pipeline stage; ranks of a stage differ by no more than a shard's padding.
 
-    ``with_teachers`` is training beside a pool of ``teachers`` models: the device holds one, host memory all.
-    Layers of multi-token prediction are part of ``training`` and of the numbers of parameters, but not of
+    ``with_teachers`` is training beside a pool of models: the device holds one, host memory all. Layers of
+    multi-token prediction are part of ``training`` and of the numbers of parameters, but not of
     ``inference_only`` and of teachers, as :func:`.build_inference_model` builds them.
     """
 
-    stage: int
     dense_parameters: int
     expert_parameters: int
-    teachers: int
-    training: RankMemory
-    inference_only: RankMemory
-    with_teachers: RankMemory
-
-    @property
-    def scenarios(self) -> Mapping[str, RankMemory]:
-        """Memory by the name of what the rank does."""
-        scenarios = {"training": self.training, "inference-only": self.inference_only}
-        if self.teachers:
-            scenarios[f"training + {self.teachers} teacher{'s' * (self.teachers > 1)}"] = self.with_teachers
-        return scenarios
+    training: Memory
+    inference_only: Memory
+    with_teachers: Memory
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimates of all pipeline stages, in bytes."""
+    """Estimates of all pipeline stages, in bytes, with a pool of ``teachers`` models."""
 
     stages: tuple[StageEstimate, ...]
+    teachers: int = 0
 
     @property
     def worst(self) -> StageEstimate:
         """The stage that takes most device memory while training."""
-        return max(self.stages, key=lambda stage: stage.training.device.total)
+        return max(self.stages, key=lambda stage: stage.training.total)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate and its sums, for JSON."""
         stages = [asdict(stage) for stage in self.stages]
-        for stage in stages:
+        for answer, stage in zip(stages, self.stages, strict=True):
             for use in ("training", "inference_only", "with_teachers"):
-                for memory in stage[use].values():
-                    memory["total"] = sum(memory.values())
-            stage["with_teachers"]["teachers"] = stage.pop("teachers")
-        return {"worst_stage": self.worst.stage, "stages": stages}
+                answer[use]["total"] = getattr(stage, use).total
+        return {"worst_stage": self.stages.index(self.worst), "teachers": self.teachers, "stages": stages}
 
 
 def estimate_memory(
     model: Any,
     *,
-    parallel: ParallelSizes | None = None,
+    data_parallel_size: int | None = None,
     dtype: str = "bf16",
     optimizer: OptimizerSettings | None = None,
     teachers: int = 0,
     teacher_heads: bool = False,
-    **description: Any,
+    **described: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of each rank for training, for scoring only, and for training beside teachers.
 
     The parameters of a described model are those of the real ``GPTModel`` of the installed megatron-core: a
     child process builds it for each pipeline stage on the meta device. That takes seconds, and neither a GPU
     nor parallel groups. Activations, communication buffers, fragmentation of the allocator and the CUDA
-    context are not counted.
+    context are not counted. TransformerEngine's layers and grouped experts have the same parameters as the
+    local layers and experts that are built.
 
     Args:
-        model: a :class:`GPTDescription`; a ``TransformerConfig``, with what it lacks as keywords
-            (``vocab_size=...``); or the model chunks of this rank (wrapped or not, on any device). Then their
-            own parameters and dtypes count, all as trainable, and make the one stage of the result.
-        parallel: sizes of the groups; by default those of the ``TransformerConfig`` without replicas, or one
-            rank. Unless these sizes say it, the config says how layers are split among pipeline stages.
+        model: fields of a ``TransformerConfig`` by name, sizes of parallel groups among them; or a
+            ``TransformerConfig``; or the model chunks of this rank, wrapped or not, on any device. Of chunks
+            their own parameters and dtypes count, all as trainable; they make the one stage of the result.
+        data_parallel_size: replicas, without context parallelism; by default as few as the experts need.
         dtype: of the parameters, ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         teachers: models of the same shape in the pool.
         teacher_heads: the device also holds all their output layers, as :meth:`.TeacherPool.head` keeps them.
+        described: fields that come before those of the model, and what it lacks: ``vocab_size``, and others
+            of :class:`.GPTArguments`.
 
     Raises:
         InvalidInputError: values that do not fit together, or a model that Megatron does not build.
@@ -172,72 +159,97 @@ def estimate_memory(
         raise InvalidInputError(f"teachers is {teachers}; it must be at least 0")
     if dtype not in ITEM_SIZES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(ITEM_SIZES)}")
-    own_sizes = ParallelSizes.from_config(model)
-    parallel = parallel.split_as(own_sizes) if parallel else own_sizes
+    config, counted = _parameters(model, described, dtype)
+    replicas = _replicas({**config, **described}, data_parallel_size)
     optimizer = optimizer or OptimizerSettings()
     stages = []
-    for number, chunks in enumerate(_parameters(model, parallel, dtype, description)):
+    for chunks in counted:
         parameters = [p for chunk in chunks.training for p in chunk if p.trained]
         scoring = [p for chunk in chunks.inference_only for p in chunk]
         weights = sum(p.nbytes for p in scoring)
         heads = teachers * sum(p.nbytes for p in scoring if p.head) if teacher_heads else 0
-        on_device = Memory(teachers=weights if teachers else 0, teacher_heads=heads)
-        pool = RankMemory(on_device, Memory(teachers=teachers * weights))
-        training = sum((_in_training(chunk, parallel, optimizer) for chunk in chunks.training), RankMemory())
+        pool = Memory(teachers=weights if teachers else 0, teacher_heads=heads, host=teachers * weights)
+        training = sum((_in_training(chunk, replicas, optimizer) for chunk in chunks.training), Memory())
         stages.append(
             StageEstimate(
-                stage=number,
                 dense_parameters=sum(p.numel for p in parameters if not p.expert),
                 expert_parameters=sum(p.numel for p in parameters if p.expert),
-                teachers=teachers,
                 training=training,
-                inference_only=RankMemory(Memory(parameters=weights)),
+                inference_only=Memory(parameters=weights),
                 with_teachers=training + pool,
             )
         )
-    return MemoryEstimate(tuple(stages))
+    return MemoryEstimate(tuple(stages), teachers)
 
 
 def _parameters(
-    model: Any, parallel: ParallelSizes, dtype: str, description: Mapping[str, Any]
-) -> Sequence[Stage]:
-    if isinstance(model, GPTDescription) and not description:
-        return count_parameters(model, parallel, dtype)
+    model: Any, described: Mapping[str, Any], dtype: str
+) -> tuple[Mapping[str, Any], Sequence[Stage]]:
+    """Return the fields of the model's config, and the parameters of its stages."""
+    config: Mapping[str, Any] | None = model if isinstance(model, Mapping) else None
+    if config is None:
+        from megatron.core.transformer import TransformerConfig
+        from torch.nn import Module
 
-    from megatron.core.transformer import TransformerConfig
-    from torch.nn import Module
-
-    if isinstance(model, TransformerConfig):
-        return count_parameters(GPTDescription.from_config(model, **description), parallel, dtype)
-    if description:
-        raise InvalidInputError(f"{', '.join(description)}: only a TransformerConfig takes these")
+        config = fields_of(model) if isinstance(model, TransformerConfig) else None
+    if config is not None:
+        if missing := [name for name in REQUIRED if name not in {**config, **described}]:
+            raise InvalidInputError(f"missing: {', '.join(missing)}")
+        return config, count_parameters(config, described, dtype)
     chunks = as_chunks(model)
     if not (chunks and all(isinstance(chunk, Module) for chunk in chunks)):
         raise InvalidInputError(
-            f"model is a {type(model).__name__}; expected: GPTDescription, TransformerConfig or model chunks"
+            f"model is a {type(model).__name__}; expected: a TransformerConfig, its fields, or model chunks"
         )
+    if others := described.keys() - set(_SIZES):
+        raise InvalidInputError(f"{', '.join(others)}: model chunks take only the sizes {', '.join(_SIZES)}")
+    own = config_of(chunks[0])
     parameters = [parameters_of(chunk) for chunk in chunks]
-    return [Stage(parameters, parameters)]
+    return {name: getattr(own, name, None) for name in _SIZES}, [Stage(parameters, parameters)]
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Return the fields of a ``TransformerConfig``, or of Megatron-Bridge's subclass, that JSON can hold."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    names = [field.name for field in (*fields(MLATransformerConfig), *fields(GPTArguments))]
+    values = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    values = {name: getattr(value, "input_data", value) for name, value in values.items()}  # of a layout
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return {name: value for name, value in values.items() if isinstance(value, plain)}
+
+
+def _replicas(sizes: Mapping[str, Any], data_parallel_size: int | None) -> tuple[int, int]:
+    """Return how many ranks share the gradients of a dense parameter, and of an expert's."""
+    tensor, context, experts = (sizes.get(name) or 1 for name in _SIZES[:3])
+    experts *= sizes.get(_SIZES[3]) or tensor  # ranks that hold one copy of all experts
+    fewest = experts // math.gcd(experts, tensor * context)
+    replicas = fewest if data_parallel_size is None else data_parallel_size
+    if replicas < 1 or replicas % fewest:
+        raise InvalidInputError(
+            f"data_parallel_size is {replicas}; it must be a multiple of {fewest}: the ranks of a stage "
+            f"(tensor × context × data parallel) hold whole copies of all experts, on {experts} ranks each"
+        )
+    return replicas * context, replicas * context * tensor // experts
 
 
 def _in_training(
-    chunk: Sequence[Parameter], parallel: ParallelSizes, optimizer: OptimizerSettings
-) -> RankMemory:
+    chunk: Sequence[Parameter], replicas: tuple[int, int], optimizer: OptimizerSettings
+) -> Memory:
     """Return the memory of one model chunk in DDP with Adam, after its first step."""
     # DDP has a buffer for each dtype, and others for experts.
     buffers: dict[tuple[str, bool], list[int]] = {}
     for parameter in chunk:
         if parameter.trained:
             buffers.setdefault((parameter.dtype, parameter.expert), []).append(parameter.numel)
-    memory = RankMemory(Memory(parameters=sum(p.nbytes for p in chunk if not p.trained)))
+    memory = Memory(parameters=sum(p.nbytes for p in chunk if not p.trained))
     for (dtype, expert), numels in buffers.items():
         numel = shard = sum(numels)
         if optimizer.use_distributed_optimizer:
-            replicas = parallel.expert_replicas if expert else parallel.replicas
-            numel = _padded(numels, replicas)
-            shard = numel // replicas
+            numel = _padded(numels, replicas[expert])
+            shard = numel // replicas[expert]
         gradients = numel * ITEM_SIZES[optimizer.gradient_dtype(dtype)]
-        memory += RankMemory(Memory(parameters=numel * ITEM_SIZES[dtype], gradients=gradients))
+        memory += Memory(parameters=numel * ITEM_SIZES[dtype], gradients=gradients)
         memory += _adam(shard, dtype, optimizer)
     return memory
 
@@ -253,23 +265,23 @@ def _padded(numels: Sequence[int], replicas: int) -> int:
     return end + -end % math.lcm(replicas, 128)
 
 
-def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> RankMemory:
+def _adam(shard: int, dtype: str, optimizer: OptimizerSettings) -> Memory:
     """Return main parameters, main gradients and moments of the ``shard`` parameters that a rank updates."""
     precision_aware, offload = optimizer.use_precision_aware_optimizer, optimizer.optimizer_cpu_offload
     size = shard * _FP32
     if precision_aware and not offload:
         # FusedAdam keeps the main parameters itself, and reads gradients from the buffer.
         main_parameters = shard * 2 if dtype == "bf16" else size
-        return RankMemory(Memory(main_parameters=main_parameters, exp_avg=size, exp_avg_sq=size))
+        return Memory(main_parameters=main_parameters, exp_avg=size, exp_avg_sq=size)
     # The offloaded optimizer copies its input to host memory: if it is precision-aware, the model's
     # parameters; else main parameters and main gradients, which stay on the device too.
     main = 0 if precision_aware else size
-    device = Memory(
+    return Memory(
         # fp32 parameters are their own main parameters.
         main_parameters=0 if dtype == "fp32" else main,
         main_gradients=0 if optimizer.gradient_dtype(dtype) == "fp32" else main,
         exp_avg=0 if offload else size,
         exp_avg_sq=0 if offload else size,
+        # Main parameters, main gradients and both moments.
+        host=4 * size if offload else 0,
     )
-    host = Memory(main_parameters=size, main_gradients=size, exp_avg=size, exp_avg_sq=size)
-    return RankMemory(device, host if offload else Memory())

@@ -1,4 +1,4 @@
-"""Descriptions of models from a Hugging Face ``config.json``."""
+"""A Hugging Face ``config.json`` as fields of Megatron's ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...errors import InvalidInputError, one_line
-from .model import GPTDescription
+from .estimate import fields_of
 
 _Config = Mapping[str, Any]
 
+#: Megatron's field -> Hugging Face's. The file may lack those with a question mark, because Megatron has the
+#: same default as Hugging Face's class.
 _NAMES = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
@@ -17,18 +19,28 @@ _NAMES = {
     "num_attention_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
 }
-_GROUPED_ATTENTION = {"num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
+_GROUPS = {"num_query_groups": "num_key_value_heads"}
+_GROUPED_ATTENTION = _GROUPS | {"kv_channels": "head_dim"}
+_HEADS_OF_HIDDEN_SIZE = _GROUPS | {"kv_channels": "head_dim?"}
 _LATENT_ATTENTION = {
     "kv_lora_rank": "kv_lora_rank",
     "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim",
     "v_head_dim": "v_head_dim",
 }
-
-
+_EXPERTS = {"num_moe_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
+_LOCAL_EXPERTS = {"num_moe_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
+_ROUTED_EXPERTS = _EXPERTS | {"num_moe_experts": "n_routed_experts"}
+_SHARED_EXPERT = _EXPERTS | {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
+_DELTA_NET = {
+    f"linear_{name}": f"linear_{name}?"
+    for name in ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+}
+_QK_NORM = {"qk_layernorm": True}
+_EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 #: No model has a dimension or a count above this.
 _LARGEST = 2**31
-#: Numbers that the file may have besides those of ``_Family.names`` -> the least that each can be.
+#: Numbers that the file may have besides those of a family's names -> the least that each can be.
 _OTHER_NUMBERS = {
     "decoder_sparse_step": 1,
     "first_k_dense_replace": 0,
@@ -38,25 +50,6 @@ _OTHER_NUMBERS = {
     "num_nextn_predict_layers": 0,
     "q_lora_rank": 1,
 }
-
-
-class _Family(NamedTuple):
-    """What is peculiar to the models of one ``model_type``.
-
-    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has other biases than those of
-    queries, keys and values.
-    """
-
-    #: Field of the description -> field of the file, beside ``_NAMES``.
-    names: Mapping[str, str] = _GROUPED_ATTENTION
-    #: Fields that have the same value in all of these models.
-    fixed: Mapping[str, Any] = {}
-    #: Fields that the file may lack, because Megatron has the same default as Hugging Face's class.
-    defaults: tuple[str, ...] = ()
-    #: Whether embedding and output layer are tied if the file does not say it.
-    tied: bool = False
-    #: Returns fields that follow from others of the file.
-    derived: Callable[[_Config], Mapping[str, Any]] = lambda text: {}
 
 
 def _qwen_moe(text: _Config) -> Mapping[str, Any]:
@@ -75,7 +68,7 @@ def _qwen3_next(text: _Config) -> Mapping[str, Any]:
     return {**_qwen_moe(text), "linear_attention_freq": linear}
 
 
-def _deepseek(text: _Config) -> Mapping[str, Any]:
+def _shared_and_dense(text: _Config) -> Mapping[str, Any]:
     layers = text.get("num_hidden_layers", 0)
     dense = min(text.get("first_k_dense_replace", 0), layers)
     shared_experts = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
@@ -85,79 +78,83 @@ def _deepseek(text: _Config) -> Mapping[str, Any]:
     }
 
 
-_EXPERTS = {"num_experts": "num_experts", "moe_ffn_hidden_size": "moe_intermediate_size"}
-_MIXTRAL = {"num_experts": "num_local_experts", "moe_ffn_hidden_size": "intermediate_size"}
-_QK_NORM = {"qk_layernorm": True}
-_EXPERT_BIAS = {"moe_router_enable_expert_bias": True}
-_ROUTED = _EXPERTS | {"num_experts": "n_routed_experts"}
-_SHARED = _EXPERTS | {"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}
-_DELTA_NET = (
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-)
+class _Family(NamedTuple):
+    """What is peculiar to the models of one ``model_type``.
+
+    All have a gated MLP, RMSNorm and rotary embeddings. Only GPT-OSS has other biases than those of
+    queries, keys and values.
+    """
+
+    #: As ``_NAMES``, beside which they are.
+    names: Mapping[str, str] = _GROUPED_ATTENTION
+    #: Fields that have the same value in all of these models.
+    fixed: Mapping[str, Any] = {}
+    #: Returns fields that follow from others of the file.
+    derived: Callable[[_Config], Mapping[str, Any]] = lambda text: {}
+    #: Whether embedding and output layer are tied if the file does not say it.
+    tied: bool = False
+
+
 _DEEPSEEK = _Family(
-    names=_ROUTED | _LATENT_ATTENTION,
-    fixed=_QK_NORM | {"multi_latent_attention": True},
-    derived=lambda text: {"q_lora_rank": text.get("q_lora_rank"), **_deepseek(text)},
+    _ROUTED_EXPERTS | _LATENT_ATTENTION,
+    _QK_NORM | {"multi_latent_attention": True},
+    lambda text: {"q_lora_rank": text.get("q_lora_rank"), **_shared_and_dense(text)},
 )
-_MISTRAL = _Family(defaults=("kv_channels",))
+_LLAMA = _Family({"num_query_groups": "num_key_value_heads?", "kv_channels": "head_dim?"})
+_MISTRAL = _Family(_HEADS_OF_HIDDEN_SIZE)
 _FAMILIES = {
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK._replace(fixed={**_DEEPSEEK.fixed, **_EXPERT_BIAS}),
     "gemma": _Family(tied=True),
     "gemma2": _Family(tied=True),
-    "gemma3_text": _Family(tied=True, fixed=_QK_NORM),
+    "gemma3_text": _Family(fixed=_QK_NORM, tied=True),
     "glm4": _Family(),
     "glm4_moe": _Family(
-        names=_GROUPED_ATTENTION | _ROUTED,
-        fixed=_EXPERT_BIAS,
-        derived=lambda text: {"qk_layernorm": bool(text.get("use_qk_norm")), **_deepseek(text)},
+        _GROUPED_ATTENTION | _ROUTED_EXPERTS,
+        _EXPERT_BIAS,
+        lambda text: {"qk_layernorm": bool(text.get("use_qk_norm")), **_shared_and_dense(text)},
     ),
     "gpt_oss": _Family(
-        names=_GROUPED_ATTENTION | _MIXTRAL,
-        fixed={"add_bias_linear": True, "softmax_type": "learnable"},
+        _GROUPED_ATTENTION | _LOCAL_EXPERTS, {"add_bias_linear": True, "softmax_type": "learnable"}
     ),
-    "llama": _Family(defaults=("num_query_groups", "kv_channels")),
+    "llama": _LLAMA,
     "mistral": _MISTRAL,
     "mistral3": _MISTRAL,
-    "mixtral": _Family(names=_GROUPED_ATTENTION | _MIXTRAL, defaults=("kv_channels",)),
-    "phi3": _Family(defaults=("num_query_groups", "kv_channels")),
-    "qwen2": _Family(fixed={"add_qkv_bias": True}, defaults=("kv_channels",)),
+    "mixtral": _Family(_HEADS_OF_HIDDEN_SIZE | _LOCAL_EXPERTS),
+    "phi3": _LLAMA,
+    "qwen2": _Family(_HEADS_OF_HIDDEN_SIZE, {"add_qkv_bias": True}),
     "qwen2_moe": _Family(
-        names=_GROUPED_ATTENTION | _SHARED,
-        fixed={"add_qkv_bias": True, "moe_shared_expert_gate": True},
-        defaults=("kv_channels",),
-        derived=_qwen_moe,
+        _HEADS_OF_HIDDEN_SIZE | _SHARED_EXPERT,
+        {"add_qkv_bias": True, "moe_shared_expert_gate": True},
+        _qwen_moe,
     ),
     "qwen3": _Family(fixed=_QK_NORM),
-    "qwen3_moe": _Family(names=_GROUPED_ATTENTION | _EXPERTS, fixed=_QK_NORM, derived=_qwen_moe),
+    "qwen3_moe": _Family(_GROUPED_ATTENTION | _EXPERTS, _QK_NORM, _qwen_moe),
     "qwen3_next": _Family(
-        names=_GROUPED_ATTENTION | _SHARED | {name: name for name in _DELTA_NET},
-        fixed=_QK_NORM
-        | {
+        _GROUPED_ATTENTION | _SHARED_EXPERT | _DELTA_NET,
+        {
+            **_QK_NORM,
             "moe_shared_expert_gate": True,
             "attention_output_gate": True,
             "experimental_attention_variant": "gated_delta_net",
         },
-        defaults=_DELTA_NET,
-        derived=_qwen3_next,
+        _qwen3_next,
     ),
 }
 
 
-def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescription:
-    """Describe the language model of a Hugging Face configuration.
+def fields_from_hf_config(config: _Config, **overrides: Any) -> dict[str, Any]:
+    """Return Megatron's fields for the language model of a Hugging Face configuration.
 
-    Of a configuration for text and images only the text part counts. The post-norms of Gemma and GLM-4 are
-    left out, since Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the
+    Megatron-Bridge translates the models that it knows, if it is installed; the table of this module the
+    others. Of a configuration for text and images only the text part counts. The post-norms of Gemma and
+    GLM-4 are left out, since Megatron's ``GPTModel`` has none; they are a few thousandths of a percent of the
     parameters.
 
     Args:
         config: the content of ``config.json``.
-        overrides: fields of :class:`GPTDescription`, in place of those of the file or where it has none.
+        overrides: fields as :func:`.estimate_memory` takes them, in place of those of the file or where it
+            has none.
 
     Raises:
         InvalidInputError: an architecture that is not known, parts that ``GPTModel`` does not have, or fields
@@ -167,18 +164,32 @@ def description_from_hf_config(config: _Config, **overrides: Any) -> GPTDescript
         raise InvalidInputError(f"a configuration is a JSON object, not a {type(config).__name__}")
     text = config.get("text_config") or config
     try:
-        return _described(config, text, overrides)
-    except InvalidInputError:
-        raise
+        if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
+            text = {**text, "num_hidden_layers": overrides["num_layers"]}
+        return {**(_by_bridge(text) or _by_table(config, text, overrides)), **overrides}
     except (AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidInputError):
+            raise
         raise InvalidInputError(
             f"a field of the configuration has a value of another type: {one_line(error)}"
         ) from None
 
 
-def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> GPTDescription:
-    if "num_layers" in overrides:  # which layers are dense or sparse depends on their number
-        text = {**text, "num_hidden_layers": overrides["num_layers"]}
+def _by_bridge(text: _Config) -> dict[str, Any] | None:
+    """Return the fields that Megatron-Bridge makes of it; ``None`` without it, or if it cannot."""
+    try:
+        from megatron.bridge import AutoBridge
+        from transformers import AutoConfig  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        return None
+    try:
+        bridge = AutoBridge.from_hf_config(AutoConfig.for_model(**text))
+        return fields_of(bridge.to_megatron_provider(load_weights=False))
+    except Exception:  # of many kinds; the table translates the model, or says what is wrong
+        return None
+
+
+def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(text.get("model_type", config.get("model_type")))
     if kind not in _FAMILIES:
         raise InvalidInputError(
@@ -189,27 +200,26 @@ def _described(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> 
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
     family = _FAMILIES[kind]
     names = {**_NAMES, **family.names}
-    _check_numbers(text, dict.fromkeys(names.values(), 1) | _OTHER_NUMBERS)
-    fields = {
-        "swiglu": True,
-        "add_bias_linear": False,
-        "normalization": "RMSNorm",
-        "untie_embeddings_and_output_weights": not text.get(
-            "tie_word_embeddings", config.get("tie_word_embeddings", family.tied)
-        ),
-        "add_qkv_bias": bool(text.get("attention_bias")),
-        "mtp_num_layers": text.get("num_nextn_predict_layers"),
-        **{ours: int(text[theirs]) for ours, theirs in names.items() if text.get(theirs) is not None},
-        **family.fixed,
-        **family.derived(text),
-        **overrides,
-    }
-    if missing := [name for name in names if name not in fields and name not in family.defaults]:
+    _check_numbers(text, {theirs.rstrip("?"): 1 for theirs in names.values()} | _OTHER_NUMBERS)
+    numbers = {ours: text.get(theirs.rstrip("?")) for ours, theirs in names.items()}
+    if missing := [n for n in names if numbers[n] is None and n not in overrides and names[n][-1] != "?"]:
         listed = ", ".join(f"{names[name]} (--set {name}=...)" for name in missing)
         raise InvalidInputError(
             f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
         )
-    return GPTDescription(**fields)
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))
+    layers = text.get("num_nextn_predict_layers")
+    return {
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "share_embeddings_and_output_weights": bool(tied),
+        "add_qkv_bias": bool(text.get("attention_bias")),
+        **({"mtp_num_layers": int(layers)} if layers else {}),
+        **{ours: int(number) for ours, number in numbers.items() if number is not None},
+        **family.fixed,
+        **family.derived(text),
+    }
 
 
 def _check_numbers(text: _Config, least: Mapping[str, int]) -> None:

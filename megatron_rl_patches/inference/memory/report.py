@@ -1,48 +1,69 @@
-"""A memory estimate as a table, a sentence, and a plot of stacked bars."""
+"""A memory estimate as tables, a sentence, and a plot of stacked bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from .estimate import Memory, MemoryEstimate, StageEstimate
 
 _DECIMAL, _BINARY = ("B", "kB", "MB", "GB"), ("B", "KiB", "MiB", "GiB")
-_PARTS = {field.name: field.name.replace("_", " ") for field in fields(Memory)}
+_Table = list[tuple[str, ...]]
 
 
-def rows(estimate: MemoryEstimate) -> list[tuple[str, ...]]:
-    """Return a header, and a row for each pipeline stage, scenario and place: all parts and their sum.
+def uses(estimate: MemoryEstimate, stage: StageEstimate) -> dict[str, Memory]:
+    """Return the memory of a stage by what a rank does."""
+    memories = {"training": stage.training, "inference-only": stage.inference_only}
+    if estimate.teachers:
+        name = f"training + {estimate.teachers} teacher{'s' * (estimate.teachers > 1)}"
+        memories[name] = stage.with_teachers
+    return memories
+
+
+def rows(estimate: MemoryEstimate) -> _Table:
+    """Return a header, and what the stage that takes most holds: a row for each part, a column for each use.
 
     Units are decimal (1 GB is 10⁹ bytes); the sum is also given in the binary one (1 GiB is 2³⁰ bytes).
     """
-    memories = list(_memories(estimate.stages))
-    power = _power(max(memory.total for *_, memory in memories))
-    columns = [f"{name} ({_DECIMAL[power]})" for name in (*_PARTS.values(), "total")]
-    table: list[tuple[str, ...]] = [("stage", "use", "where", *columns, f"total ({_BINARY[power]})")]
-    for stage, use, where, memory in memories:
-        sizes = [size / 1000**power for size in (*asdict(memory).values(), memory.total)]
-        sizes.append(memory.total / 1024**power)
-        table.append((str(stage), use, where, *(f"{size:.2f}" if size else "-" for size in sizes)))
+    memories = uses(estimate, estimate.worst)
+    power = _power(memory.total for memory in memories.values())
+    parts = {
+        f.name.replace("_", " "): [getattr(m, f.name) for m in memories.values()] for f in fields(Memory)
+    }
+    host = parts.pop("host")
+    totals = [memory.total for memory in memories.values()]
+    table = [(_DECIMAL[power], *memories)]
+    table += [_row(name, sizes, 1000**power) for name, sizes in parts.items() if any(sizes)]
+    table += [_row("total", totals, 1000**power), _row(f"total in {_BINARY[power]}", totals, 1024**power)]
+    if any(host):
+        table.append(_row("host memory", host, 1000**power))
     return table
+
+
+def totals(estimate: MemoryEstimate) -> _Table:
+    """Return a header, and the sum of each use for each pipeline stage."""
+    stages = [uses(estimate, stage) for stage in estimate.stages]
+    power = _power(memory.total for stage in stages for memory in stage.values())
+    header = (f"stage, in {_DECIMAL[power]}", *stages[0])
+    return [header, *(_row(str(i), [m.total for m in s.values()], 1000**power) for i, s in enumerate(stages))]
 
 
 def summary(estimate: MemoryEstimate) -> str:
     """Return one sentence on the stage that takes most."""
     stage = estimate.worst
-    training, inference = stage.training.device.total, stage.inference_only.device.total
+    training, inference = stage.training.total, stage.inference_only.total
     return (
-        f"stage {stage.stage} takes most: {size(training)} per device for training, "
+        f"stage {estimate.stages.index(stage)} takes most: {size(training)} per device for training, "
         f"{size(inference)} inference-only ({1 - inference / training:.1%} less); activations not counted"
     )
 
 
 def size(number: int) -> str:
     """Return bytes in both kinds of units: ``54.02 GB (50.31 GiB)``."""
-    power = _power(number)
+    power = _power([number])
     return f"{number / 1000**power:.2f} {_DECIMAL[power]} ({number / 1024**power:.2f} {_BINARY[power]})"
 
 
@@ -61,31 +82,26 @@ def plot(estimate: MemoryEstimate, path: Path) -> None:
 
 def draw(estimate: MemoryEstimate, axes: Any) -> None:
     """Draw the same on axes of matplotlib."""
-    memories = list(_memories([estimate.worst]))
-    power = _power(max(memory.total for *_, memory in memories))
-    labels = [f"{use}\n{where}".replace(" + ", "\n+ ") for _, use, where, _ in memories]
+    memories = uses(estimate, estimate.worst)
+    power = _power(memory.total for memory in memories.values())
+    labels = [use.replace(" + ", "\n+ ") for use in memories]
     bottoms = [0.0] * len(memories)
-    for part, name in _PARTS.items():
-        heights = [getattr(memory, part) / 1000**power for *_, memory in memories]
+    for part in (field.name for field in fields(Memory) if field.name != "host"):
+        heights = [getattr(memory, part) / 1000**power for memory in memories.values()]
         if any(heights):
-            axes.bar(labels, heights, bottom=bottoms, label=name, width=0.6)
+            axes.bar(labels, heights, bottom=bottoms, label=part.replace("_", " "), width=0.6)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for index, total in enumerate(bottoms):
         axes.annotate(f"{total:.1f}", (index, total), ha="center", va="bottom")
-    axes.set(ylabel=f"{_DECIMAL[power]} per rank")
+    axes.set(ylabel=f"{_DECIMAL[power]} per device")
     axes.margins(y=0.1)
     axes.legend(loc="upper right")
 
 
-def _memories(stages: Sequence[StageEstimate]) -> Iterator[tuple[int, str, str, Memory]]:
-    """Yield stage, scenario, place and memory; host memory only if there is any."""
-    for stage in stages:
-        for scenario, memory in stage.scenarios.items():
-            yield stage.stage, scenario, "device", memory.device
-            if memory.host.total:
-                yield stage.stage, scenario, "host", memory.host
+def _row(name: str, sizes: Sequence[int], unit: int) -> tuple[str, ...]:
+    return (name, *(f"{size / unit:.2f}" if size else "-" for size in sizes))
 
 
-def _power(number: int) -> int:
-    """Return the power of 1000 that leaves up to four digits before the point."""
-    return min(int(math.log(max(number, 1), 1000)), len(_DECIMAL) - 1)
+def _power(sizes: Iterable[int]) -> int:
+    """Return the power of 1000 that leaves the largest size up to four digits before the point."""
+    return min(int(math.log(max(*sizes, 1), 1000)), len(_DECIMAL) - 1)

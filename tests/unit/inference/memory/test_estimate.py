@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
+import re
 from typing import Any
 
 import pytest
@@ -11,15 +10,13 @@ import torch
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import estimate_memory
-from megatron_rl_patches.inference.memory import estimate, report
+from megatron_rl_patches.inference.memory import estimate, parameters, report
 from megatron_rl_patches.inference.memory.estimate import (
-    GPTDescription,
     Memory,
     OptimizerSettings,
-    ParallelSizes,
     StageEstimate,
 )
-from megatron_rl_patches.inference.memory.huggingface import description_from_hf_config
+from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
 from .published import MODELS
 from .test_huggingface import DEEPSEEK_V3
@@ -39,16 +36,12 @@ def one_stage(model: Any, **arguments: Any) -> StageEstimate:
     return stage
 
 
-def test_a_config_with_experts_has_the_replicas_that_they_need() -> None:
-    config = SimpleNamespace(
-        tensor_model_parallel_size=2,
-        context_parallel_size=1,
-        pipeline_model_parallel_size=2,
-        expert_model_parallel_size=8,
-        expert_tensor_parallel_size=None,
-    )
-    assert ParallelSizes.from_config(config).data_parallel_size == 8
-    assert ParallelSizes.from_config(object()) == ParallelSizes(virtual_pipeline_model_parallel_size=1)
+def test_experts_have_the_replicas_that_they_need() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8}
+    experts = linear(expert=True)
+    assert one_stage(experts, **sizes) == one_stage(experts, data_parallel_size=8, **sizes)
+    shared = one_stage(experts, optimizer=DISTRIBUTED, data_parallel_size=16, **sizes)
+    assert shared.training.exp_avg == 4 * N / 2
 
 
 #: Bytes per parameter: of the model and of Adam in the usual case, and what is different in others.
@@ -76,47 +69,46 @@ def test_bytes_per_parameter(
     dtype: torch.dtype, settings: dict[str, Any], device: dict[str, int], host: int
 ) -> None:
     memory = one_stage(linear(dtype), optimizer=OptimizerSettings(**settings)).training
-    assert memory.device == Memory(**{part: size * N for part, size in device.items()})
-    assert memory.device.total == sum(device.values()) * N
-    assert memory.host.total == host * N
+    assert memory == Memory(**{part: size * N for part, size in device.items()}, host=host * N)
+    assert memory.total == sum(device.values()) * N
 
 
 class TestTraining:
     def test_distributed_optimizer_shares_adam_among_replicas(self) -> None:
-        parallel = ParallelSizes(data_parallel_size=4, context_parallel_size=2)
-        memory = one_stage(linear(), parallel=parallel, optimizer=DISTRIBUTED).training.device
+        sizes = {"data_parallel_size": 4, "context_parallel_size": 2}
+        memory = one_stage(linear(), **sizes, optimizer=DISTRIBUTED).training
         assert (memory.parameters, memory.gradients) == (2 * N, 4 * N)
         assert memory.main_parameters == memory.exp_avg == memory.exp_avg_sq == 4 * N / 8
-        assert one_stage(linear(), parallel=parallel).training.device.exp_avg == 4 * N
+        assert one_stage(linear(), **sizes).training.exp_avg == 4 * N
 
     def test_experts_have_fewer_replicas(self) -> None:
-        parallel = ParallelSizes(data_parallel_size=8, expert_model_parallel_size=4)
-        stage = one_stage(linear(expert=True), parallel=parallel, optimizer=DISTRIBUTED)
-        assert stage.training.device.exp_avg == 4 * N / 2
+        sizes = {"data_parallel_size": 8, "expert_model_parallel_size": 4}
+        stage = one_stage(linear(expert=True), **sizes, optimizer=DISTRIBUTED)
+        assert stage.training.exp_avg == 4 * N / 2
         assert (stage.dense_parameters, stage.expert_parameters) == (0, N)
 
     def test_distributed_optimizer_pads(self) -> None:
         bias = torch.nn.Linear(1, 10, dtype=torch.bfloat16, device="meta")  # 10 + 10 parameters
-        assert one_stage(bias, optimizer=DISTRIBUTED).training.device.parameters == 2 * 128
+        assert one_stage(bias, optimizer=DISTRIBUTED).training.parameters == 2 * 128
         three = torch.nn.Sequential(*(torch.nn.Linear(1, 10, bias=False, device="meta") for _ in range(3)))
         # Each starts at a multiple of 64, and so the third ends at 138.
-        assert one_stage(three, optimizer=DISTRIBUTED).training.device.parameters == 4 * 256
-        many = ParallelSizes(data_parallel_size=3)
-        assert one_stage(bias, parallel=many, optimizer=DISTRIBUTED).training.device.parameters == 2 * 3 * 128
+        assert one_stage(three, optimizer=DISTRIBUTED).training.parameters == 4 * 256
+        three_replicas = one_stage(bias, data_parallel_size=3, optimizer=DISTRIBUTED)
+        assert three_replicas.training.parameters == 2 * 3 * 128
         stage = one_stage(bias)
-        assert stage.training.device.parameters == stage.inference_only.device.parameters == 2 * 20
+        assert stage.training.parameters == stage.inference_only.parameters == 2 * 20
 
     def test_dtypes_and_chunks_add_up(self) -> None:
         mixed = torch.nn.Sequential(linear(), linear(torch.float32))
         for chunks in ([mixed, linear()], torch.nn.ModuleList([mixed, linear()])):
-            assert one_stage(chunks).training.device.parameters == (2 + 4 + 2) * N
+            assert one_stage(chunks).training.parameters == (2 + 4 + 2) * N
 
 
 def test_a_pool_takes_one_model_on_the_device_and_all_on_the_host() -> None:
     stage = one_stage(linear(), teachers=3)
-    assert stage.inference_only.device == Memory(parameters=2 * N)
-    assert stage.with_teachers.device.total == stage.training.device.total + 2 * N
-    assert stage.with_teachers.host == Memory(teachers=3 * 2 * N)
+    assert stage.inference_only == Memory(parameters=2 * N)
+    assert stage.with_teachers.total == stage.training.total + 2 * N
+    assert stage.with_teachers.host == 3 * 2 * N
     assert one_stage(linear()).with_teachers == one_stage(linear()).training
 
 
@@ -130,10 +122,9 @@ class TestRealModels:
     )
     def test_published_totals(self, name: str) -> None:
         model = MODELS[name]
-        description = description_from_hf_config(model.config, make_vocab_size_divisible_by=1)
-        experts = description.num_experts or 1
-        parallel = ParallelSizes(expert_model_parallel_size=experts, data_parallel_size=experts)
-        stage = one_stage(description, parallel=parallel)
+        description = fields_from_hf_config(model.config, make_vocab_size_divisible_by=1)
+        experts = description.get("num_moe_experts", 1)
+        stage = one_stage(description, expert_model_parallel_size=experts)
         total = stage.dense_parameters + experts * stage.expert_parameters
         assert total == model.transformers - model.beyond_megatron
         rounding = max(0.001 * model.published, model.rounding)
@@ -142,38 +133,58 @@ class TestRealModels:
     @pytest.mark.slow
     def test_multi_token_prediction_and_biases_of_routers(self) -> None:
         config = DEEPSEEK_V3 | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
-        stage = one_stage(description_from_hf_config(config))
-        without = one_stage(description_from_hf_config(config, mtp_num_layers=0))
+        stage = one_stage(fields_from_hf_config(config))
+        without = one_stage(fields_from_hf_config(config, mtp_num_layers=0))
         assert stage.inference_only == without.inference_only
         # It is one more layer with experts, a projection from twice the hidden size, and three norms.
-        longer = one_stage(description_from_hf_config(config, mtp_num_layers=0, num_layers=5))
+        longer = one_stage(fields_from_hf_config(config, mtp_num_layers=0, num_layers=5))
         hidden = config["hidden_size"]
         assert stage.dense_parameters - longer.dense_parameters == 2 * hidden**2 + 3 * hidden
         assert stage.expert_parameters == longer.expert_parameters
         # One layer of four has experts: a bias and a counter for each of 256, the counter in bf16.
         weights = without.dense_parameters + without.expert_parameters
-        assert without.inference_only.device.parameters == 2 * weights + 256 * (4 + 2)
-        assert without.training.device.gradients == 4 * weights
+        assert without.inference_only.parameters == 2 * weights + 256 * (4 + 2)
+        assert without.training.gradients == 4 * weights
 
     @pytest.mark.slow
     def test_671b_over_128_ranks(self) -> None:
-        parallel = ParallelSizes(
+        model = fields_from_hf_config(
+            DEEPSEEK_V3,
             pipeline_model_parallel_size=4,
-            decoder_last_pipeline_num_layers=13,
+            num_layers_in_last_pipeline_stage=13,
             expert_model_parallel_size=32,
-            data_parallel_size=32,
         )
-        model = description_from_hf_config(DEEPSEEK_V3)
-        stages = estimate_memory(model, parallel=parallel, optimizer=DISTRIBUTED).stages
+        stages = estimate_memory(model, data_parallel_size=32, optimizer=DISTRIBUTED).stages
         total = sum(stage.dense_parameters + 32 * stage.expert_parameters for stage in stages)
         assert total == pytest.approx(671e9, rel=0.001)
-        assert [stage.stage for stage in stages] == [0, 1, 2, 3]
+        assert len(stages) == 4
 
-    def test_megatrons_objections_are_passed_on(self) -> None:
-        odd = GPTDescription(num_layers=2, hidden_size=96, num_attention_heads=3, vocab_size=100)
+    def test_objections_are_passed_on(self) -> None:
+        model = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 3, "vocab_size": 100}
         with pytest.raises(InvalidInputError, match="num_attention_heads"):
-            estimate_memory(odd, parallel=ParallelSizes(tensor_model_parallel_size=2))
+            estimate_memory(model, tensor_model_parallel_size=2)
         assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("add_bias_linear", "False", "add_bias_linear is 'False'; expected bool"),
+        ("num_layers", True, "num_layers is True; expected int"),
+        ("num_layers", 0, "num_layers is 0; it must be at least 1"),
+        ("ffn_hidden_size", -1, "ffn_hidden_size is -1; it must be at least 0"),
+        ("num_query_groups", 3, "num_query_groups is 3; expected a divisor of num_attention_heads, 4"),
+        ("moe_layer_freq", [[0]], "moe_layer_freq is "),
+        ("layers", 2, "layers: TransformerConfig of this megatron-core has no such field"),
+        ("softmax_type", "soft", "softmax_type is 'soft'"),
+    ],
+)
+def test_bad_fields(field: str, value: object, message: str) -> None:
+    """The checks of the child process, in this one."""
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, field: value}
+    with pytest.raises(InvalidInputError, match=re.escape(message)):
+        list(parameters.stages({}, model, "bf16"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
@@ -194,39 +205,60 @@ def test_a_transformer_config_brings_its_groups(monkeypatch: pytest.MonkeyPatch)
         pipeline_model_parallel_size=2,
         pipeline_dtype=torch.bfloat16,
     )
-    estimate_memory(config, vocab_size=100, untie_embeddings_and_output_weights=True)
-    [(description, sizes, dtype)] = calls
-    assert (description.num_layers, description.ffn_hidden_size, description.vocab_size) == (2, 256, 100)
-    assert description.swiglu and description.num_experts == 4
-    assert description.untie_embeddings_and_output_weights
-    assert sizes == ParallelSizes(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=2
-    )
+    estimate_memory(config, vocab_size=100, share_embeddings_and_output_weights=False)
+    [(fields, described, dtype)] = calls
+    assert (fields["num_layers"], fields["ffn_hidden_size"], fields["num_moe_experts"]) == (2, 256, 4)
+    assert fields["gated_linear_unit"] and fields["expert_tensor_parallel_size"] == 2
+    assert described == {"vocab_size": 100, "share_embeddings_and_output_weights": False}
     assert dtype == "bf16"
 
-    config.num_layers_in_first_pipeline_stage, config.account_for_loss_in_pipeline_split = 1, True
-    estimate_memory(config, vocab_size=100)
-    estimate_memory(config, vocab_size=100, parallel=ParallelSizes(pipeline_model_parallel_size=4))
-    split = {"decoder_first_pipeline_num_layers": 1, "account_for_loss_in_pipeline_split": True}
-    assert calls[1][1] == replace(sizes, **split)
-    assert calls[2][1] == ParallelSizes(pipeline_model_parallel_size=4, **split)
 
-    with pytest.raises(InvalidInputError, match="vocab_size"):
-        estimate_memory(config)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+def test_settings_of_a_gpu_do_not_change_the_parameters() -> None:
+    """A config of a training run asks for packages that are not needed to count."""
+    from megatron.core.transformer import TransformerConfig
+
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 4}
+    shape |= {"add_bias_linear": False, "normalization": "RMSNorm", "moe_ffn_hidden_size": 64}
+    config = TransformerConfig(
+        **shape,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        context_parallel_size=2,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        gradient_accumulation_fusion=True,
+        persist_layer_norm=True,
+        moe_grouped_gemm=True,
+        moe_token_dispatcher_type="alltoall",
+        variable_seq_lengths=True,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    sizes = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
+    assert estimate_memory(config, vocab_size=100) == estimate_memory(shape, vocab_size=100, **sizes)
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         (lambda: OptimizerSettings(use_precision_aware_optimizer=True), "needs use_distributed_optimizer"),
-        (lambda: GPTDescription(1, 1, 1, 1, moe_layer_freq=0), "moe_layer_freq is 0"),
+        (lambda: OptimizerSettings(optimizer_cpu_offload="False"), "optimizer_cpu_offload is 'False'"),
         (lambda: estimate_memory(linear(torch.float8_e5m2)), "parameters of dtype torch.float8_e5m2"),
-        (lambda: ParallelSizes(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0"),
-        (lambda: ParallelSizes(expert_model_parallel_size=8), "must be a multiple of 8"),
-        (lambda: GPTDescription(0, 1, 1, 1), "num_layers is 0"),
+        (lambda: estimate_memory(linear(), data_parallel_size=0), "data_parallel_size is 0"),
+        (
+            lambda: estimate_memory(linear(), data_parallel_size=4, expert_model_parallel_size=8),
+            "must be a multiple of 8",
+        ),
+        (
+            lambda: estimate_memory({"num_layers": 2}, vocab_size=4),
+            "missing: hidden_size, num_attention_heads",
+        ),
         (lambda: estimate_memory(linear(), dtype="fp64"), "dtype is 'fp64'"),
         (lambda: estimate_memory(linear(), teachers=-1), "teachers is -1"),
-        (lambda: estimate_memory(linear(), vocab_size=3), "only a TransformerConfig"),
+        (lambda: estimate_memory(linear(), vocab_size=3), "vocab_size: model chunks take only the sizes"),
         (lambda: estimate_memory("gpt"), "model is a str"),
     ],
 )
@@ -236,10 +268,11 @@ def test_mistakes(mistake: Any, message: str) -> None:
 
 
 def test_units_fit_the_size() -> None:
-    header, training, inference = report.rows(estimate_memory(linear()))
-    assert header[:4] == ("stage", "use", "where", "parameters (kB)")
-    assert training[-2:] == (f"{18 * N / 1000:.2f}", f"{18 * N / 1024:.2f}")
-    assert inference[1:5] == ("inference-only", "device", f"{2 * N / 1000:.2f}", "-")
+    header, parameters_row, *_, total, in_kib = report.rows(estimate_memory(linear()))
+    assert header == ("kB", "training", "inference-only")
+    assert parameters_row == ("parameters", f"{2 * N / 1000:.2f}", f"{2 * N / 1000:.2f}")
+    assert total[:2] == ("total", f"{18 * N / 1000:.2f}")
+    assert in_kib[:2] == ("total in KiB", f"{18 * N / 1024:.2f}")
     assert report.size(54_018_047_488) == "54.02 GB (50.31 GiB)"
     assert report.size(5) == "5.00 B (5.00 B)"
     assert "88.9% less" in report.summary(estimate_memory(linear()))

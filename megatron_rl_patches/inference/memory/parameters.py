@@ -1,0 +1,327 @@
+"""Parameters of every pipeline stage, from the real ``GPTModel`` on the meta device.
+
+A child process builds it, with torch's fake process groups, so that the caller's groups stay untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import typing
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from ...common.chunks import unwrap
+from ...errors import InvalidInputError, one_line
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of a number of each dtype.
+ITEM_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_TORCH_NAMES = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+# What a router has with moe_router_enable_expert_bias. Other buffers are caches of rotary embeddings.
+_ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
+# Parts of the names of fields that say how a GPU computes, and that need its packages; none changes a shape.
+_COMPUTATION = re.compile(
+    "batch_invariant|context_parallel|cuda_graph|deepep|dispatcher|dtype|fp4|fp8|fus|gemm|grad|grouped|inference|"
+    "kitchen|memory_efficient|offload|overlap|padding|paged|persist|rank_capacity|recompute|sequence_parallel|"
+    "symmetric|transformer_impl|variable|zero_centered"
+)
+#: Fields that a described model must have.
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class GPTArguments:
+    """What ``GPTModel`` needs besides a ``TransformerConfig``, by the names of its arguments.
+
+    Attributes:
+        vocab_size: before padding to a multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel
+            size, which Megatron-LM's tokenizer does.
+        position_embedding_type: ``"learned_absolute"`` has ``max_sequence_length`` embeddings.
+    """
+
+    vocab_size: int
+    make_vocab_size_divisible_by: int = 128
+    share_embeddings_and_output_weights: bool = True
+    position_embedding_type: str = "rope"
+    max_sequence_length: int = 1
+
+
+class Parameter(NamedTuple):
+    """One parameter or buffer of a model chunk, with its size on one rank."""
+
+    numel: int
+    #: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    dtype: str
+    #: Its gradients are reduced over the expert-data-parallel group (Megatron: ``allreduce`` is False).
+    expert: bool
+    #: It belongs to the output layer, or is the embedding that serves as one.
+    head: bool = False
+    #: False: a buffer, such as the biases of a router, without gradient and optimizer state.
+    trained: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on one rank."""
+        return self.numel * ITEM_SIZES[self.dtype]
+
+
+class Stage(NamedTuple):
+    """The chunks of a pipeline stage, which differ where only training has multi-token prediction."""
+
+    training: list[list[Parameter]]
+    inference_only: list[list[Parameter]]
+
+
+def parameters_of(chunk: torch.nn.Module) -> list[Parameter]:
+    """Return the parameters of a real model chunk, in their order, and then the buffers of its routers."""
+    if unknown := {str(p.dtype) for p in chunk.parameters()} - _TORCH_NAMES.keys():
+        dtypes = ", ".join(sorted(unknown))
+        raise InvalidInputError(f"parameters of dtype {dtypes}: counted are {', '.join(ITEM_SIZES)}")
+    head = _output_layer_of(unwrap(chunk))
+    parameters = [
+        Parameter(p.numel(), _TORCH_NAMES[str(p.dtype)], not getattr(p, "allreduce", True), id(p) in head)
+        for p in chunk.parameters()
+    ]
+    # Megatron keeps the biases of routers in fp32: Float16Module converts them, the first forward pass back.
+    buffers = [
+        Parameter(
+            buffer.numel(),
+            "fp32" if name.endswith("expert_bias") else _TORCH_NAMES[str(buffer.dtype)],
+            expert=False,
+            trained=False,
+        )
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(_ROUTER_BUFFERS)
+    ]
+    return parameters + buffers
+
+
+def _output_layer_of(model: Any) -> set[int]:
+    """Return the identities of the parameters of the output layer."""
+    layer = getattr(model, "output_layer", None)
+    if layer is None or not getattr(model, "post_process", True):
+        return set()
+    is_shared = getattr(layer, "weight", None) is None
+    shared = [model.shared_embedding_or_output_weight()] if is_shared else []
+    return set(map(id, [*layer.parameters(), *shared]))
+
+
+def count_parameters(config: Mapping[str, Any], fields: Mapping[str, Any], dtype: str) -> list[Stage]:
+    """Count the parameters of each pipeline stage, in seconds and without memory for them.
+
+    Args:
+        config: fields that a ``TransformerConfig`` has accepted.
+        fields: others of ``TransformerConfig`` and of :class:`GPTArguments`, which come first.
+        dtype: of the parameters.
+    """
+    return _counted(json.dumps([config, fields, dtype]))
+
+
+@functools.cache
+def _counted(task: str) -> list[Stage]:
+    child = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=task,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+            # Counting needs no patches, and their messages would confuse.
+            "MEGATRON_RL_PATCHES": "0",
+        },
+    )
+    if child.returncode:
+        last_line = child.stderr.strip().rpartition("\n")[2]
+        raise InvalidInputError(f"counting the parameters failed ({child.returncode}): {last_line}")
+    answer = json.loads(child.stdout.splitlines()[-1])
+    if isinstance(answer, str):
+        raise InvalidInputError(answer)
+    return [Stage(*([[Parameter(*p) for p in chunk] for chunk in use] for use in stage)) for stage in answer]
+
+
+# --- in the child process
+
+
+def main() -> None:
+    """Read the task as JSON from stdin; write the stages, or why there are none, to stdout."""
+    config, fields, dtype = json.load(sys.stdin)
+    warnings.simplefilter("ignore")
+    # Without these the local layers use torch's norms, which have the same parameters and build anywhere.
+    for absent in ("apex", "transformer_engine"):
+        sys.modules[absent] = cast(ModuleType, None)
+    answer: list[Any] | str
+    try:
+        answer = list(stages(config, fields, dtype))
+    except InvalidInputError as error:
+        answer = " ".join(str(error).split())
+    except Exception as error:
+        answer = f"Megatron does not build this model: {one_line(error)}"
+    print(json.dumps(answer))
+
+
+def stages(config: Mapping[str, Any], fields: Mapping[str, Any], dtype: str) -> Iterator[Stage]:
+    import torch
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    from ..models.model import build_inference_model
+
+    values = {**config, **fields}
+    config_class = MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig
+    _check(fields, config_class)
+    own = {name: values.pop(name) for name in GPTArguments.__annotations__ if name in values}
+    values["mtp_num_layers"] = values.get("mtp_num_layers") or None
+    if values.get("virtual_pipeline_model_parallel_size") == 1:
+        del values["virtual_pipeline_model_parallel_size"]
+    values = {name: value for name, value in values.items() if not _COMPUTATION.search(name)}
+    model = config_class(**{**values, "pipeline_dtype": torch.float32, "perform_initialization": False})
+    if not model.multi_latent_attention and model.num_attention_heads % model.num_query_groups:
+        raise InvalidInputError(
+            f"num_query_groups is {model.num_query_groups}; expected a divisor of num_attention_heads, "
+            f"{model.num_attention_heads}"
+        )
+    for stage in range(model.pipeline_model_parallel_size):
+        with _fake_rank(model, stage):
+            provider = functools.partial(_provide, GPTArguments(**own))
+            build = functools.partial(build_inference_model, provider, model, dtype=dtype, device="meta")
+            scoring = [parameters_of(chunk) for chunk in build()]
+            training = scoring
+            if model.mtp_num_layers:
+                training = [parameters_of(chunk) for chunk in build(with_mtp=True)]
+            yield Stage(training, scoring)
+
+
+def _check(fields: Mapping[str, Any], config_class: type) -> None:
+    """Refuse names that are no fields, and values of other types: the text ``"False"`` would be true."""
+    types = {**typing.get_type_hints(config_class), **typing.get_type_hints(GPTArguments)}
+    for name, value in fields.items():
+        if name not in types:
+            raise InvalidInputError(
+                f"{name}: {config_class.__name__} of this megatron-core has no such field"
+            )
+        if not _is_a(value, types[name]):
+            expected = getattr(types[name], "__name__", types[name])
+            raise InvalidInputError(f"{name} is {value!r}; expected {str(expected).replace('typing.', '')}")
+        if type(value) is int and value < (name in REQUIRED):
+            raise InvalidInputError(f"{name} is {value}; it must be at least {int(name in REQUIRED)}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Return whether a value from JSON is of a type such as ``int``, ``float | None`` or ``list[int]``."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is typing.Literal:
+        return value in arguments
+    if isinstance(value, list) and isinstance(origin, type) and issubclass(list, origin):
+        return all(_is_a(item, arguments[0]) for item in value) if arguments else True
+    if arguments:
+        return any(_is_a(value, argument) for argument in arguments)
+    return value is None or type(value) is origin or (type(value) is int and origin is float)
+
+
+@contextmanager
+def _fake_rank(config: Any, stage: int) -> Iterator[None]:
+    """Act as the first rank of a pipeline stage; there are no replicas, as they have the same shapes."""
+    import torch.distributed
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    tp, pp, ep = (getattr(config, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert"))
+    experts_tp = config.expert_tensor_parallel_size or tp
+    ranks = math.lcm(tp, ep * experts_tp)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=stage * ranks, world_size=pp * ranks)
+    try:
+        parallel_state.initialize_model_parallel(
+            tp,
+            pp,
+            config.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=experts_tp,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _provide(
+    own: GPTArguments, config: Any, pre_process: bool, post_process: bool, vp_stage: int | None = None
+) -> Any:
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    # Some releases set HAVE_TE if their own wrapper file can be imported, and then fail on missing classes.
+    multi_latent_attention.HAVE_TE = False
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    arguments = {"use_transformer_engine": False, "normalization": config.normalization}
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, **arguments, vp_stage=vp_stage)
+    block.layer_specs = [_buildable(config, spec, first + i) for i, spec in enumerate(block.layer_specs)]
+    mtp = {}
+    if config.mtp_num_layers:
+        # These layers are built like the last one; a stage of a pipeline's layout may have no others.
+        last: Any = block
+        if not block.layer_specs:
+            *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **arguments)
+            last = _buildable(config, last, config.num_layers - 1)
+        spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, last, use_transformer_engine=False, vp_stage=vp_stage
+        )
+        mtp = {"mtp_block_spec": spec}
+    multiple = own.make_vocab_size_divisible_by * config.tensor_model_parallel_size
+    return GPTModel(
+        config,
+        block,
+        vocab_size=math.ceil(own.vocab_size / multiple) * multiple,
+        max_sequence_length=own.max_sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=own.share_embeddings_and_output_weights,
+        position_embedding_type=own.position_embedding_type,
+        vp_stage=vp_stage,
+        **mtp,
+    )
+
+
+def _buildable(config: Any, spec: Any, number: int) -> Any:
+    """Return the specification of a layer in which everything can be built without a GPU's packages."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    spec = copy.deepcopy(spec)
+    layer = spec.submodules
+    if config.multi_latent_attention:
+        # Core attention has no parameters then, and the local implementation refuses latent attention.
+        layer.self_attention.submodules.core_attention = IdentityOp
+    if getattr(config, "experimental_attention_variant", None) is None:
+        return spec
+
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.ssm import gated_delta_net
+
+    if variants.get_linear_attention_pattern(config)[number]:
+        gated_delta_net.HAVE_FLA = True  # the class refuses to be built without kernels, which only compute
+        attention = variants.get_gated_delta_net_module_spec(config, LocalSpecProvider())
+        # The norm of the input, which TransformerEngine fuses with this projection, is one of the layer here.
+        attention.submodules.in_proj = LocalSpecProvider().column_parallel_linear()
+        layer.self_attention = attention
+    return spec
+
+
+if __name__ == "__main__":
+    main()
