@@ -126,6 +126,7 @@ class TestCheck:
         assert status.pop("fingerprint")
         assert status == {
             "detail": "",
+            "because_of": "",
             "source": "one",
             "patch": "test-patch",
             "framework": "mrp_framework",
