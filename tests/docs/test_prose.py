@@ -17,6 +17,7 @@ from tests.docs.pages import ROOT
 VARIABLES = set(settings.variables())
 # Classes that pages name, and that are not of this package.
 OF_OTHERS = {
+    "AutoBridge",
     "ChainedOptimizer",
     "DistributedDataParallel",
     "FileSystemWriter",

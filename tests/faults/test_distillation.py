@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ def refused_alike(message: str, call: Callable[[], Any]) -> None:
     with pytest.raises(InvalidInputError) as raised:
         call()
     first, second = everywhere(str(raised.value))
-    assert first == second
+    # A rank that has nothing wrong names the one that has.
+    assert re.sub(r"^rank \d+: ", "", first) == re.sub(r"^rank \d+: ", "", second)
     assert message in first
 
 

@@ -47,7 +47,7 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
     from tests.frameworks.jobs import JOBS
 
     check_rollouts(JOBS[framework], framework, order)
-    assert len(states_of(framework, "megatron.core")) == 5
+    assert len(states_of(framework, "megatron.core")) == 4
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -103,8 +103,8 @@ def test_pooled_teachers_score_as_they_do_alone(layout: str, tmp_path: Path) -> 
     heads = {name: pool.head(name) for name in TEACHERS}
     assert reachable_bytes() - before == pool.head_bytes
     [estimated] = estimate_memory(pool.model, teachers=len(pool), teacher_heads=True).stages
-    assert estimated.with_teachers.device.teacher_heads == pool.head_bytes
-    assert estimated.with_teachers.host.teachers == pool.host_bytes
+    assert estimated.with_teachers.teacher_heads == pool.head_bytes
+    assert estimated.with_teachers.host == pool.host_bytes
     reported = memory_report(pool=pool).teachers
     assert reported is not None
     assert (reported.weights, reported.heads) == (pool.host_bytes, pool.head_bytes)

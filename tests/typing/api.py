@@ -29,6 +29,7 @@ from megatron_rl_patches import (
 )
 from megatron_rl_patches.hooks import on_megatron_init, pre_wrap
 from megatron_rl_patches.inference import (
+    GPTArguments,
     MemoryEstimate,
     MemoryReport,
     OptimizerSettings,
@@ -206,6 +207,8 @@ def inference(provider: Callable[..., torch.nn.Module], config: Any, path: Path)
         data_parallel_size=2,
         optimizer=OptimizerSettings(),
     )
+    arguments = GPTArguments(vocab_size=100)
+    print(arguments.share_embeddings_and_output_weights)
     estimates: list[MemoryEstimate] = [described, estimate_memory(model, teachers=2, teacher_heads=True)]
     for stage in estimates[0].stages:
         total: int = stage.training.total - stage.inference_only.total
