@@ -1,8 +1,6 @@
-"""Every error that callers may want to catch, and parts of messages."""
+"""Every error that callers may want to catch."""
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 
 class MegatronRLPatchesError(Exception):
@@ -36,16 +34,3 @@ class InvalidInputError(MegatronRLPatchesError, ValueError):
 
 class NonFiniteGradients(MegatronRLPatchesError, ArithmeticError):
     """Steps in a row were skipped, as their gradient norms were not finite; raised on every rank alike."""
-
-
-def first(items: Collection[object], count: int = 10) -> str:
-    """Join the first items with commas, and say how many more there are: ``a, b and 7 more``."""
-    shown = [str(item) for item, _ in zip(items, range(count), strict=False)]
-    more = len(items) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
-def one_line(error: BaseException) -> str:
-    """Return type and first line of an exception; the whole is chained to the error that quotes it."""
-    text = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
+from ..common.text import one_line
+from ..errors import InvalidInputError, MegatronRLPatchesError
 from .screens import check_plot, output_file, show_json, show_table
 
 #: Panels of the help, whose options are short enough to be shown in 80 columns.

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..errors import InvalidInputError, MegatronRLPatchesError, one_line
+from ..common.text import one_line
+from ..errors import InvalidInputError, MegatronRLPatchesError
 
 T = TypeVar("T")
 

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import PatchError, first
+from ..common.text import listed
+from ..errors import PatchError
 from . import installer, registry
 from .judge import judge_all, refuse_faults
 from .records import Claim
@@ -150,7 +151,7 @@ def verify_ranks(group: Any = None) -> None:
             ranks_by_state.setdefault(states.get(target, "not selected"), []).append(rank)
         if len(ranks_by_state) > 1:
             rarest_first = sorted(ranks_by_state.items(), key=lambda item: len(item[1]))
-            parts = (f"{state} on rank {first(ranks)}" for state, ranks in rarest_first)
+            parts = (f"{state} on rank {listed(ranks)}" for state, ranks in rarest_first)
             differences.append(f"{target}: {'; '.join(parts)}")
     if differences:
         raise PatchError("patches differ between ranks:\n  " + "\n  ".join(differences))

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from _megatron_rl_patches_startup import is_interrupt
 
-from ..errors import PatchError, one_line
+from ..common.text import one_line
+from ..errors import PatchError
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from torch.nn.functional import pad
 
 from ..common.agreement import raise_on_all
 from ..common.scopes import Scope, replaced
+from ..common.text import listed
 from ..engine.call import Call
-from ..errors import InvalidInputError, first
+from ..errors import InvalidInputError
 from ..inference.scoring.plan import vocabulary_of
 from ..losses import DeferredLogits, TopKDistribution, vocab_parallel_log_probs_at, vocab_parallel_topk
 from ..losses.logits.distributions import NO_ENTRY
@@ -275,19 +276,19 @@ def _problem(data: Any, vocabulary: int | None) -> str | None:
         return f"topk is {k}, but the student's vocabulary has {most} ids: choose a smaller topk"
     if wrong := ids[(ids < 0) | (ids >= most)].tolist():
         return (
-            f"a teacher names the ids {first(wrong)}, expected 0 to {most - 1}: its vocabulary must be the "
+            f"a teacher names the ids {listed(wrong)}, expected 0 to {most - 1}: its vocabulary must be the "
             "student's"
         )
     sums = log_probs.float().exp().sum(-1)
     if wrong := sums[~(sums <= LARGEST_SUM)].tolist():
         return (
-            f"the probabilities of a teacher's {k} ids add up to {first(wrong)}, expected at most 1: look "
+            f"the probabilities of a teacher's {k} ids add up to {listed(wrong)}, expected at most 1: look "
             "for NaN or missing log-probabilities in what its server returns"
         )
     ordered = ids.sort(-1).values
     twice = torch.unique(ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]).tolist()
     if twice:
-        return f"a teacher names the ids {first(twice)} twice for a token, expected each at most once"
+        return f"a teacher names the ids {listed(twice)} twice for a token, expected each at most once"
     return None
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..common.chunks import unwrap
-from ..errors import InferenceOnlyError, InvalidInputError, first
+from ..common.text import listed
+from ..errors import InferenceOnlyError, InvalidInputError
 
 # Torch rounds pinned allocations up to powers of two: in one piece, a model could take twice its size.
 _BLOCK_BYTES = 1 << 28
@@ -49,7 +50,7 @@ def describe(differing: Differences) -> str:
     texts: dict[str, list[str]] = {}
     for kind, text in sorted(differing):
         texts.setdefault(kind, []).append(text)
-    return "; ".join(f"tensors {kind} ({len(some)}): {first(some)}" for kind, some in texts.items())
+    return "; ".join(f"tensors {kind} ({len(some)}): {listed(some)}" for kind, some in texts.items())
 
 
 class Layout(NamedTuple):

@@ -20,7 +20,8 @@ from typing import Any
 from ..common.chunks import Model, as_chunks
 from ..common.ranks import is_rank_0
 from ..common.scopes import replaced
-from ..errors import NonFiniteGradients, one_line
+from ..common.text import one_line
+from ..errors import NonFiniteGradients
 
 _log = logging.getLogger("megatron_rl_patches")
 #: After so many skipped steps in a row training ends.

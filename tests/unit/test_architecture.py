@@ -63,10 +63,10 @@ IMPORTERS_OF_STARTUP = {"doctor", "engine", "hooks"}
 # The most lines that parts may have together. A commit that needs more raises its number and says why; one
 # that needs fewer lowers it, so that nothing grows back unseen.
 LINES = {
-    ("__init__", "__main__", "errors"): 100,
-    ("common",): 320,
+    ("__init__", "__main__", "errors"): 90,
+    ("common",): 340,
     ("hooks",): 100,
-    ("engine",): 2_170,
+    ("engine",): 2_175,
     ("patches",): 1_300,
     ("frameworks",): 2_160,
     ("reentry",): 1_690,

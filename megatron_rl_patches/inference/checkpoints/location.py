@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import CheckpointError, first, one_line
+from ...common.text import listed, one_line
+from ...errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
@@ -115,10 +116,10 @@ def _no_checkpoint_in(folder: Path) -> CheckpointError:
             f"{folder} has no {TRACKER}, so it does not say which iteration is the latest; "
             f"it has {_iterations_in(folder)}: pass the folder of one, or ckpt_step"
         )
-    content = f"it contains {first(names)}" if names else "it is empty"
+    content = f"it contains {listed(names)}" if names else "it is empty"
     return CheckpointError(f"{folder} is not a Megatron checkpoint: {content}")
 
 
 def _iterations_in(root: Path) -> str:
     names = sorted((e.name for e in root.iterdir() if _iteration_of(e.name) is not None), reverse=True)
-    return first(names) or "no iteration at all"
+    return listed(names) or "no iteration at all"

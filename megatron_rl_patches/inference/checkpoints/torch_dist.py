@@ -35,7 +35,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from ...common.ranks import is_rank_0
-from ...errors import CheckpointError, first, one_line
+from ...common.text import listed, one_line
+from ...errors import CheckpointError
 from ..weights import Differences, differences
 from .location import MAX_PADDING, reading
 from .metadata import read_metadata
@@ -169,8 +170,8 @@ class TorchDistCheckpoint:
         sizes = {file.name: file.stat().st_size for file in files}
         missing = sorted(ends.keys() - sizes.keys())
         short = sorted(name for name, end in ends.items() if sizes.get(name, end) < end)
-        parts = [f"{len(missing)} missing ({first(missing)})"] * bool(missing)
-        parts += [f"{len(short)} truncated ({first(short)})"] * bool(short)
+        parts = [f"{len(missing)} missing ({listed(missing)})"] * bool(missing)
+        parts += [f"{len(short)} truncated ({listed(short)})"] * bool(short)
         if parts:
             raise CheckpointError(
                 f"{self.folder}: of {len(ends)} files that are needed, {' and '.join(parts)}"

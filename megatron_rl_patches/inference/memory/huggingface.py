@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ...errors import InvalidInputError, one_line
+from ...common.text import one_line
+from ...errors import InvalidInputError
 from .estimate import fields_of
 
 _Config = Mapping[str, Any]

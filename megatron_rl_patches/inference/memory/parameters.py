@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ...common.chunks import unwrap
-from ...errors import InvalidInputError, one_line
+from ...common.text import one_line
+from ...errors import InvalidInputError
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ...errors import one_line
+from ...common.text import one_line
 from ...reentry import router_replay
 from .isolation import (
     original_of,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ...common.devices import on_device
-from ...errors import InvalidInputError, first
+from ...common.text import listed
+from ...errors import InvalidInputError
 from ...losses import SequenceLayout
 
 
@@ -83,7 +84,7 @@ def parse_microbatches(mappings: Sequence[Mapping[str, Any]], limits: Limits) ->
     indices = [index for microbatch in microbatches for index in microbatch.indices]
     if sorted(indices) != list(range(count)):
         raise InvalidInputError(
-            f"indices [{first(indices)}] are no permutation of 0 to {count - 1}: pass for each of the "
+            f"indices [{listed(indices)}] are no permutation of 0 to {count - 1}: pass for each of the "
             f"{count} samples its own position in the result, in all microbatches or in none."
         )
     return microbatches
@@ -133,7 +134,7 @@ def _samples(tokens_bs: torch.Tensor, lengths: list[int], packing: bool) -> list
     if packing and size == 1 and lengths and min(lengths) > 0 and sum(lengths) <= width:
         return list(torch.split(tokens_bs[0, : sum(lengths)], lengths))
     raise InvalidInputError(
-        f"lengths [{first(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
+        f"lengths [{listed(lengths)}] do not fit tokens of shape [{size}, {width}]. Expected: one "
         f"of 1 to {width} for each row; with a `forward` of yours, also several that add up to no more, "
         "for a single row."
     )

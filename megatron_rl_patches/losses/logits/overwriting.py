@@ -13,7 +13,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from ...errors import InvalidInputError, first
+from ...common.text import listed
+from ...errors import InvalidInputError
 
 _CLAIM = "_loss_storage_claim"
 _GRADIENT_VERSION = "_loss_gradient_version"
@@ -63,7 +64,7 @@ class StorageClaim:
         reasons = [int(reason) for reason in gathered.tolist()]
         ranks = [rank for rank, reason in enumerate(reasons) if reason]
         if ranks:
-            where = f" (of ranks {first(ranks)} of tp_group)" if len(reasons) > 1 else ""
+            where = f" (of ranks {listed(ranks)} of tp_group)" if len(reasons) > 1 else ""
             raise InvalidInputError(f"{_REASONS[self.reason or reasons[ranks[0]]]}{where}")
 
 
