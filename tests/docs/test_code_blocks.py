@@ -121,7 +121,7 @@ def test_tests_that_pages_show(tmp_path: Path) -> None:
     package = tmp_path / "my_rl"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "loop.py").write_text((ROOT / "tests" / "real" / "tiny_gpt.py").read_text())
+    (package / "loop.py").write_text((ROOT / "tests" / "references" / "tiny_gpt.py").read_text())
     (package / "model.py").write_text((Path(__file__).with_name("my_model.py")).read_text())
     for block in TESTS:
         stem = re.sub(r"\W", "_", block.page.removesuffix(".md"))
