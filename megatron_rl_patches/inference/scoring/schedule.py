@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ def forward_only(
 def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
     """Run the schedule; return the scores of each microbatch, and what was wrong with the first bad one."""
     problems: list[str] = []
-    hide = not (plan.options.progress and is_rank_0())
-    bar = tqdm(total=len(plan.schedule), desc="scoring", unit="microbatch", leave=False, disable=hide)
+    bar = None
+    if plan.options.progress and is_rank_0():  # a bar that is only hidden would leave a semaphore behind
+        bar = tqdm(total=len(plan.schedule), desc="scoring", unit="microbatch", leave=False)
 
     def forward_step(
         batches: Iterator[Microbatch], chunk: torch.nn.Module
@@ -62,7 +64,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
         batch = next(batches)
         with deferring(unwrap(chunk)):
             output = plan.forward(chunk, batch)
-        if chunk is plan.chunks[-1]:
+        if bar is not None and chunk is plan.chunks[-1]:
             bar.update()
         if not attribute_of(chunk, "post_process", True):
             return output, None
@@ -78,7 +80,7 @@ def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
         return output.new_zeros(1), lambda output, non_loss_data: scores
 
     size, width = plan.batches[0].tokens_bs.shape
-    with bar:
+    with bar or nullcontext():
         collected = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[iter(plan.schedule) for _ in plan.chunks],
