@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megatron_rl_patches.testing import TinyModel
+if TYPE_CHECKING:  # it imports Megatron, and the page needs only the names
+    from megatron_rl_patches.testing import TinyModel
 
 #: Options of :func:`tiny`.
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,6 +64,8 @@ so that each pair of stages at which two ranks fail has a test of its own, on th
 
 def tiny(kind: str = "dense", **options: Any) -> TinyModel:
     """Return the model of a kind: one of ``tiny_model()``, or the hybrid one of these tests."""
+    from megatron_rl_patches.testing import TinyModel
+
     if kind == "hybrid":
         from tests.real.tiny_hybrid import TinyHybrid
 
