@@ -70,7 +70,7 @@ LINES = {
     ("patches",): 1_300,
     ("frameworks",): 2_160,
     ("reentry",): 1_690,
-    ("inference",): 4_120,
+    ("inference",): 4_125,
     ("losses",): 7_595,
     ("testing",): 2_200,
     ("cli", "doctor"): 1_010,
