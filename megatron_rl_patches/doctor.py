@@ -10,7 +10,7 @@ import shlex
 import site
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -249,8 +249,9 @@ def _configured_functions(choice: Choice) -> dict[str, tuple[str, str]]:
     }
 
 
-def _without(value: str, names: Iterable[str]) -> str:
-    return ",".join(item for item in items(value) if item not in {*names})
+def _without(value: str, names: Collection[str]) -> str:
+    """Return a list of items without those of these names."""
+    return ",".join(item for item in items(value) if item not in names)
 
 
 def _export(variable: str, value: str) -> str:

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ..common.text import one_line
 from ..errors import InvalidInputError, MegatronRLPatchesError
+from .text import one_line
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ import os
 import platform
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -18,8 +17,6 @@ from datetime import timedelta
 from functools import partial
 from multiprocessing.context import SpawnContext
 from pathlib import Path
-
-from tqdm import tqdm
 
 from ..common.ranks import is_rank_0
 from ..doctor import examine_startup
@@ -97,8 +94,6 @@ def _run_program(rollouts: int, seed: int) -> str | None:
 
     # Otherwise every rank prints warnings of Megatron and torch about optional packages and deprecated names.
     warnings.simplefilter("ignore")
-    # The lock of tqdm's own is for several processes, and a rank would leave it behind, with a warning.
-    tqdm.set_lock(threading.RLock())
     # A GPU of its own for this rank, or the CPU if there is not one for each.
     has_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     with torch.cuda.device(int(os.environ["LOCAL_RANK"])) if has_gpu else cpu_backend():
