@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_rl_patches.errors import CheckpointError
 from megatron_rl_patches.inference.checkpoints import pickles
-from megatron_rl_patches.inference.checkpoints.metadata import read_metadata
+from megatron_rl_patches.inference.checkpoints.pickles import read_metadata
 
 PROGRAMS = 200
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megatron_rl_patches.errors import CheckpointError, InvalidInputError
 from megatron_rl_patches.inference.checkpoints.load import load_inference_checkpoint, read_iteration
-from megatron_rl_patches.inference.checkpoints.location import Location, check_format, locate
-from megatron_rl_patches.inference.checkpoints.metadata import read_metadata
+from megatron_rl_patches.inference.checkpoints.location import check_format, iteration_of, locate
+from megatron_rl_patches.inference.checkpoints.pickles import read_metadata
 from megatron_rl_patches.inference.weights import describe, differences
 
 from .test_pickles import save_alone
@@ -41,17 +41,17 @@ def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_pat
     earlier, latest = (_torch_dist(tmp_path / f"iter_{step:07d}") for step in (5, 12_345_678))
     assert read_iteration(tmp_path, ckpt_step=5) == 5  # without a tracker
     (tmp_path / TRACKER).write_text("5")
-    assert locate(tmp_path) == Location(earlier, 5)  # the latest one is still being written
+    assert locate(tmp_path) == earlier  # the latest one is still being written
     (tmp_path / TRACKER).write_text("12345678\n")
-    assert locate(tmp_path) == Location(latest, 12_345_678)
-    assert locate(str(tmp_path), ckpt_step=5) == locate(earlier) == Location(earlier, 5)
+    assert locate(tmp_path) == latest and iteration_of(latest.name) == 12_345_678
+    assert locate(str(tmp_path), ckpt_step=5) == locate(earlier) == earlier
     assert read_iteration(tmp_path) == 12_345_678
     release = _torch_dist(tmp_path / "release")
     (tmp_path / TRACKER).write_text("release")
-    assert locate(tmp_path) == Location(release, 0)
+    assert locate(tmp_path) == release and iteration_of(release.name) == 0
     assert read_iteration(release) == 0
     bare = _torch_dist(tmp_path / "teacher")
-    assert locate(bare) == Location(bare, None)
+    assert locate(bare) == bare and iteration_of(bare.name) is None
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl_patches.errors import CheckpointError
-from megatron_rl_patches.inference.checkpoints.metadata import read_metadata
-from megatron_rl_patches.inference.checkpoints.pickles import _Unpickler, unpickle_dict
+from megatron_rl_patches.inference.checkpoints.pickles import _Unpickler, read_metadata, unpickle_dict
 
 
 class _CreatesAFile:
