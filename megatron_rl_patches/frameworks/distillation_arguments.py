@@ -164,10 +164,10 @@ def _embedding_rows(path: str) -> int | None:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from ..inference.checkpoints.location import check_format, locate
-    from ..inference.checkpoints.metadata import read_metadata
+    from ..inference.checkpoints.pickles import read_metadata
 
     try:
-        folder = locate(path).folder
+        folder = locate(path)
         if any(folder.glob("mp_rank_*")):  # the legacy format, which the framework may load
             return None
         check_format(folder)

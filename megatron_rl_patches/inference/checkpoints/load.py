@@ -18,7 +18,7 @@ from ...common.chunks import as_chunks, unwrap
 from ...common.ranks import is_rank_0
 from ...errors import CheckpointError, InvalidInputError
 from ..weights import Differences, describe
-from .location import Location, check_format, locate
+from .location import check_format, iteration_of, locate
 
 _log = logging.getLogger("megatron_rl_patches")
 _MTP = "mtp."
@@ -74,12 +74,12 @@ def load_inference_checkpoint(
         )
     chunks = _bare_chunks(model)
     with _on_all_ranks_or_none(f"cannot load {os.fspath(path)}"):
-        location = locate(path, ckpt_step)
-        check_format(location.folder)
-    iteration, states = _read(chunks, location, exact)
+        folder = locate(path, ckpt_step)
+        check_format(folder)
+    iteration, states = _read(chunks, folder, exact)
     # From here on only a device can fail.
     outcome = "Some weights may be new and others not; build the model again."
-    with _on_all_ranks_or_none(f"writing the weights of {location.folder}", outcome=outcome):
+    with _on_all_ranks_or_none(f"writing the weights of {folder}", outcome=outcome):
         for index, chunk in enumerate(chunks):
             chunk.load_state_dict(states.get(str(index), {}), strict=False)
     return iteration
@@ -90,26 +90,26 @@ def read_iteration(path: str | os.PathLike[str], ckpt_step: int | None = None) -
 
     Reads no weights. Not a collective, and needs no process group.
     """
-    location = locate(path, ckpt_step)
-    if location.iteration is not None:
-        return location.iteration
-    check_format(location.folder)
+    folder = locate(path, ckpt_step)
+    if (iteration := iteration_of(folder.name)) is not None:
+        return iteration
+    check_format(folder)
     from .torch_dist import TorchDistCheckpoint
 
-    return _iteration(location, TorchDistCheckpoint(location.folder).common)
+    return _iteration(folder, TorchDistCheckpoint(folder).common)
 
 
-def _read(chunks: Sequence[torch.nn.Module], location: Location, exact: bool) -> tuple[int, dict[str, Any]]:
+def _read(chunks: Sequence[torch.nn.Module], folder: Path, exact: bool) -> tuple[int, _State]:
     """Return the iteration, and the state dicts of the chunks."""
     from .torch_dist import TorchDistCheckpoint
 
-    folder, names = location.folder, gathered(location.folder.name, world())
+    names = gathered(folder.name, world())
     if len(set(names)) > 1:  # while a run is saving, ranks may read different iterations from the tracker
         each = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise CheckpointError(f"ranks see different checkpoints ({each}). {_AS_BEFORE}")
     with _on_all_ranks_or_none(f"cannot load {folder}"):
         checkpoint = TorchDistCheckpoint(folder)
-        iteration = _iteration(location, checkpoint.common)
+        iteration = _iteration(folder, checkpoint.common)
         request = checkpoint.request(chunks)
         requested = request.by_name()
         places = checkpoint.places(requested)
@@ -126,14 +126,13 @@ def _read(chunks: Sequence[torch.nn.Module], location: Location, exact: bool) ->
         for padding in sorted(set().union(*all_paddings)):
             # It might be another vocabulary, which shows nowhere else.
             _log.warning("%s has %d rows in the checkpoint and %d in the model", *padding)
-    with _on_all_ranks_or_none(f"cannot load {folder}"):
-        by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
-        unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
-        differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
-        if text := describe(differing):
-            raise CheckpointError(f"the checkpoint is of another model; {text}")
     with ExitStack() as stack:
-        with _on_all_ranks_or_none(f"cannot read {folder}"):
+        with _on_all_ranks_or_none(f"cannot load {folder}"):
+            by_any_rank = {name for name, *by_rank in zip(names, *all_flags, strict=True) if any(by_rank)}
+            unexpected = _without_mtp(set(names) - by_any_rank, by_any_rank)
+            differing = {("unexpected in the checkpoint", name) for name in unexpected}.union(*all_differing)
+            if text := describe(differing):
+                raise CheckpointError(f"the checkpoint is of another model; {text}")
             links = Path(stack.enter_context(TemporaryDirectory(prefix="megatron_rl_patches_")))
             checkpoint.write_index(places, links)
         with _on_all_ranks_or_none(f"cannot read {folder}"):
@@ -155,16 +154,14 @@ def _without_mtp(stored: set[str], requested: Iterable[str]) -> set[str]:
     return stored - mtp
 
 
-def _iteration(location: Location, content: dict[str, Any]) -> int:
+def _iteration(folder: Path, content: _State) -> int:
     stored = content.get("iteration", content.get("total_iters"))
-    if location.folder.name == "release" or stored is None:
-        return location.iteration or 0
+    if folder.name == "release" or stored is None:
+        return iteration_of(folder.name) or 0
     try:
         return int(stored)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(
-            f"{location.folder}: its iteration is {str(stored)[:40]}, expected a number"
-        ) from error
+        raise CheckpointError(f"{folder}: its iteration is {str(stored)[:40]}, expected a number") from error
 
 
 def _bare_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

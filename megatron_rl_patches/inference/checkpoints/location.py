@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.text import listed, one_line
@@ -21,16 +20,7 @@ _CONVERT = "convert it with Megatron-LM (--ckpt-convert-format torch_dist), or l
 MAX_PADDING = 128 * 16
 
 
-@dataclass(frozen=True)
-class Location:
-    """The folder of one iteration, with ``metadata.json`` or ``mp_rank_*`` in it."""
-
-    folder: Path
-    #: From the folder's name; ``None`` if it names no iteration. Megatron counts a release as 0.
-    iteration: int | None
-
-
-def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Location:
+def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Path:
     """Find the folder to load for a checkpoint root, the folder of an iteration, or a bare checkpoint."""
     root = Path(path)
     if not root.is_dir():
@@ -42,7 +32,7 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Locati
                 f"ckpt_step={ckpt_step} chooses among the iterations of a checkpoint root, "
                 f"but {root} is the checkpoint of one iteration; pass its parent, or no ckpt_step"
             )
-        return Location(root, _iteration_of(root.name))
+        return root
     if ckpt_step is not None:
         name = f"iter_{ckpt_step:07d}"
     elif (root / TRACKER).is_file():
@@ -52,7 +42,7 @@ def locate(path: str | os.PathLike[str], ckpt_step: int | None = None) -> Locati
     if not (root / name).is_dir():
         origin = f"{TRACKER} points at" if ckpt_step is None else f"ckpt_step={ckpt_step} asks for"
         raise CheckpointError(f"{origin} {name}, which is not in {root}; it has {_iterations_in(root)}")
-    return Location(root / name, _iteration_of(name))
+    return root / name
 
 
 def check_format(folder: Path) -> None:
@@ -89,7 +79,8 @@ def reading(file: object, fault: str) -> Iterator[None]:
         raise CheckpointError(f"{file} {fault} {one_line(error)}") from error
 
 
-def _iteration_of(name: str) -> int | None:
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a folder has in its name; 0 for a release, as Megatron counts it."""
     if name == "release":
         return 0
     match = re.fullmatch(r"iter_(\d{7,})", name)
@@ -111,7 +102,7 @@ def _no_checkpoint_in(folder: Path) -> CheckpointError:
             f"{folder} is a Hugging Face checkpoint: load it through the framework or Megatron-Bridge, in "
             "build_inference_model(pre_wrap=...)"
         )
-    if any(_iteration_of(name) is not None for name in names):
+    if any(iteration_of(name) is not None for name in names):
         return CheckpointError(
             f"{folder} has no {TRACKER}, so it does not say which iteration is the latest; "
             f"it has {_iterations_in(folder)}: pass the folder of one, or ckpt_step"
@@ -121,5 +112,5 @@ def _no_checkpoint_in(folder: Path) -> CheckpointError:
 
 
 def _iterations_in(root: Path) -> str:
-    names = sorted((e.name for e in root.iterdir() if _iteration_of(e.name) is not None), reverse=True)
+    names = sorted((e.name for e in root.iterdir() if iteration_of(e.name) is not None), reverse=True)
     return listed(names) or "no iteration at all"

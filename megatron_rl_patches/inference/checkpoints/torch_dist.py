@@ -39,8 +39,7 @@ from ...common.text import listed, one_line
 from ...errors import CheckpointError
 from ..weights import Differences, differences
 from .location import MAX_PADDING, reading
-from .metadata import read_metadata
-from .pickles import unpickle_dict
+from .pickles import read_metadata, unpickle_dict
 
 # What optimizers of every release put in front of the names of their tensors.
 _OPTIMIZER_TENSOR = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -215,12 +214,10 @@ class TorchDistCheckpoint:
         if not isinstance(self.entries.get(_COMMON_STATE), BytesStorageMetadata):
             raise CheckpointError(f"{file} is missing; the checkpoint is incomplete")
         [place] = self.places([_COMMON_STATE]).values()
-        return unpickle_dict(self._content(place), self.folder / place.relative_path)
-
-    def _content(self, place: Any) -> bytes:
-        with (self.folder / place.relative_path).open("rb") as stream:
+        file = self.folder / place.relative_path
+        with file.open("rb") as stream:
             stream.seek(place.offset)
-            return stream.read(place.length)
+            return unpickle_dict(stream.read(place.length), file)
 
 
 def _shaped(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
