@@ -74,7 +74,7 @@ class _Replaced:
         setattr(owner, name, self._installed)
 
     def put_back(self) -> None:
-        """Put the original back, unless somebody has wrapped the function meanwhile: then it stays, idle."""
+        # Unless somebody has wrapped the function meanwhile: then it stays, and does nothing.
         if vars(self.owner).get(self.name) is self._installed:
             restore(self.owner, self._before)
 

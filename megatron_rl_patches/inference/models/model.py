@@ -6,7 +6,6 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from .provider import (
     call_provider,
     give_own_config,
     inference_copy,
-    pipeline_rank_and_size,
+    pipeline_group,
     require_inference_chunk,
     require_new_parameters,
 )
@@ -40,7 +39,6 @@ def build_inference_model(
     model_provider: Callable[..., Module],
     config: Any,
     *,
-    model_type: Any = None,
     dtype: str = "bf16",
     device: torch.device | str | None = None,
     virtual_pipeline_size: int | None = None,
@@ -67,7 +65,6 @@ def build_inference_model(
             method of ``config`` itself (Megatron-Bridge's ``provider.provide``) is called on the copy.
         config: a ``TransformerConfig``. The model gets a copy with ``dtype`` and without sync functions,
             gradient scale and timers, which are a policy's. The original is not touched.
-        model_type: a ``megatron.core.enums.ModelType``; by default ``encoder_or_decoder``.
         dtype: ``"bf16"``, ``"fp16"`` (both in ``Float16Module``) or ``"fp32"``, whatever ``config`` says.
         device: where parameters and buffers go; by default the current CUDA device. ``"meta"`` leaves the
             parameters without memory, for counting them; this works without CUDA. Neither ``"meta"`` nor
@@ -92,48 +89,55 @@ def build_inference_model(
             weights that existed before, builds on a config that is, or may become, a policy's, or needs
             ``perform_initialization``.
     """
-    options = _Build(dtype, _target(device), perform_initialization, virtual_pipeline_size, pg_collection)
-    own = _checked_copy(config, options)
+    if device is None and not torch.cuda.is_available():
+        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
+    target = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+    _check(dtype, target, pg_collection)
+    if perform_initialization:
+        _require_random_streams(config, target)
+    own = inference_copy(config, dtype)
+    own.virtual_pipeline_model_parallel_size = _virtual_stages(virtual_pipeline_size, config, pg_collection)
     if not with_mtp and getattr(own, "mtp_num_layers", None):
         own.mtp_num_layers = None
     if inspect.ismethod(model_provider) and model_provider.__self__ is config:
         model_provider = types.MethodType(model_provider.__func__, own)
+    chunks: list[Module] = []
     with preserved_rng():
-        chunks = _construct(model_provider, own, config, model_type, options)
+        try:
+            with _constructing(own, target, perform_initialization) as created:
+                for arguments in arguments_per_stage(own, pg_collection):
+                    chunk = call_provider(model_provider, arguments)
+                    require_inference_chunk(chunk)
+                    require_new_parameters(chunk, created, model_provider)
+                    give_own_config(chunk, own, config, dtype)
+                    _finish_as_get_model_does(chunk, arguments.get("vp_stage"))
+                    chunks.append(chunk)
+            for chunk in chunks if target.type != "meta" else ():
+                materialize(chunk, target)
+        except NeedsValuesError as error:
+            raise InferenceOnlyError(
+                f"the model provider {model_provider!r} {error}, and weights have no memory then: pass "
+                "perform_initialization=True, with which parameters are constructed on the device"
+            ) from error
         if pre_wrap is not None:
             chunks = list(pre_wrap(chunks) or chunks)
             for chunk in chunks:
                 require_inference_chunk(chunk)
-        return _finish(chunks, options)
+        if target.type != "meta":
+            chunks = [chunk.to(target) for chunk in chunks]
+        if dtype != "fp32":
+            chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
+        correct_amax_history_if_needed(chunks)
+        freeze(chunks, role="inference-only", setting="build_inference_model")
+        return chunks
 
 
-@dataclass(frozen=True)
-class _Build:
-    """Options of :func:`build_inference_model` that its steps share; ``target`` is the device."""
-
-    dtype: str
-    target: torch.device
-    perform_initialization: bool
-    virtual_pipeline_size: int | None
-    pg_collection: Any
-
-
-def _target(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if not torch.cuda.is_available():
-        raise InvalidInputError("there is no CUDA device: pass device='cpu' or device='meta'")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _checked_copy(config: Any, options: _Build) -> Any:
-    """Return a copy of the config with which the model is built, if everything fits."""
-    if options.pg_collection is None and not parallel_state.model_parallel_is_initialized():
+def _check(dtype: str, target: torch.device, pg_collection: Any) -> None:
+    if pg_collection is None and not parallel_state.model_parallel_is_initialized():
         raise InferenceOnlyError(
             "Megatron's parallel groups do not exist, and the model is built from its rank in them: call "
             "megatron.core.parallel_state.initialize_model_parallel first, or pass pg_collection"
         )
-    dtype, target = options.dtype, options.target
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype is {dtype!r}; it can be {', '.join(map(repr, DTYPES))}")
     on_nvidia = target.type == "cuda" and torch.version.hip is None
@@ -142,60 +146,14 @@ def _checked_copy(config: Any, options: _Build) -> Any:
             f"dtype is 'bf16', which {torch.cuda.get_device_name(target)} does not compute with: "
             "use 'fp16' or 'fp32'"
         )
-    if options.perform_initialization and target.type == "meta":
+
+
+def _require_random_streams(config: Any, target: torch.device) -> None:
+    """Refuse to initialize weights without memory, or of which every rank would draw the same part."""
+    if target.type == "meta":
         raise InvalidInputError(
             "perform_initialization=True with device='meta', which has no memory for weights"
         )
-    if options.perform_initialization:
-        _require_random_streams(config)
-    stages = _virtual_stages(options.virtual_pipeline_size, config, options.pg_collection)
-    own = inference_copy(config, dtype)
-    own.virtual_pipeline_model_parallel_size = stages
-    return own
-
-
-def _construct(
-    provider: Callable[..., Module], own: Any, config: Any, model_type: Any, options: _Build
-) -> list[Module]:
-    """Call the provider for each virtual stage, and return the bare chunks, in memory.
-
-    Args:
-        own: the copy of ``config`` on which the model is built.
-    """
-    chunks = []
-    stages = own.virtual_pipeline_model_parallel_size
-    try:
-        with _constructing(own, options.target, options.perform_initialization) as created:
-            for arguments in arguments_per_stage(own, stages, options.pg_collection):
-                chunk = call_provider(provider, arguments)
-                require_inference_chunk(chunk)
-                require_new_parameters(chunk, created, provider)
-                give_own_config(chunk, own, config, options.dtype)
-                _finish_as_get_model_does(chunk, model_type, arguments.get("vp_stage"))
-                chunks.append(chunk)
-        for chunk in chunks if options.target.type != "meta" else ():
-            materialize(chunk, options.target)
-    except NeedsValuesError as error:
-        raise InferenceOnlyError(
-            f"the model provider {provider!r} {error}, and weights have no memory then: pass "
-            "perform_initialization=True, with which parameters are constructed on the device"
-        ) from error
-    return chunks
-
-
-def _finish(chunks: list[Module], options: _Build) -> list[Module]:
-    """Move the chunks to the device, wrap them for their dtype, and freeze them."""
-    if options.target.type != "meta":
-        chunks = [chunk.to(options.target) for chunk in chunks]
-    if options.dtype != "fp32":
-        chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
-    correct_amax_history_if_needed(chunks)
-    freeze(chunks, role="inference-only", setting="build_inference_model")
-    return chunks
-
-
-def _require_random_streams(config: Any) -> None:
-    """Refuse to initialize weights that ranks divide if every rank would draw the same part."""
     sizes = (config.tensor_model_parallel_size, config.expert_model_parallel_size)
     if max(sizes) > 1 and not config.use_cpu_initialization and not rng_tracker_is_seeded():
         raise InvalidInputError(
@@ -220,7 +178,7 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
     if not sizes or sizes == {1}:
         return None
     listed = ", ".join(f"{source}: {size}" for source, size in sizes_by_source.items())
-    if pipeline_rank_and_size(pg_collection)[1] == 1:
+    if pipeline_group(pg_collection).size() == 1:
         raise InvalidInputError(f"{listed}; but virtual stages need more than one pipeline rank")
     if len(sizes) > 1 or min(sizes) < 1 or sizes_by_source.get(groups, 0) is None:
         raise InvalidInputError(
@@ -257,8 +215,8 @@ def _refuse_data_parallel(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _finish_as_get_model_does(chunk: Any, model_type: Any, stage: int | None) -> None:
-    chunk.model_type = ModelType.encoder_or_decoder if model_type is None else model_type
+def _finish_as_get_model_does(chunk: Any, stage: int | None) -> None:
+    chunk.model_type = ModelType.encoder_or_decoder
     if stage is not None:
         chunk.vp_stage = stage
     for parameter in chunk.parameters():
