@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..common.chunks import Chunk, Model, as_chunks, bucket_groups
-from ..errors import InvalidInputError
 
 
 def enable(original: Callable[[], Any], chunk: Chunk) -> None:
@@ -76,13 +75,9 @@ def gathered_parameters(model: Model) -> Iterator[None]:
     A forward pass between backward and the optimizer's step makes the hooks gather the old parameters and
     mark them as gathered, and then nobody gathers those that the step has changed. Here each bucket group
     gathers before the body, whether the hooks are on or off, and has its mark back afterwards. This is a
-    collective over the data-parallel group if an all-gather is in flight or was not dispatched.
-
-    Raises:
-        InvalidInputError: see :func:`why_not_gathered`.
+    collective over the data-parallel group if an all-gather is in flight or was not dispatched. Ask
+    :func:`why_not_gathered` first.
     """
-    if problem := why_not_gathered(model):
-        raise InvalidInputError(problem)
     groups = [group for chunk in _with_hooks(model) for group in bucket_groups(chunk)]
     were_dispatched = [group.param_gather_dispatched for group in groups]
     try:

@@ -142,14 +142,14 @@ def forward_topk(
         InvalidInputError: as :func:`forward_log_probs`; or ``at`` does not fit the samples. All stages raise
             what the last one finds.
     """
-    at_ids: list[Any] = []
+    at_ids: Any = at
     if isinstance(at, Sequence):
         at_ids = [ids.indices if isinstance(ids, TopKDistribution) else ids for ids in at]
 
     def problem(batches: Sequence[Microbatch]) -> str | None:
         most = vocab_size or vocabulary_of(model)
         if k is None:
-            return _problem_with_ids(at_ids, most, batches) if isinstance(at, Sequence) else _wrong_at(at)
+            return _problem_with_ids(at_ids, most, batches)
         if at is not None or not is_integer(k) or k < 1 or (most is not None and k > most):
             return f"k is {k!r}. Expected: 1 to {most}, the vocabulary, and no `at` beside it."
         return None
@@ -278,16 +278,12 @@ def output_head(model: Model) -> OutputHead | None:
     return OutputHead(weight.detach(), bias)
 
 
-def _wrong_at(at: Any) -> str:
+def _problem_with_ids(at: Any, vocabulary: int | None, batches: Sequence[Microbatch]) -> str | None:
+    """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
     if at is None:
         return "pass k or `at`: they say which tokens of the vocabulary to score."
-    return f"`at` is a {type(at).__name__}. Expected: a list of ids or distributions, one per sample."
-
-
-def _problem_with_ids(
-    at: Sequence[torch.Tensor], vocabulary: int | None, batches: Sequence[Microbatch]
-) -> str | None:
-    """Say what is wrong with ids ``[response_length, K]`` of all samples; ``None``: nothing."""
+    if not isinstance(at, Sequence):
+        return f"`at` is a {type(at).__name__}. Expected: a list of ids or distributions, one per sample."
     lengths: dict[int, int] = {}
     for batch in batches:
         lengths.update(zip(batch.indices, batch.layout.response_lengths, strict=True))

@@ -19,7 +19,7 @@ from ...common.chunks import as_chunks, config_of
 from ...common.devices import on_device
 from ...errors import InvalidInputError
 from ...losses.logits.options import VocabParallelOptions, is_integer
-from .agreement import check_model, groups_that_wait, shares_experts
+from ...reentry.forward_pre_hooks import why_not_gathered
 from .microbatches import Limits, Microbatch, parse_microbatches
 
 Forward = Callable[[torch.nn.Module, Mapping[str, Any]], torch.Tensor]
@@ -85,11 +85,11 @@ def plan_of(
     """
     chunks = list(as_chunks(model))
     config: Any = config_of(chunks[0]) if chunks else None
-    groups = groups_that_wait(chunks, config)
+    groups = _groups_that_wait(chunks, config)
     context_parallel = ContextParallel.of_groups() if options.forward is None else ContextParallel()
     problem = None
     try:  # Nothing may be raised before raise_on_all: ranks that have no problem would wait for this one.
-        check_model(chunks, config)
+        _check_model(chunks, config)
         _check_options(options, vocabulary_of(chunks))
         batches = parse_microbatches(microbatches, _limits(chunks, config, options, context_parallel))
         if check is not None and is_last_stage():
@@ -101,11 +101,39 @@ def plan_of(
             raise_on_all(f"{type(error).__name__}: {error}", groups)
         raise
     raise_on_all(problem, groups)
-    # The interleaved schedule takes full groups.
-    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
-    schedule = _filled(batches, len(batches) + -len(batches) % group_size)
-    schedule = _agreed_by_replicas(schedule, config)
+    smallest = min(batches, key=lambda batch: batch.tokens_bs.numel())
+    schedule = batches + [smallest] * (_agreed_rounds(batches, chunks, config) - len(batches))
     return Plan(chunks, config, options, batches, schedule, context_parallel)
+
+
+def _groups_that_wait(chunks: Sequence[torch.nn.Module], config: Any) -> list[Any]:
+    """Return groups through which every rank that would wait for this one in a collective is reached."""
+    groups = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
+    if _shares_experts(config):
+        groups.append(parallel_state.get_expert_model_parallel_group())
+    if any(getattr(chunk, "use_forward_hook", False) for chunk in chunks):  # parameters may be gathered
+        groups.append(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return groups
+
+
+def _shares_experts(config: Any) -> bool:
+    return bool(getattr(config, "num_moe_experts", None)) and config.expert_model_parallel_size > 1
+
+
+def _check_model(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+    """Refuse chunks that are not this rank's part of a model of Megatron's, or that cannot be scored now."""
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if len(chunks) != virtual:
+        raise InvalidInputError(
+            f"the model has {len(chunks)} chunks, parallel_state a virtual pipeline size of {virtual}: pass "
+            "all chunks of this rank, built for the parallel groups that are initialized."
+        )
+    if config is None:
+        raise InvalidInputError(
+            f"the model is a {type(chunks[0]).__name__}. Expected: a model of Megatron's, which has a config."
+        )
+    if problem := why_not_gathered(chunks):
+        raise InvalidInputError(problem)
 
 
 def _check_options(options: ScoreOptions, padded_size: int | None) -> None:
@@ -141,6 +169,8 @@ def _limits(
 ) -> Limits:
     """Return what microbatches must fit."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    embedding = attribute_of(chunks[0], "position_embedding_type", None)
+    looks_up_positions = embedding == "learned_absolute" and options.forward is None
     return Limits(
         packing=options.forward is not None,
         vocabulary=options.vocab_size or vocabulary_of(chunks),
@@ -149,7 +179,7 @@ def _limits(
         cp_size=context_parallel.size,
         device=next(chunks[-1].parameters()).device,
         every_token=options.every_token,
-        positions=_positions_of(chunks[0]) if options.forward is None else None,
+        positions=attribute_of(chunks[0], "max_sequence_length", None) if looks_up_positions else None,
         heads=getattr(config, "num_attention_heads", 1) // tensor_parallel_size,
     )
 
@@ -160,22 +190,8 @@ def vocabulary_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> int | N
     return size
 
 
-def _positions_of(chunk: torch.nn.Module) -> int | None:
-    """Return how many positions the model has embeddings for; ``None``: it has none, or does not say."""
-    if attribute_of(chunk, "position_embedding_type", None) != "learned_absolute":
-        return None
-    size: int | None = attribute_of(chunk, "max_sequence_length", None)
-    return size
-
-
-def _filled(batches: list[Microbatch], length: int) -> list[Microbatch]:
-    """Return ``length`` microbatches: the smallest one is repeated at the end, and its scores are dropped."""
-    smallest = sorted(batches, key=lambda batch: batch.tokens_bs.numel())[:1]
-    return batches + smallest * (length - len(batches))
-
-
-def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microbatch]:
-    """Return as many microbatches as other replicas have.
+def _agreed_rounds(batches: Sequence[Microbatch], chunks: Sequence[torch.nn.Module], config: Any) -> int:
+    """Return how many microbatches this rank runs: whole groups if interleaved, and as many as its replicas.
 
     Experts are divided over data-parallel replicas. A replica with fewer microbatches would leave the others
     waiting in the token dispatcher. One collective, if there are such replicas.
@@ -183,13 +199,14 @@ def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microba
     Raises:
         InvalidInputError: the dispatcher ``allgather`` would get tokens of different shapes.
     """
-    ranks = []
-    if shares_experts(config):
-        shapes = [tuple(batch.tokens_bs.shape) for batch in schedule]
-        ranks = gathered(shapes, parallel_state.get_expert_model_parallel_group())
-    rounds = max([len(schedule), *map(len, ranks)])
-    if ranks and config.moe_token_dispatcher_type == "allgather":
-        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in ranks]
+    group_size = config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else 1
+    shapes = [[tuple(batch.tokens_bs.shape) for batch in batches]]
+    if _shares_experts(config):
+        shapes = gathered(shapes[0], parallel_state.get_expert_model_parallel_group())
+    most = max(map(len, shapes))
+    rounds = most + -most % group_size
+    if len(shapes) > 1 and config.moe_token_dispatcher_type == "allgather":
+        full = [of_rank + [min(of_rank, key=math.prod)] * (rounds - len(of_rank)) for of_rank in shapes]
         for number, of_round in enumerate(zip(*full, strict=True)):
             if len(set(of_round)) > 1:
                 raise InvalidInputError(
@@ -197,7 +214,7 @@ def _agreed_by_replicas(schedule: list[Microbatch], config: Any) -> list[Microba
                     "moe_token_dispatcher_type='allgather' needs the same: pad the tokens, give all ranks "
                     "as many microbatches, or use 'alltoall'"
                 )
-    return _filled(schedule, rounds)
+    return rounds
 
 
 class ContextParallel(NamedTuple):

@@ -1,30 +1,43 @@
-"""Megatron's pipeline schedules, forward only: from microbatches to values per token on the last stage."""
+"""Megatron's pipeline schedules, forward only: from microbatches to values per token on the last stage.
+
+The model runs in another state than it trains in, and comes back from it as it was.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from tqdm import tqdm
 
 from ...common.agreement import raise_on_all
-from ...common.chunks import unwrap
+from ...common.chunks import SYNC_FUNCTIONS, distinct_configs, modules_with_modes, unwrap
 from ...common.devices import copied_to
 from ...common.ranks import is_rank_0
+from ...common.scopes import replaced
 from ...errors import InvalidInputError
 from ...losses.logits.deferred import hide_columns
 from ...losses.output_layer import deferring
+from ...reentry.forward_pre_hooks import gathered_parameters
+from ..models.isolation import rng_tracker_is_seeded, rng_tracker_that_does_not_fork
 from .microbatches import Microbatch
-from .modes import scoring
 from .plan import Check, Group, Plan, ScoreOptions, attribute_of, is_last_stage, plan_of
 
 #: Computes tensors ``[n, ...]`` for the ``n`` response tokens of a microbatch from that microbatch and its
 #: logits ``[T, vocabulary / tp]``.
 Score = Callable[[Microbatch, torch.Tensor, Group], tuple[torch.Tensor, ...]]
+# Classes whose attribute scales an auxiliary loss in backward.
+_LOSS_SCALERS = (
+    ("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler"),
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossAutoScaler"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossAutoScaler"),
+)
 
 
 def forward_only(
@@ -42,13 +55,59 @@ def forward_only(
     stages other than the last.
     """
     plan = plan_of(model, microbatches, options, check)
-    with scoring(plan):
+    with _scoring(plan):
         scores, problem = _run(plan, score)
         if plan.device.type == "cuda" and torch.device(options.output_device).type == "cpu":
             # Once for all copies to host memory.
             torch.cuda.current_stream(plan.device).synchronize()
         raise_on_all(problem, [parallel_state.get_pipeline_model_parallel_group()])
     return _by_sample(plan.batches, scores[: len(plan.batches)]) if is_last_stage() else None
+
+
+@contextmanager
+def _scoring(plan: Plan) -> Iterator[None]:
+    """Put the model in the state in which it scores, and at the end back into the one that it had."""
+    models = [unwrap(chunk) for chunk in plan.chunks]
+    differ = len({batch.tokens_bs.shape for batch in plan.batches}) > 1
+    with torch.no_grad(), gathered_parameters(plan.chunks), _evaluating(plan.chunks), ExitStack() as stack:
+
+        def replace(owner: Any, **attributes: Any) -> None:
+            stack.enter_context(replaced(owner, **attributes))
+
+        # A schedule calls the sync functions when it enters ``no_sync``, and some of them are only undone by
+        # a backward pass, which never comes here. Without equal shapes the stages tell each other the shape
+        # of every activation that they send.
+        variable = plan.options.forward is not None or differ or plan.config.variable_seq_lengths
+        replace(plan.config, **dict.fromkeys(("timers", *SYNC_FUNCTIONS)), variable_seq_lengths=variable)
+        # Multi-token prediction is left out: megatron-core up to 0.16 needs labels to run its layers.
+        for config in distinct_configs(models):
+            replace(config, mtp_num_layers=None)
+        for model in models:
+            replace(model, mtp_process=False)
+        # Schedules set these scales for the whole process, forward only, too: in place, if they exist.
+        for module, name in _LOSS_SCALERS:
+            if (scaler := getattr(sys.modules.get(module), name, None)) is not None:
+                replace(scaler, main_loss_backward_scale=None)
+        yield
+
+
+@contextmanager
+def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Put the model in eval mode, and at the end each module in the mode that it had."""
+    modes = modules_with_modes(chunks)
+    try:
+        for chunk in chunks:
+            chunk.eval()
+        # Megatron forks the RNG tracker for dropout, and an unseeded tracker cannot fork. There is no dropout
+        # in eval mode, so nothing is lost if the tracker does not fork.
+        with nullcontext() if rng_tracker_is_seeded() else rng_tracker_that_does_not_fork():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for chunk in chunks:
+            # The stage keeps the last activation that it received. This frees it.
+            get_attr_wrapped_model(chunk, "set_input_tensor")([None])
 
 
 def _run(plan: Plan, score: Score) -> tuple[list[Any], str | None]:
