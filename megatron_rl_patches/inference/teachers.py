@@ -59,9 +59,8 @@ class TeacherPool:
         self.model = model
         self._chunks = list(as_chunks(model))
         self._teachers: dict[str, HostCopy] = {}
-        self._heads: dict[HostCopy, OutputHead | None] = {}
-        # Checksums of the heads in the memory of the model's device.
-        self._head_checksums: dict[HostCopy, list[int]] = {}
+        # Copies of output layers, and the checksums of those that are on the model's device.
+        self._heads: dict[HostCopy, tuple[OutputHead | None, list[int] | None]] = {}
         self._in_use: tuple[str, ...] = ()
         # The teacher's copy that the model held at these tensor versions; None if it was no teacher's.
         self._resident: HostCopy | None = None
@@ -135,7 +134,6 @@ class TeacherPool:
             raise InvalidInputError(f"teacher {name!r} is in use: remove it outside of `use({name!r})`.")
         del self._teachers[name]
         self._heads.pop(copy, None)
-        self._head_checksums.pop(copy, None)
         if self._resident is copy:
             self._resident = None
 
@@ -175,10 +173,8 @@ class TeacherPool:
             InvalidInputError: there is no such teacher, or the output layer is not Megatron's own.
         """
         copy = self._teacher(name)
-        head, checksum_before = self._heads.get(copy), self._head_checksums.get(copy)
-        is_damaged = (
-            head is not None and checksum_before is not None and _checksum_of(head) != checksum_before
-        )
+        head, summed = self._heads.get(copy, (None, None))
+        is_damaged = head is not None and summed is not None and _checksum_of(head) != summed
         if copy not in self._heads or is_damaged:
             from .scoring.forward import output_head
 
@@ -189,9 +185,8 @@ class TeacherPool:
                         mine.copy_(tensor)
                 elif own is not None:
                     head = own.copied_to(device or own.weight.device)
-                    if head.weight.device == own.weight.device:
-                        self._head_checksums[copy] = _checksum_of(head)
-                self._heads[copy] = head
+                    summed = _checksum_of(head) if head.weight.device == own.weight.device else None
+                self._heads[copy] = head, summed
         return head
 
     @property
@@ -202,7 +197,7 @@ class TeacherPool:
     @property
     def head_bytes(self) -> int:
         """Bytes of the output layers that :meth:`head` has copied."""
-        return sum(head.nbytes for head in self._heads.values() if head is not None)
+        return sum(head.nbytes for head, _ in self._heads.values() if head is not None)
 
     def _teacher(self, name: str) -> HostCopy:
         if name not in self._teachers:
