@@ -45,10 +45,7 @@ class Watch:
         self._counts: list[Any] = []
         self._is_counted: bool | None = None  # None as long as there was no loss
         self._optimizer = optimizer
-        self._other_configs = [
-            config,
-            *(unwrap(chunk).config for chunk in model if hasattr(unwrap(chunk), "config")),
-        ]
+        self._other_configs = [config, *(getattr(unwrap(chunk), "config", None) for chunk in model)]
         self._has_stepped = False
         self._hooks: list[Any] = []
         with harmless(), _lock:
@@ -77,16 +74,10 @@ class Watch:
             _stop_observing()
         for hook in self._hooks:
             hook.remove()
-        if failed:
-            return
-        with harmless():
-            self._check_token_weights()
-        with harmless():
-            if self._is_counted is False:
-                _check_auxiliary_losses(self.configs)
-        with harmless():
-            if self._has_stepped:
-                _check_parameters_are_gathered(self.chunks)
+        checks = self._check_token_weights, self._check_auxiliary_losses, self._check_parameters_are_gathered
+        for check in () if failed else checks:
+            with harmless():
+                check()
 
     def _before_step(self, *_: object) -> None:
         self._has_stepped = True
@@ -96,11 +87,11 @@ class Watch:
     def _check_gradients_are_reduced(self) -> None:
         """Report a step on gradients that no schedule has reduced, for want of a function."""
         setting = "finalize_model_grads_func"
-        if was_reported(setting) or _installed(setting, config_of(self.chunks[0])):
+        if was_reported(setting) or getattr(config_of(self.chunks[0]), setting, None):
             return
         stepped = getattr(self._optimizer, "model_chunks", None) or self.chunks
         chunks = [chunk for chunk in self.chunks if any(chunk is other for other in stepped)]
-        is_elsewhere = any(_installed(setting, config) for config in self._other_configs)
+        is_elsewhere = any(getattr(config, setting, None) for config in self._other_configs)
         groups = [group for chunk in chunks for group in bucket_groups(chunk) if _size(group) > 1]
         if any(_is_unreduced(group, is_elsewhere) for group in groups):
             report(
@@ -131,6 +122,36 @@ class Watch:
                 "(config.calculate_per_token_loss=True)",
                 setting="calculate_per_token_loss",
                 log=is_first_of_stage(),
+            )
+
+    def _check_auxiliary_losses(self) -> None:
+        """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it."""
+        if self._is_counted is not False:
+            return
+        if names := sorted({name for config in self.configs for name in _auxiliary_losses(config)}):
+            report(
+                "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients "
+                "are not divided by it, but Megatron has multiplied the auxiliary loss of "
+                f"{' and '.join(names)} by it: that loss counts thousands of times too much. Return the sum "
+                "over the tokens, their number, and the metrics, or leave out --calculate-per-token-loss "
+                "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where "
+                "context_parallel_size is above 1",
+                setting="number_of_tokens",
+                log=is_first_of_stage(),
+            )
+
+    def _check_parameters_are_gathered(self) -> None:
+        """Report parameters of the last step that nobody has gathered."""
+        hooked = [c for c in self.chunks if getattr(c, "remove_forward_pre_hook_handles", None)]
+        groups = [group for chunk in hooked for group in bucket_groups(chunk)]
+        if self._has_stepped and any(map(_is_stale, groups)):
+            report(
+                "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
+                "parameters of its last step were gathered. Until the next forward pass every rank has new "
+                "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
+                "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
+                setting="overlap_param_gather",
+                log=is_rank_0(),
             )
 
 
@@ -255,21 +276,6 @@ def _check_dropout(configs: list[Any]) -> None:
             )
 
 
-def _check_auxiliary_losses(configs: list[Any]) -> None:
-    """Report losses that Megatron multiplies by a number of tokens, and that nothing divides by it again."""
-    if names := sorted({name for config in configs for name in _auxiliary_losses(config)}):
-        report(
-            "calculate_per_token_loss=True: the loss function returns no number of tokens, so gradients are "
-            f"not divided by it, but Megatron has multiplied the auxiliary loss of {' and '.join(names)} by "
-            "it: that loss counts thousands of times too much. Return the sum over the tokens, "
-            "their number, and the metrics, or leave out --calculate-per-token-loss "
-            "(config.calculate_per_token_loss=False). Megatron-Bridge sets it where context_parallel_size is "
-            "above 1",
-            setting="number_of_tokens",
-            log=is_first_of_stage(),
-        )
-
-
 def _auxiliary_losses(config: Any) -> Iterator[str]:
     """Yield the settings that add an auxiliary loss."""
 
@@ -293,29 +299,12 @@ def _auxiliary_losses(config: Any) -> Iterator[str]:
             yield "mtp_num_layers"
 
 
-def _check_parameters_are_gathered(chunks: Model) -> None:
-    hooked = [chunk for chunk in chunks if getattr(chunk, "remove_forward_pre_hook_handles", None)]
-    if any(_is_stale(group) for chunk in hooked for group in bucket_groups(chunk)):
-        report(
-            "overlap_param_gather=True: train() left the forward pre-hooks on and returned before the "
-            "parameters of its last step were gathered. Until the next forward pass every rank has new "
-            "values of its own share alone, so weights that are sent or saved now mix two steps. Call "
-            "disable_forward_pre_hook() of each chunk at the end of train(), as Megatron's train() does",
-            setting="overlap_param_gather",
-            log=is_rank_0(),
-        )
-
-
 def _is_stale(group: Any) -> bool:
     """Return whether the parameters of this bucket group have not been gathered since the last step."""
     is_alone = getattr(group, "intra_distributed_optimizer_instance_size", 0) == 1
     if is_alone or not group.ddp_config.overlap_param_gather:
         return False
     return group.param_gather_handle is not None or not group.param_gather_dispatched
-
-
-def _installed(name: str, config: Any) -> bool:
-    return getattr(config, name, None) is not None
 
 
 def _size(group: Any) -> int:
