@@ -98,8 +98,13 @@ def definition(file: Path, name: str, *needed: str) -> Any:
     return scope[name]
 
 
-def revisions(*packages: str) -> Iterator[str]:
-    """Yield the commit of each package's checkout, or the release that is there."""
+def revisions(title: str, *packages: str) -> str:
+    """Return a sentence with the commit of each package's checkout, or the release that is there."""
+    found = ", ".join(_revisions(packages))
+    return f"{title}: {found}." if found else ""
+
+
+def _revisions(packages: Iterable[str]) -> Iterator[str]:
     for package in packages:
         folder = os.environ.get(CHECKOUTS.get(package, ""))
         if not folder:

@@ -270,11 +270,8 @@ def parts(results: Results) -> dict[str, str]:
     sizes = {"logits, bfloat16": 2 * vocabulary, "hidden states, bfloat16": 2 * hidden}
     one_row = torch.zeros(1, max(KS))
     sizes |= {f"top-k and tail, K = {k}": vocab_parallel_topk(one_row, k).nbytes for k in KS}
-    others = ", ".join(revisions("nemo-rl", "trl"))
     return {
-        "divergences": join(
-            *(_section(result) for result in results.setups), f"Others: {others}." if others else ""
-        ),
+        "divergences": join(*map(_section, results.setups), revisions("Others", "nemo-rl", "trl")),
         "bytes": table({"kept": name, "bytes per token": f"{size:,}"} for name, size in sizes.items()),
         "bias": table(rows),
     }

@@ -316,7 +316,6 @@ def _computes_frozen(setup: Setup, mode: str, head: Head) -> tuple[float]:
 def parts(results: Results) -> dict[str, str]:
     setups, everything = results.setups, results.large + results.setups
     missing = {name: why for result in everything for name, why in result.left_out.items()}
-    others = ", ".join(revisions("nemo-rl", "SkyRL", "trl", "trl before 1.13"))
     return {
         "memory": table(
             {"setup": str(result.setup), **{way: _memory(result, ALL_ROWS, way) for way in WAYS}}
@@ -334,7 +333,7 @@ def parts(results: Results) -> dict[str, str]:
         "growth": table(_growth(results.growing)),
         "others": join(
             table(row for result in everything for row in _beside(result)),
-            f"Others: {others}." if others else "",
+            revisions("Others", "nemo-rl", "SkyRL", "trl", "trl before 1.13"),
             left_out(missing),
         ),
     }

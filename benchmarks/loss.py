@@ -254,11 +254,10 @@ def _in_float32(results: Sequence[Result]) -> list[Result]:
 
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
-    peers = ", ".join(revisions("slime", "verl", "nemo-rl", "liger-kernel"))
     return {
-        "peers": f"Beside them: {peers}." if peers else "",
+        "peers": revisions("Beside them", "slime", "verl", "nemo-rl", "liger-kernel"),
         "claims": table(claims(results)),
-        "losses": join(*(_section(result) for result in results)),
+        "losses": join(*map(_section, results)),
     }
 
 

@@ -125,17 +125,16 @@ class Result:
             gc.collect()
             if ON_GPU:
                 torch.cuda.empty_cache()
-        times: dict[str, list[float]] = {name: [] for name in peaks}
-        with_faults: dict[str, list[float]] = {name: [] for name in peaks}
+        times: dict[str, list[tuple[float, int]]] = {name: [] for name in peaks}
         end = time.perf_counter() + seconds
         for turn in range(turns):
             if turn >= MIN_TURNS and time.perf_counter() > end:
                 break
             for name in peaks:
-                milliseconds, faults = _time(calls[name], clock)
-                (with_faults if faults > FEW_FAULTS else times)[name].append(milliseconds)
+                times[name].append(_time(calls[name], clock))
         for name, peak in peaks.items():
-            milliseconds = statistics.median(times[name] or with_faults[name] or [math.nan])
+            undisturbed = [milliseconds for milliseconds, faults in times[name] if faults <= FEW_FAULTS]
+            milliseconds = statistics.median(undisturbed or [t for t, _ in times[name]] or [math.nan])
             self.costs.setdefault(mode, {})[name] = Cost(milliseconds, peak, details[name])
 
 

@@ -196,8 +196,7 @@ def parts(measured: list[Row]) -> dict[str, str]:
         }
         for row in measured
     ]
-    others = ", ".join(revisions("verl"))
-    return {"objectives": join(table(rows), f"Others: {others}." if others else "")}
+    return {"objectives": join(table(rows), revisions("Others", "verl"))}
 
 
 def is_met(measured: list[Row]) -> bool:

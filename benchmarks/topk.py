@@ -187,7 +187,7 @@ def _measure(setup: Setup, turns: int) -> Result:
 
 
 def parts(results: Sequence[Result]) -> dict[str, str]:
-    return {"top-k": join(*(_section(result) for result in results))}
+    return {"top-k": join(*map(_section, results))}
 
 
 def _section(result: Result) -> str:
