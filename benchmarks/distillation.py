@@ -22,6 +22,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
 )
+from tests.references import heads
 
 from .candidates import Candidate, calls, checkout, revisions
 from .measure import Call, Result, largest_error, on_ranks
@@ -36,27 +37,20 @@ PRODUCTS = "products"
 
 
 @dataclass(frozen=True)
-class Setup:
-    rows: int
-    hidden: int
-    teacher_hidden: int
-    vocabulary: int
-    dtype: torch.dtype = torch.float32
+class Setup(heads.Setup):
+    """Student and teacher; memory is counted in the float32 logits of one side."""
 
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of the float32 logits of one side."""
-        return 4 * self.rows * self.vocabulary
+    teacher_hidden: int = 1024
 
     def __str__(self) -> str:
         layers = f"[{self.rows}, {self.hidden}] and [{self.rows}, {self.teacher_hidden}] × {self.vocabulary}"
         return f"{layers}, {str(self.dtype).removeprefix('torch.')}"
 
 
-SETUPS = (Setup(512, 1024, 1024, 32768), Setup(128, 512, 1024, 151936))
+SETUPS = (Setup(512, 1024, 32768), Setup(128, 512, 151936))
 # Memory alone, of the reverse KL.
-LARGE = (Setup(4096, 256, 256, 65536), Setup(4096, 256, 256, 65536, torch.bfloat16))
-QUICK = Setup(128, 64, 96, 4096)
+LARGE = [Setup(4096, 256, 65536, dtype, teacher_hidden=256) for dtype in (torch.float32, torch.bfloat16)]
+QUICK = Setup(128, 64, 4096, teacher_hidden=96)
 # Vocabulary and rows of the distributions by which the bias of a top-k is measured, and the exponents of
 # their power laws.
 BIAS = (151936, 16)

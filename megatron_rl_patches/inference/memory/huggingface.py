@@ -41,27 +41,30 @@ _QK_NORM = {"qk_layernorm": True}
 _EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 #: No model has a dimension or a count above this.
 _LARGEST = 2**31
-#: Numbers that the file may have besides those of a family's names -> the least that each can be.
-_OTHER_NUMBERS = {
-    "decoder_sparse_step": 1,
-    "first_k_dense_replace": 0,
-    "full_attention_interval": 1,
-    "moe_intermediate_size": 0,
-    "n_shared_experts": 0,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": 1,
-}
+
+
+def _number(text: _Config, name: str, default: int | None = None, least: int = 1) -> Any:
+    """Return a field that must be absent, null, or a whole number that is large enough."""
+    value = text.get(name)
+    if value is None:
+        return default
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not is_whole or not least <= value <= _LARGEST:
+        raise InvalidInputError(
+            f"{name} is {str(value)[:40]} in the configuration; expected a whole number of at least {least}"
+        )
+    return int(value)
 
 
 def _qwen_moe(text: _Config) -> Mapping[str, Any]:
-    dense, step = set(text.get("mlp_only_layers") or ()), text.get("decoder_sparse_step", 1)
-    layers = range(text.get("num_hidden_layers", 0))
+    dense, step = set(text.get("mlp_only_layers") or ()), _number(text, "decoder_sparse_step", 1)
+    layers = range(_number(text, "num_hidden_layers", 0))
     return {"moe_layer_freq": [int(layer not in dense and (layer + 1) % step == 0) for layer in layers]}
 
 
 def _qwen3_next(text: _Config) -> Mapping[str, Any]:
-    layers = text.get("num_hidden_layers", 0)
-    every = text.get("full_attention_interval", 4)
+    layers = _number(text, "num_hidden_layers", 0)
+    every = _number(text, "full_attention_interval", 4)
     kinds = text.get("layer_types") or [
         "full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)
     ]
@@ -70,9 +73,9 @@ def _qwen3_next(text: _Config) -> Mapping[str, Any]:
 
 
 def _shared_and_dense(text: _Config) -> Mapping[str, Any]:
-    layers = text.get("num_hidden_layers", 0)
-    dense = min(text.get("first_k_dense_replace", 0), layers)
-    shared_experts = (text.get("n_shared_experts") or 0) * text.get("moe_intermediate_size", 0)
+    layers = _number(text, "num_hidden_layers", 0)
+    dense = min(_number(text, "first_k_dense_replace", 0, least=0), layers)
+    shared_experts = _number(text, "n_shared_experts", 0, 0) * _number(text, "moe_intermediate_size", 0, 0)
     return {
         "moe_shared_expert_intermediate_size": shared_experts or None,
         "moe_layer_freq": [0] * dense + [1] * (layers - dense),
@@ -99,7 +102,7 @@ class _Family(NamedTuple):
 _DEEPSEEK = _Family(
     _ROUTED_EXPERTS | _LATENT_ATTENTION,
     _QK_NORM | {"multi_latent_attention": True},
-    lambda text: {"q_lora_rank": text.get("q_lora_rank"), **_shared_and_dense(text)},
+    lambda text: {"q_lora_rank": _number(text, "q_lora_rank"), **_shared_and_dense(text)},
 )
 _LLAMA = _Family({"num_query_groups": "num_key_value_heads?", "kv_channels": "head_dim?"})
 _MISTRAL = _Family(_HEADS_OF_HIDDEN_SIZE)
@@ -201,38 +204,25 @@ def _by_table(config: _Config, text: _Config, overrides: Mapping[str, Any]) -> d
         raise InvalidInputError(f"{kind}: {', '.join(beyond)}: Megatron's GPTModel has no such thing")
     family = _FAMILIES[kind]
     names = {**_NAMES, **family.names}
-    _check_numbers(text, {theirs.rstrip("?"): 1 for theirs in names.values()} | _OTHER_NUMBERS)
-    numbers = {ours: text.get(theirs.rstrip("?")) for ours, theirs in names.items()}
+    numbers = {ours: _number(text, theirs.rstrip("?")) for ours, theirs in names.items()}
     if missing := [n for n in names if numbers[n] is None and n not in overrides and names[n][-1] != "?"]:
         listed = ", ".join(f"{names[name]} (--set {name}=...)" for name in missing)
         raise InvalidInputError(
             f"the configuration leaves {listed} to the defaults of {kind}; pass the numbers"
         )
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))
-    layers = text.get("num_nextn_predict_layers")
+    mtp_layers = _number(text, "num_nextn_predict_layers", least=0)
     return {
         "gated_linear_unit": True,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "share_embeddings_and_output_weights": bool(tied),
         "add_qkv_bias": bool(text.get("attention_bias")),
-        **({"mtp_num_layers": int(layers)} if layers else {}),
-        **{ours: int(number) for ours, number in numbers.items() if number is not None},
+        **({"mtp_num_layers": mtp_layers} if mtp_layers else {}),
+        **{ours: number for ours, number in numbers.items() if number is not None},
         **family.fixed,
         **family.derived(text),
     }
-
-
-def _check_numbers(text: _Config, least: Mapping[str, int]) -> None:
-    """Raise unless each of these fields is absent, null, or a whole number that is large enough."""
-    for name, smallest in least.items():
-        value = text.get(name)
-        is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if value is not None and (not is_whole or not smallest <= value <= _LARGEST):
-            raise InvalidInputError(
-                f"{name} is {str(value)[:40]} in the configuration; "
-                f"expected a whole number of at least {smallest}"
-            )
 
 
 def _beyond_gpt_model(text: _Config, kind: str) -> list[str]:

@@ -273,17 +273,16 @@ def _provide(
     arguments = {"use_transformer_engine": False, "normalization": config.normalization}
     block = gpt_layer_specs.get_gpt_decoder_block_spec(config, **arguments, vp_stage=vp_stage)
     block.layer_specs = [_buildable(config, spec, first + i) for i, spec in enumerate(block.layer_specs)]
-    mtp = {}
+    mtp = None
     if config.mtp_num_layers:
         # These layers are built like the last one; a stage of a pipeline's layout may have no others.
         last: Any = block
         if not block.layer_specs:
             *_, last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, **arguments)
             last = _buildable(config, last, config.num_layers - 1)
-        spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
             config, last, use_transformer_engine=False, vp_stage=vp_stage
         )
-        mtp = {"mtp_block_spec": spec}
     multiple = own.make_vocab_size_divisible_by * config.tensor_model_parallel_size
     return GPTModel(
         config,
@@ -294,8 +293,8 @@ def _provide(
         post_process=post_process,
         share_embeddings_and_output_weights=own.share_embeddings_and_output_weights,
         position_embedding_type=own.position_embedding_type,
+        mtp_block_spec=mtp,
         vp_stage=vp_stage,
-        **mtp,
     )
 
 
