@@ -27,7 +27,7 @@ from .provider import (
     call_provider,
     give_own_config,
     inference_copy,
-    pipeline_group,
+    pipeline_rank_and_size,
     require_inference_chunk,
     require_new_parameters,
 )
@@ -178,7 +178,7 @@ def _virtual_stages(requested: int | None, config: Any, pg_collection: Any) -> i
     if not sizes or sizes == {1}:
         return None
     listed = ", ".join(f"{source}: {size}" for source, size in sizes_by_source.items())
-    if pipeline_group(pg_collection).size() == 1:
+    if pipeline_rank_and_size(pg_collection)[1] == 1:
         raise InvalidInputError(f"{listed}; but virtual stages need more than one pipeline rank")
     if len(sizes) > 1 or min(sizes) < 1 or sizes_by_source.get(groups, 0) is None:
         raise InvalidInputError(

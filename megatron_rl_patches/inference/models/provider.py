@@ -50,14 +50,13 @@ def inference_copy(config: Any, dtype: str) -> Any:
 def arguments_per_stage(own: Any, pg_collection: Any) -> Iterator[dict[str, Any]]:
     """Yield what Megatron's ``get_model`` passes to a provider, for each virtual stage of the config."""
     stages = own.virtual_pipeline_model_parallel_size
-    pipeline = pipeline_group(pg_collection)
-    first, last = pipeline.rank() == 0, pipeline.rank() == pipeline.size() - 1
+    rank, size = pipeline_rank_and_size(pg_collection)
     if pg_collection is None and hasattr(process_groups_config, "ProcessGroupCollection"):
         pg_collection = process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
     for stage in range(stages or 1):
         arguments = {
-            "pre_process": first and stage == 0,
-            "post_process": last and stage == (stages or 1) - 1,
+            "pre_process": rank == 0 and stage == 0,
+            "post_process": rank == size - 1 and stage == (stages or 1) - 1,
             "config": own,
             "pg_collection": pg_collection,
             "vp_stage": None if stages is None else stage,
@@ -149,5 +148,11 @@ def give_own_config(chunk: Module, own: Any, original: Any, dtype: str) -> None:
             module.config = copied
 
 
-def pipeline_group(pg_collection: Any) -> Any:
-    return parallel_state.get_pipeline_model_parallel_group() if pg_collection is None else pg_collection.pp
+def pipeline_rank_and_size(pg_collection: Any) -> tuple[int, int]:
+    if pg_collection is not None:
+        return pg_collection.pp.rank(), pg_collection.pp.size()
+    # Tools that convert models pretend to be on another rank than that of the group.
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
