@@ -28,59 +28,53 @@ def layer(classes: str, group: Any = SECOND, parallel_mode: Any = "unset", **mar
     return made
 
 
-def counted(*layers: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return who counts weight and bias of each layer: this rank, another one, or as Megatron says."""
-    expert_norm.note_parameters(torch.nn.Sequential(*layers))
-    answers = {"Megatron": "Megatron", True: "this", False: "other"}
-    ask: Any = expert_norm.counts
-    return [
-        tuple(answers[ask(parameter, lambda: "Megatron")] for parameter in (made.weight, made.bias))
-        for made in layers
-    ]
+def counted(made: torch.nn.Module) -> list[Any]:
+    """Return whether this rank counts weight and bias of a layer, or what Megatron says."""
+    expert_norm.note_parameters(torch.nn.Sequential(made))
+    answer: Any = lambda: MEGATRON  # noqa: E731
+    return [expert_norm.counts(parameter, answer) for parameter in (made.weight, made.bias)]
 
 
-@pytest.mark.parametrize("prefix", ["", "TE"])
-def test_an_expert_is_divided_as_its_layer_divides_it(prefix: str) -> None:
-    column = layer(f"TELinear {prefix}ColumnParallelLinear", allreduce=False)
-    row = layer(f"TELinear {prefix}RowParallelLinear", allreduce=False)
-    assert counted(column, row) == [("this", "this"), ("this", "other")]
-    first = layer(f"{prefix}RowParallelLinear", FIRST, allreduce=False)
-    alone = layer(f"{prefix}RowParallelLinear", ALONE, allreduce=False)
-    assert counted(first, alone) == [("this", "this")] * 2
+MEGATRON = "as Megatron says"
+EXPERT = {"allreduce": False}
+MARKED = {"allreduce": True, "tensor_model_parallel": True}
+DUPLICATED = {**MARKED, "sequence_parallel": False}
+GROUPED = "TEGroupedLinear TERowParallelGroupedLinear"
 
 
-def test_an_expert_of_another_layer_counts_where_it_is_marked_or_on_the_first_rank() -> None:
-    unmarked = layer("OwnLinear", allreduce=False)
-    marked = layer("OwnLinear", allreduce=False, tensor_model_parallel=True)
-    assert counted(unmarked, marked) == [("other", "other"), ("this", "this")]
-
-
-def test_dense_layers_are_left_to_megatron() -> None:
-    marked = {"allreduce": True, "tensor_model_parallel": True}
-    layers = [
-        layer("ColumnParallelLinear", allreduce=True),
-        layer("TELinear TEColumnParallelLinear", parallel_mode="column", **marked),
-        layer("TELinear TERowParallelLinear", parallel_mode="row", sequence_parallel=True),
-        layer("LayerNorm"),
-        # Nothing says that it is duplicated.
-        layer("TELinear", parallel_mode=None, **marked),
-        layer("OtherLinear", parallel_mode=None, **marked, sequence_parallel=False),
-    ]
-    assert counted(*layers) == [("Megatron", "Megatron")] * len(layers)
-
-
-@pytest.mark.parametrize("group", [FIRST, SECOND])
-def test_what_megatron_duplicates_counts_on_the_first_rank(group: Any) -> None:
-    marks = {"allreduce": True, "tensor_model_parallel": True, "sequence_parallel": False}
-    answer = "this" if group is FIRST else "other"
-    assert counted(layer("TELinear", group, None, **marks)) == [(answer, answer)]
-
-
-def test_experts_without_expert_parallelism_count_where_they_are_divided() -> None:
-    classes = "TEGroupedLinear TERowParallelGroupedLinear"
-    divided = layer(classes, SECOND, None, allreduce=True)
-    whole = layer(classes, ALONE, None, allreduce=True)
-    assert counted(divided, whole) == [("this", "Megatron"), ("Megatron", "Megatron")]
+@pytest.mark.parametrize(
+    ("made", "counts"),
+    [
+        # An expert is divided as its layer divides it.
+        (layer("TELinear ColumnParallelLinear", **EXPERT), [True, True]),
+        (layer("TELinear TEColumnParallelLinear", **EXPERT), [True, True]),
+        (layer("TELinear RowParallelLinear", **EXPERT), [True, False]),
+        (layer("TELinear TERowParallelLinear", **EXPERT), [True, False]),
+        (layer("RowParallelLinear", FIRST, **EXPERT), [True, True]),
+        (layer("TERowParallelLinear", FIRST, **EXPERT), [True, True]),
+        (layer("RowParallelLinear", ALONE, **EXPERT), [True, True]),
+        (layer("TERowParallelLinear", ALONE, **EXPERT), [True, True]),
+        # One of another layer counts where it is marked, or on the first rank.
+        (layer("OwnLinear", **EXPERT), [False, False]),
+        (layer("OwnLinear", **EXPERT, tensor_model_parallel=True), [True, True]),
+        # Without expert parallelism, experts count where they are divided.
+        (layer(GROUPED, SECOND, None, allreduce=True), [True, MEGATRON]),
+        (layer(GROUPED, ALONE, None, allreduce=True), [MEGATRON] * 2),
+        # Dense layers are left to Megatron.
+        (layer("ColumnParallelLinear", allreduce=True), [MEGATRON] * 2),
+        (layer("TELinear TEColumnParallelLinear", parallel_mode="column", **MARKED), [MEGATRON] * 2),
+        (layer("TELinear TERowParallelLinear", parallel_mode="row", sequence_parallel=True), [MEGATRON] * 2),
+        (layer("LayerNorm"), [MEGATRON] * 2),
+        # Nothing says that this one is duplicated.
+        (layer("TELinear", parallel_mode=None, **MARKED), [MEGATRON] * 2),
+        (layer("OtherLinear", parallel_mode=None, **DUPLICATED), [MEGATRON] * 2),
+        # What Megatron duplicates counts on the first rank.
+        (layer("TELinear", FIRST, None, **DUPLICATED), [True, True]),
+        (layer("TELinear", SECOND, None, **DUPLICATED), [False, False]),
+    ],
+)
+def test_which_rank_counts_a_parameter(made: torch.nn.Module, counts: list[Any]) -> None:
+    assert counted(made) == counts
 
 
 def test_main_parameters_get_the_note() -> None:

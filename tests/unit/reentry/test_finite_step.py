@@ -46,27 +46,26 @@ def test_a_bad_norm_skips_the_step_and_others_do_not(optimizer: Optimizer, bad: 
     assert "get_grad_norm" not in vars(optimizer)
 
 
-def test_the_norm_of_a_group_counts(optimizer: Optimizer) -> None:
-    optimizer.norms, optimizer.grad_norms_by_group = (1.0,), {"mtp": math.nan}
-    assert not finite_step.step(optimizer)[0]
-
-
-@pytest.mark.parametrize(("clip_grad", "is_computed"), [(0.0, True), (1.0, False)])
-def test_the_norm_of_a_group_counts_without_clipping(
-    optimizer: Optimizer, clip_grad: float, is_computed: bool
-) -> None:
+@pytest.mark.parametrize("clip_grad", [None, 0.0, 1.0])
+def test_the_norm_of_a_group_counts(optimizer: Optimizer, clip_grad: float | None) -> None:
+    """Megatron computes it for clipping alone; ``None``: there is a norm, whoever has computed it."""
     computed: list[bool] = []
+    norms = {"mtp": math.nan}
 
     def compute() -> dict[str, float]:
         computed.append(True)
-        optimizer.grad_norms_by_group = {"mtp": math.nan}
-        return optimizer.grad_norms_by_group
+        optimizer.grad_norms_by_group = norms
+        return norms
 
     optimizer.norms = (1.0,)
-    vars(optimizer).update(_compute_grad_norms_by_group=compute, config=SimpleNamespace(clip_grad=clip_grad))
-    assert finite_step.step(optimizer)[0] is not is_computed
-    assert computed == [True] * is_computed
-    assert optimizer.grad_norms_by_group == {}
+    if clip_grad is None:
+        optimizer.grad_norms_by_group = norms
+    else:
+        clipping = SimpleNamespace(clip_grad=clip_grad)
+        vars(optimizer).update(_compute_grad_norms_by_group=compute, config=clipping)
+    assert finite_step.step(optimizer)[0] is (clip_grad == 1.0)
+    assert computed == [True] * (clip_grad == 0.0)
+    assert optimizer.grad_norms_by_group == (norms if clip_grad is None else {})
 
 
 def test_the_limit_counts_skips_in_a_row(optimizer: Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -25,10 +26,6 @@ def hooked(chunk: MockDDP) -> list[bool]:
     return [bool(module._forward_pre_hooks) for module in chunk.module.modules()]
 
 
-def set_children(chunk: MockDDP, children: list[Any]) -> None:
-    chunk.module._modules = {str(number): child for number, child in enumerate(children)}
-
-
 def syncs(chunk: MockDDP) -> list[dict[str, Any]]:
     return [kwargs for name, kwargs in chunk.calls if name == "start_param_sync"]
 
@@ -41,13 +38,14 @@ def step(chunk: MockDDP) -> None:
     MockOptimizer([chunk]).step()
 
 
-def is_stale(chunk: MockDDP) -> bool:
-    return any(group.is_stale for group in chunk.bucket_groups)
+def is_complete(chunk: MockDDP) -> bool:
+    return not any(group.is_stale or group.param_gather_handle for group in chunk.bucket_groups)
 
 
-@given(
-    st.lists(st.sampled_from(["enable", "disable", "disable without sync", "step", "forward"]), max_size=12)
-)
+ACTIONS = ("enable", "disable", "disable without sync", "step", "forward")
+
+
+@given(st.lists(st.sampled_from(ACTIONS), max_size=12))
 def test_any_order_keeps_parameters_and_hooks_in_order(actions: list[str]) -> None:
     chunk = MockDDP()
     on = True
@@ -58,42 +56,34 @@ def test_any_order_keeps_parameters_and_hooks_in_order(actions: list[str]) -> No
         elif action == "disable":
             disable(chunk)
             on = False
-            assert not is_stale(chunk)
+            assert is_complete(chunk)
         elif action == "disable without sync":
             disable(chunk, param_sync=False)
             on = False
         elif action == "step":
             step(chunk)
-        elif on or not is_stale(chunk):
+        elif on or is_complete(chunk):
             chunk()
-            assert not is_stale(chunk)
+            assert is_complete(chunk)
         assert set(hooked(chunk)) == {on}
         assert len(chunk.remove_forward_pre_hook_handles) == (len(hooked(chunk)) if on else 0)
     assert chunk.stale_forwards == 0
 
 
-def test_off_already_still_synchronizes_what_a_step_left() -> None:
+def test_off_already_synchronizes_once_what_a_step_or_a_gather_left() -> None:
     chunk = MockDDP()
     disable(chunk, param_sync=False)
     step(chunk)
-    chunk.calls.clear()
-    disable(chunk, param_sync=False)
-    assert syncs(chunk) == []
-    disable(chunk)
-    assert syncs(chunk) == [{"force_sync": True, "force_dispatch": False}]
-    assert not is_stale(chunk)
-    disable(chunk)
-    assert len(syncs(chunk)) == 1
-
-
-def test_off_already_waits_for_a_gather_in_flight() -> None:
-    chunk = MockDDP()
-    disable(chunk)
-    chunk.start_param_sync()
-    chunk.calls.clear()
-    disable(chunk)
-    assert len(syncs(chunk)) == 1
-    assert all(group.param_gather_handle is None for group in chunk.bucket_groups)
+    for leave in (lambda: None, chunk.start_param_sync):
+        leave()
+        chunk.calls.clear()
+        disable(chunk, param_sync=False)
+        assert syncs(chunk) == []
+        disable(chunk)
+        assert syncs(chunk) == [{"force_sync": True, "force_dispatch": False}]
+        assert is_complete(chunk)
+        disable(chunk)
+        assert len(syncs(chunk)) == 1
 
 
 def test_an_unstaged_mxfp8_gather_is_never_dispatched(mocker: MockerFixture) -> None:
@@ -112,26 +102,20 @@ def test_an_unstaged_mxfp8_gather_is_never_dispatched(mocker: MockerFixture) -> 
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-@pytest.mark.parametrize("upstream_first", [True, False])
-def test_a_submodule_added_since_does_not_stop_half_way(place: int, upstream_first: bool) -> None:
+@pytest.mark.parametrize("change", ["added", "added, and upstream stopped half-way", "taken away"])
+def test_a_submodule_added_or_taken_away_since(change: str, place: int) -> None:
     chunk = MockDDP()
-    children = [*chunk.module.children()]
-    set_children(chunk, [*children[:place], MockModule(), *children[place:]])
-    if upstream_first:
+    children: list[Any] = [*chunk.module.children()]
+    gone = children[min(place, len(children) - 1)]
+    if change == "taken away":
+        children.remove(gone)
+    else:
+        children.insert(place, MockModule())
+    chunk.module._modules = {str(number): child for number, child in enumerate(children)}
+    if "upstream" in change:
         with pytest.raises(KeyError):
             chunk.disable_forward_pre_hook()
         enable(chunk)
-    disable(chunk)
-    assert not any(hooked(chunk))
-    assert chunk.remove_forward_pre_hook_handles == {}
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_submodule_taken_away_since_leaves_no_hook(place: int) -> None:
-    chunk = MockDDP()
-    children = [*chunk.module.children()]
-    gone = children.pop(place)
-    set_children(chunk, children)
     disable(chunk)
     assert not any(hooked(chunk)) and not gone._forward_pre_hooks
     assert chunk.remove_forward_pre_hook_handles == {}
@@ -155,20 +139,17 @@ def test_errors_of_the_gather_itself_are_not_swallowed(mocker: MockerFixture) ->
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("raises", [True, False])
 def test_saving_leaves_the_hooks_as_they_were(on: bool, raises: bool) -> None:
-    model = [MockDDP(), MockDDP(overlap_param_gather=False), MockDDP()]
-    if not on:
-        for chunk in (model[0], model[2]):
+    overlapping, plain = [MockDDP(), MockDDP()], MockDDP(overlap_param_gather=False)
+    for chunk in overlapping:
+        if not on:
             disable(chunk)
-    try:
-        with preserved_hooks(model):
-            for chunk in (model[0], model[2]):
-                disable(chunk)
-            if raises:
-                raise ZeroDivisionError
-            for chunk in (model[0], model[2]):
-                enable(chunk)
-    except ZeroDivisionError:
-        assert raises
-    for chunk in (model[0], model[2]):
+    with suppress(ZeroDivisionError), preserved_hooks([overlapping[0], plain, overlapping[1]]):
+        for chunk in overlapping:
+            disable(chunk)
+        if raises:
+            raise ZeroDivisionError
+        for chunk in overlapping:
+            enable(chunk)
+    for chunk in overlapping:
         assert set(hooked(chunk)) == {on}
-    assert not any(hooked(model[1]))
+    assert not any(hooked(plain))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from megatron_rl_patches.common.chunks import bucket_groups, config_of
+from megatron_rl_patches.common.chunks import bucket_groups
 from megatron_rl_patches.reentry import recovery, reentrant_train
 from megatron_rl_patches.testing import MockBucketGroup, MockDDP, MockModule
 from megatron_rl_patches.testing.mock_modules import MockProcessGroup
@@ -29,18 +29,12 @@ class TwoRanks(MockProcessGroup):
         return 2
 
 
-def with_experts() -> MockDDP:
-    return MockDDP(module=MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
-
-
-def of_two_ranks(dense: TwoRanks, experts: TwoRanks | None = None) -> MockDDP:
-    chunk = with_experts()
-    for group in bucket_groups(chunk):
-        group.intra_distributed_optimizer_instance_group = dense
+def with_experts(*process_groups: TwoRanks) -> MockDDP:
+    """Return a chunk whose dense and expert parameters are gathered by these groups, or by one rank alone."""
+    chunk = MockDDP(module=MockModule(MockModule(params=1), MockModule(params=1, expert=True)))
+    for group, process_group in zip(bucket_groups(chunk), process_groups, strict=False):
+        group.intra_distributed_optimizer_instance_group = process_group
         group.buckets = [SimpleNamespace(grad_data=torch.zeros(1))]
-    if experts:
-        for group in chunk.expert_parallel_bucket_groups:
-            group.intra_distributed_optimizer_instance_group = experts
     return chunk
 
 
@@ -54,198 +48,179 @@ def stale(chunk: MockDDP) -> list[bool]:
     return [group.is_stale for group in bucket_groups(chunk)]
 
 
-class Grouped(Exception):
-    """As an ``ExceptionGroup``, which Python 3.10 does not have."""
-
-    def __init__(self, exceptions: list[Exception]) -> None:
-        self.exceptions = exceptions
-
-
-class TestNextEntry:
-    @pytest.mark.parametrize("other_rank_was_interrupted", [False, True])
-    @pytest.mark.parametrize("this_rank_was_interrupted", [False, True])
-    def test_ranks_that_share_a_bucket_group_agree(
-        self, mocker: MockerFixture, this_rank_was_interrupted: bool, other_rank_was_interrupted: bool
-    ) -> None:
-        def all_reduce(flag: torch.Tensor, op: Any, group: Any) -> None:
-            assert op == dist.ReduceOp.MAX and flag.tolist() == int(this_rank_was_interrupted)
-            flag.fill_(max(int(flag), int(other_rank_was_interrupted)))
-            reduced_over.append(group)
-
-        reduced_over: list[Any] = []
-        mocker.patch.object(dist, "all_reduce", all_reduce)
-        dense, experts = TwoRanks(), TwoRanks()
-        for chunk, groups in (
-            (of_two_ranks(dense), [dense]),
-            (of_two_ranks(dense, experts), [dense, experts]),
-        ):
-            reduced_over.clear()
-            step(chunk)
-            if this_rank_was_interrupted:
-                recovery.recover([chunk], ERROR)
-            recovery.synchronize_interrupted([chunk])
-            assert reduced_over == groups
-            interrupted = this_rank_was_interrupted or other_rank_was_interrupted
-            assert stale(chunk) == [not interrupted] * 2
-
-    def test_a_chunk_that_was_not_interrupted_is_not_gathered(self) -> None:
-        interrupted, other = with_experts(), with_experts()
-        for chunk in (interrupted, other):
-            step(chunk)
-        recovery.recover([interrupted], ERROR)
-        recovery.synchronize_interrupted([interrupted, other])
-        assert stale(interrupted) == [False, False]
-        assert stale(other) == [True, True]
-
-    def test_no_collective_without_overlap_and_without_distributed_optimizer(self) -> None:
-        chunk = MockDDP(overlap_param_gather=False, use_distributed_optimizer=False)
-        for without in (chunk, MockModule()):
-            recovery.recover([without], ERROR)
-            recovery.synchronize_interrupted([without])
-        assert chunk.calls == []
+def grouped(error: Exception) -> Exception:
+    """Return an exception like an ``ExceptionGroup``, which Python 3.10 does not have."""
+    group: Any = RuntimeError()
+    group.exceptions = [error]
+    return group
 
 
-class TestRecover:
-    def test_a_gather_in_flight_is_completed_and_no_other_started(self) -> None:
-        chunk = MockDDP()
-        groups = chunk.bucket_groups
+def caused(error: Exception) -> Exception:
+    """Return an exception that was raised from this one, in a circle."""
+    last = RuntimeError()
+    last.__cause__, error.__cause__ = error, last
+    return last
+
+
+def in_context(error: Exception) -> Exception:
+    last = RuntimeError()
+    last.__context__ = error
+    return last
+
+
+@pytest.mark.parametrize("other_rank_was_interrupted", [False, True])
+@pytest.mark.parametrize("this_rank_was_interrupted", [False, True])
+def test_ranks_that_share_a_bucket_group_agree(
+    mocker: MockerFixture, this_rank_was_interrupted: bool, other_rank_was_interrupted: bool
+) -> None:
+    def all_reduce(flag: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX and flag.tolist() == int(this_rank_was_interrupted)
+        flag.fill_(max(int(flag), int(other_rank_was_interrupted)))
+        reduced_over.append(group)
+
+    reduced_over: list[Any] = []
+    mocker.patch.object(dist, "all_reduce", all_reduce)
+    dense, experts = TwoRanks(), TwoRanks()
+    for chunk, groups in (
+        (with_experts(dense, dense), [dense]),
+        (with_experts(dense, experts), [dense, experts]),
+    ):
+        reduced_over.clear()
         step(chunk)
-        groups[-1].start_param_sync()
-        recovery.recover([chunk], ERROR)
-        assert stale(chunk) == [True] * (len(groups) - 1) + [False]
-        assert all(group.param_gather_handle is None for group in groups)
+        if this_rank_was_interrupted:
+            recovery.recover([chunk], ERROR)
+        recovery.synchronize_interrupted([chunk])
+        assert reduced_over == groups
+        interrupted = this_rank_was_interrupted or other_rank_was_interrupted
+        assert stale(chunk) == [not interrupted] * 2
 
-    @pytest.mark.parametrize("grouped", [False, True])
-    def test_only_no_sync_contexts_are_left(self, grouped: bool) -> None:
-        left = []
 
-        @contextmanager
-        def other() -> Iterator[None]:
-            try:
-                yield
-            finally:
-                left.append("other")
+def test_a_chunk_that_was_not_interrupted_is_not_gathered() -> None:
+    interrupted, other = with_experts(), with_experts()
+    for chunk in (interrupted, other):
+        step(chunk)
+    recovery.recover([interrupted], ERROR)
+    recovery.synchronize_interrupted([interrupted, other])
+    assert stale(interrupted) == [False, False]
+    assert stale(other) == [True, True]
 
-        chunk = MockDDP()
 
-        def schedule() -> None:
-            contexts = chunk.no_sync(), other()
-            for context in contexts:
-                context.__enter__()
-            not_last, its_own = contexts
-            assert not chunk.bucket_groups[0].is_last_microbatch and its_own is not None
-            del contexts
-            raise ValueError(not_last)
+def test_no_collective_without_overlap_and_without_distributed_optimizer() -> None:
+    chunk = MockDDP(overlap_param_gather=False, use_distributed_optimizer=False)
+    for without in (chunk, MockModule()):
+        recovery.recover([without], ERROR)
+        recovery.synchronize_interrupted([without])
+    assert chunk.calls == []
 
+
+def test_a_gather_in_flight_is_completed_and_no_other_started() -> None:
+    chunk = MockDDP()
+    groups = chunk.bucket_groups
+    step(chunk)
+    groups[-1].start_param_sync()
+    recovery.recover([chunk], ERROR)
+    assert stale(chunk) == [True] * (len(groups) - 1) + [False]
+    assert all(group.param_gather_handle is None for group in groups)
+
+
+@pytest.mark.parametrize("escaping", [lambda error: error, grouped, caused, in_context])
+def test_only_no_sync_contexts_are_left(escaping: Callable[[Exception], Exception]) -> None:
+    left = []
+
+    @contextmanager
+    def other() -> Iterator[None]:
         try:
-            schedule()
-        except ValueError as error:
-            recovery._close_abandoned_no_sync(Grouped([error]) if grouped else error)
-            assert chunk.bucket_groups[0].is_last_microbatch
-            assert left == []
+            yield
+        finally:
+            left.append("other")
 
-    @pytest.mark.parametrize("in_another_thread", [False, True])
-    def test_contexts_of_frames_that_still_run_are_not_abandoned(self, in_another_thread: bool) -> None:
-        """The caller accumulates gradients by hand, and handles another exception while the guard runs."""
-        chunk = MockDDP()
+    chunk = MockDDP()
 
-        def fail_in_the_guard() -> None:
-            with reentrant_train(MockDDP()):
-                raise ZeroDivisionError
-
-        def accumulate() -> None:
-            context = chunk.no_sync()
+    def schedule() -> None:
+        not_last, its_own = chunk.no_sync(), other()
+        for context in (not_last, its_own):
             context.__enter__()
-            try:
-                raise KeyError
-            except KeyError as error:
-                with pytest.raises(ZeroDivisionError) as caught:
-                    fail_in_the_guard()
-                assert caught.value.__context__ is error
-                if in_another_thread:
-                    with ThreadPoolExecutor() as pool:
-                        pool.submit(recovery.recover, [MockDDP()], error).result()
-            assert not chunk.bucket_groups[0].is_last_microbatch
-            context.__exit__(None, None, None)
+        raise ValueError
 
-        accumulate()
-
-    @pytest.mark.parametrize("wait_fails", [False, True])
-    def test_a_reduction_in_flight_is_waited_for_and_dropped(
-        self, mocker: MockerFixture, wait_fails: bool
-    ) -> None:
-        chunk = MockDDP()
-        group = chunk.bucket_groups[0]
-        group.start_grad_sync()
-        error = RuntimeError("timed out") if wait_fails else None
-        wait = mocker.patch.object(group.grad_reduce_handle, "wait", side_effect=error)
-        recovery.recover([chunk], ERROR)
-        assert wait.call_count == 1 and group.grad_reduce_handle is None
-
-    @pytest.mark.parametrize("gather_fails", [False, True])
-    def test_the_stream_on_which_optimizer_instances_reduce_is_waited_for(
-        self, mocker: MockerFixture, gather_fails: bool
-    ) -> None:
-        """With ``num_distributed_optimizer_instances > 1`` and overlap, a reduction has no handle."""
-        chunk = MockDDP()
-        group: Any = chunk.bucket_groups[0]
-        group.communication_stream = stream = mocker.Mock()
-        current = mocker.patch.object(torch.cuda, "current_stream").return_value
-        reset = mocker.patch.object(group, "reset")
-        if gather_fails:
-            group.param_gather_handle = mocker.Mock()
-            mocker.patch.object(group, "finish_param_sync", side_effect=RuntimeError("timed out"))
-        reset.side_effect = lambda: current.wait_stream.assert_called_once_with(stream)
-        recovery.recover([chunk], ERROR)
-        assert reset.call_count == 1
-        group.communication_stream = None  # as without overlap
-        recovery.recover([chunk], ERROR)
-        assert current.wait_stream.call_count == 1
-
-    def test_up_to_0_15_groups_have_a_set_of_parameters_and_no_first_batch(self) -> None:
-        class Group(MockBucketGroup):
-            def reset(self) -> None:
-                self.params_with_grad = set[Any]()
-
-        chunk = MockDDP()
-        group = Group(list(chunk.parameters()), chunk.ddp_config, MockProcessGroup())
-        group.params_with_grad = {object()}
-        del group.is_first_batch, group.per_param_grad_ready_counts
-        chunk.bucket_groups = [group]
-        recovery.recover([chunk], ERROR)
-        assert group.params_with_grad == set()
-        assert not hasattr(group, "per_param_grad_ready_counts")
-
-    @pytest.mark.parametrize("explicitly", [True, False])
-    def test_contexts_of_a_chained_exception_are_left_too(self, explicitly: bool) -> None:
-        chunk = MockDDP()
-
-        def schedule() -> None:
-            context = chunk.no_sync()
-            context.__enter__()
-            raise ValueError
-
-        def fail() -> None:
-            try:
-                schedule()
-            except ValueError as error:
-                if not explicitly:
-                    raise RuntimeError  # noqa: B904
-                cause = error
-            cause.__cause__ = last = RuntimeError()  # a circle
-            raise last from cause
-
-        with pytest.raises(RuntimeError) as caught, reentrant_train(chunk):
-            fail()
-        for group in chunk.bucket_groups:
-            group.is_last_microbatch = False
-        del caught
-        gc.collect()
-        assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
+    with pytest.raises(ValueError) as caught:
+        schedule()
+    recovery.recover([chunk], escaping(caught.value))
+    assert left == []
+    for group in chunk.bucket_groups:
+        group.is_last_microbatch = False
+    del caught
+    gc.collect()
+    assert left == ["other"]
+    assert not any(group.is_last_microbatch for group in chunk.bucket_groups)
 
 
-def test_the_config_is_that_of_the_wrapped_model() -> None:
-    config = object()
-    wrapped = SimpleNamespace(module=SimpleNamespace(config=config))
-    assert config_of(SimpleNamespace(config=None, module=wrapped)) is config
-    assert config_of(SimpleNamespace()) is None
+@pytest.mark.parametrize("in_another_thread", [False, True])
+def test_contexts_of_frames_that_still_run_are_not_abandoned(in_another_thread: bool) -> None:
+    """The caller accumulates gradients by hand, and handles another exception while the guard runs."""
+    chunk = MockDDP()
+
+    def fail_in_the_guard() -> None:
+        with reentrant_train(MockDDP()):
+            raise ZeroDivisionError
+
+    def accumulate() -> None:
+        context = chunk.no_sync()
+        context.__enter__()
+        try:
+            raise KeyError
+        except KeyError as error:
+            with pytest.raises(ZeroDivisionError) as caught:
+                fail_in_the_guard()
+            assert caught.value.__context__ is error
+            if in_another_thread:
+                with ThreadPoolExecutor() as pool:
+                    pool.submit(recovery.recover, [MockDDP()], error).result()
+        assert not chunk.bucket_groups[0].is_last_microbatch
+        context.__exit__(None, None, None)
+
+    accumulate()
+
+
+@pytest.mark.parametrize("wait_fails", [False, True])
+def test_a_reduction_in_flight_is_waited_for_and_dropped(mocker: MockerFixture, wait_fails: bool) -> None:
+    chunk = MockDDP()
+    group = chunk.bucket_groups[0]
+    group.start_grad_sync()
+    error = RuntimeError("timed out") if wait_fails else None
+    wait = mocker.patch.object(group.grad_reduce_handle, "wait", side_effect=error)
+    recovery.recover([chunk], ERROR)
+    assert wait.call_count == 1 and group.grad_reduce_handle is None
+
+
+@pytest.mark.parametrize("gather_fails", [False, True])
+def test_the_stream_of_optimizer_instances_is_waited_for(mocker: MockerFixture, gather_fails: bool) -> None:
+    """With ``num_distributed_optimizer_instances > 1`` and overlap, a reduction has no handle."""
+    chunk = MockDDP()
+    group: Any = chunk.bucket_groups[0]
+    group.communication_stream = stream = mocker.Mock()
+    current = mocker.patch.object(torch.cuda, "current_stream").return_value
+    reset = mocker.patch.object(group, "reset")
+    if gather_fails:
+        group.param_gather_handle = mocker.Mock()
+        mocker.patch.object(group, "finish_param_sync", side_effect=RuntimeError("timed out"))
+    reset.side_effect = lambda: current.wait_stream.assert_called_once_with(stream)
+    recovery.recover([chunk], ERROR)
+    assert reset.call_count == 1
+    group.communication_stream = None  # as without overlap
+    recovery.recover([chunk], ERROR)
+    assert current.wait_stream.call_count == 1
+
+
+def test_up_to_0_15_groups_have_a_set_of_parameters_and_no_first_batch() -> None:
+    class Group(MockBucketGroup):
+        def reset(self) -> None:
+            self.params_with_grad = set[Any]()
+
+    chunk = MockDDP()
+    group = Group(list(chunk.parameters()), chunk.ddp_config, MockProcessGroup())
+    group.params_with_grad = {object()}
+    del group.is_first_batch, group.per_param_grad_ready_counts
+    chunk.bucket_groups = [group]
+    recovery.recover([chunk], ERROR)
+    assert group.params_with_grad == set()
+    assert not hasattr(group, "per_param_grad_ready_counts")

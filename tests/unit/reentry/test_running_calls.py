@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -14,39 +14,15 @@ import pytest
 from megatron_rl_patches.frameworks.training import bridge_update_model_config_funcs
 from megatron_rl_patches.reentry import TrainGuard, reentrant_train
 from megatron_rl_patches.reentry.timers import INTERVAL_TIMER
-from megatron_rl_patches.testing import MockConfig, MockDDP
+from megatron_rl_patches.testing import MockConfig
+from tests.worlds import guarded
+from tests.worlds.guarded import DistributedDataParallel, State, Timers, two_models
 
-from .test_guard_state import State, Timers, rerun
-
-__all__ = ["rerun"]  # a fixture
-PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
-
-
-class DistributedDataParallel(MockDDP):
-    """The guard knows data-parallel chunks by the name of their class."""
-
-
-def two_models(config: Any) -> list[Any]:
-    return [DistributedDataParallel(config, **PLAIN) for _ in range(2)]
-
-
-@reentrant_train
-def train(model: Any, within: Callable[[], Any] = lambda: None, fails: bool = False) -> None:
-    """A loop of the shape that all frameworks share, which does something else after it has begun."""
-    config = model.config
-    config.grad_scale_func = scale = object()
-    assert config.no_sync_func is None
-    config.no_sync_func = model.no_sync
-    within()
-    assert config.no_sync_func == model.no_sync
-    assert config.grad_scale_func is scale
-    if fails:
-        raise ZeroDivisionError
+train = reentrant_train(guarded.train)
 
 
 def test_a_nested_call_leaves_the_functions_of_the_outer_one() -> None:
-    config = MockConfig()
-    actor, critic = two_models(config)
+    actor, critic = two_models()
 
     def nested() -> None:
         with pytest.raises(AssertionError):
@@ -55,7 +31,7 @@ def test_a_nested_call_leaves_the_functions_of_the_outer_one() -> None:
     for _ in range(2):
         train(actor, within=nested)
         train(critic)
-    train(actor, within=lambda: train(two_models(MockConfig())[0]))  # on a config of its own it trains
+    train(actor, within=lambda: train(DistributedDataParallel()))  # on a config of its own it trains
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -77,65 +53,54 @@ def test_functions_that_a_nested_call_replaces_are_put_back(installs: bool, fail
         assert vars(config).items() >= functions.items()
 
 
-@pytest.mark.parametrize("in_threads", [False, True])
-def test_calls_within_a_guarded_program_follow_each_other(in_threads: bool) -> None:
+def here(body: Callable[[], Any]) -> None:
+    body()
+
+
+def in_thread(body: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor() as pool:
+        pool.submit(body).result()
+
+
+@pytest.mark.parametrize("run", [here, in_thread])
+def test_calls_within_a_guarded_program_follow_each_other(run: Callable[[Any], None]) -> None:
     """What a nested call has left belongs to no call that still runs, so the next one may clear it."""
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        def call() -> None:
-            with suppress(ZeroDivisionError):
-                train(*args, **kwargs)
-            done.append(args)
-
-        (in_thread if in_threads else (lambda call: call()))(call)
-
-    config, done = MockConfig(), []
-    actor, critic = two_models(config)
-    timers = config.timers = Timers(INTERVAL_TIMER, running=())
+    timers, done = Timers(), []
+    actor, critic = two_models(MockConfig(timers=timers))
 
     def start_interval_timer() -> None:
         assert not timers.running()
-        timers._timers[INTERVAL_TIMER]._started = True
+        timers.start()
+
+    def call(model: Any, fails: bool) -> None:
+        with suppress(ZeroDivisionError):
+            train(model, within=start_interval_timer, fails=fails)
+        done.append(model)
 
     with reentrant_train([actor, critic]):
         for fails in (False, True, False):
-            run(actor, start_interval_timer, fails=fails)
-            run(critic, start_interval_timer, fails=fails)
+            for model in (actor, critic):
+                run(lambda model=model, fails=fails: call(model, fails))
     assert len(done) == 6
 
 
 def test_the_interval_timer_of_the_outer_call_goes_on() -> None:
-    timers = Timers(INTERVAL_TIMER, running=())
-    with reentrant_train(MockDDP(**PLAIN), timers=timers):
-        timers._timers[INTERVAL_TIMER]._started = True
-        with reentrant_train(MockDDP(**PLAIN), timers=timers):
+    timers = Timers()
+    with reentrant_train(DistributedDataParallel(), timers=timers):
+        timers.start()
+        with reentrant_train(DistributedDataParallel(), timers=timers):
             assert timers.running() == {INTERVAL_TIMER}
-
-
-def in_thread(body: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            body()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert errors == []
 
 
 class Overlapping:
     """Guarded calls that begin and end at any time, each in a generator or in a thread of its own."""
 
-    def __init__(self, in_threads: bool) -> None:
-        self._run = in_thread if in_threads else (lambda step: step())
+    def __init__(self, run: Callable[[Callable[[], Any]], None]) -> None:
+        self._run = run
 
-    def begin(self, model: Any, body: Callable[[], Any] = lambda: None, **options: Any) -> Iterator[None]:
+    def begin(self, model: Any, body: Callable[[], Any] = lambda: None) -> Iterator[None]:
         def call() -> Iterator[None]:
-            with reentrant_train(model, **options):
+            with reentrant_train(model):
                 body()
                 yield
 
@@ -151,7 +116,7 @@ class Overlapping:
         self._run(step)
 
 
-@pytest.fixture(params=[False, True], ids=["generators", "threads"])
+@pytest.fixture(params=[here, in_thread])
 def overlapping(request: pytest.FixtureRequest) -> Overlapping:
     return Overlapping(request.param)
 
@@ -173,10 +138,19 @@ def test_garbage_collection_is_as_before_both(
 ) -> None:
     with collecting(enabled):
         change = gc.disable if enabled else gc.enable
-        calls = [overlapping.begin(MockDDP(**PLAIN), change) for _ in range(2)]
+        calls = [overlapping.begin(DistributedDataParallel(), change) for _ in range(2)]
         overlapping.end(calls.pop(first_to_end), fails)
         assert gc.isenabled() is not enabled
         overlapping.end(calls.pop())
+        assert gc.isenabled() is enabled
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_as_before_one(enabled: bool, fails: bool) -> None:
+    with collecting(enabled):
+        with suppress(ZeroDivisionError):
+            train(DistributedDataParallel(), within=gc.disable if enabled else gc.enable, fails=fails)
         assert gc.isenabled() is enabled
 
 
@@ -185,18 +159,18 @@ def test_a_later_call_puts_back_what_the_first_one_found(
     overlapping: Overlapping, rerun: Any, first_fails: bool
 ) -> None:
     machine = rerun._GLOBAL_RERUN_STATE_MACHINE = SimpleNamespace(state=State.NOT_RUNNING_YET, mode="reports")
-    timers = Timers("forward", "backward", running=())
+    timers = Timers("forward", "backward")
     first, second = two_models(MockConfig(timers=timers))
     second.module = first.module  # they share a trunk
     trunk = first.module.train()
 
     def change() -> None:
         machine.state = State.RERUNNING
-        timers._timers["forward"]._started = True
+        timers.start("forward")
         trunk.eval()
 
     calls = [overlapping.begin(model, change) for model in (first, second)]
-    timers._timers["backward"]._started = True
+    timers.start("backward")
     overlapping.end(calls[0], first_fails)
     assert machine.state is State.RERUNNING  # the second call still runs
     assert timers.running() == {"forward", "backward"}
@@ -207,20 +181,20 @@ def test_a_later_call_puts_back_what_the_first_one_found(
     assert trunk.training
 
 
-def test_a_call_that_fails_leaves_the_functions_of_the_other(overlapping: Overlapping) -> None:
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_call_that_fails_leaves_the_functions_of_the_other(overlapping: Overlapping, fails: int) -> None:
     """In whichever order they begin and end."""
-    for fails in (0, 1):
-        config = MockConfig()
-        models = two_models(config)
-        calls = [overlapping.begin(model) for model in models]
-        config.no_sync_func = models[1 - fails].no_sync
-        overlapping.end(calls[fails], fails=True)
-        assert config.no_sync_func == models[1 - fails].no_sync
-        overlapping.end(calls[1 - fails])
+    config = MockConfig()
+    models = two_models(config)
+    calls = [overlapping.begin(model) for model in models]
+    config.no_sync_func = models[1 - fails].no_sync
+    overlapping.end(calls[fails], fails=True)
+    assert config.no_sync_func == models[1 - fails].no_sync
+    overlapping.end(calls[1 - fails])
 
 
 def test_a_guard_may_be_entered_twice() -> None:
-    guard = TrainGuard(MockDDP(**PLAIN))
+    guard = TrainGuard(DistributedDataParallel())
     with collecting(True), guard:
         gc.disable()
         with guard:
@@ -229,18 +203,19 @@ def test_a_guard_may_be_entered_twice() -> None:
     assert gc.isenabled()
 
 
-def test_setting_up_another_model_leaves_the_functions_of_a_call_that_runs() -> None:
-    config = MockConfig()
-    actor, critic = two_models(config)
-    with reentrant_train(actor):
-        config.no_sync_func = actor.no_sync
-        bridge_update_model_config_funcs(_SetUp(model=[critic], model_config=config))  # type: ignore[arg-type]
-        assert config.no_sync_func == actor.no_sync
-    bridge_update_model_config_funcs(_SetUp(model=[critic], model_config=config))  # type: ignore[arg-type]
-    assert config.no_sync_func is None
-
-
-class _SetUp(dict[str, Any]):
+class SetUp(dict[str, Any]):
     """Stands for the call of a function that does nothing."""
 
     def __call__(self) -> None: ...
+
+
+def test_setting_up_another_model_leaves_the_functions_of_a_call_that_runs() -> None:
+    config = MockConfig()
+    actor, critic = two_models(config)
+    set_up: Any = SetUp(model=[critic], model_config=config)
+    with reentrant_train(actor):
+        config.no_sync_func = actor.no_sync
+        bridge_update_model_config_funcs(set_up)
+        assert config.no_sync_func == actor.no_sync
+    bridge_update_model_config_funcs(set_up)
+    assert config.no_sync_func is None

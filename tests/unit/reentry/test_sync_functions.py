@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_rl_patches.common.chunks import SYNC_FUNCTIONS
+from megatron_rl_patches.common.chunks import SYNC_FUNCTIONS, config_of
 from megatron_rl_patches.reentry.sync_functions import clear_installed, install_per_config
 from megatron_rl_patches.testing import MockConfig, MockDDP
 
@@ -16,31 +17,25 @@ class NoDataParallelWrapper:
     def no_sync(self) -> None: ...
 
 
-def test_no_sync_of_this_model_makes_room() -> None:
-    for count in (1, 2):
-        config = MockConfig()
-        model = [MockDDP(config=config) for _ in range(count)]
-        functions = [chunk.no_sync for chunk in model]
-        config.no_sync_func = functions if count > 1 else functions[0]
-        clear_installed(model)
-        assert config.no_sync_func is None
-
-
-def test_functions_of_a_former_model_make_room() -> None:
-    former, chunk = MockDDP(), MockDDP()
-    for attribute, method in SYNC_FUNCTIONS.items():
-        setattr(chunk.config, attribute, [getattr(former, method)])
-    clear_installed([chunk])
-    assert [getattr(chunk.config, attribute) for attribute in SYNC_FUNCTIONS] == [None] * 3
-
-
-def test_what_no_framework_asserts_on_stays_with_its_own_model() -> None:
-    chunk = MockDDP()
-    chunk.config.grad_sync_func = chunk.start_grad_sync
-    chunk.config.param_sync_func = chunk.start_param_sync
-    clear_installed([chunk])
-    assert chunk.config.grad_sync_func == chunk.start_grad_sync
-    assert chunk.config.param_sync_func == chunk.start_param_sync
+@pytest.mark.parametrize("is_former", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_former_call_installed_makes_room(count: int, is_former: bool) -> None:
+    """No framework asserts on functions other than ``no_sync``, so they stay with their own model."""
+    config = MockConfig()
+    model = [MockDDP(config=config) for _ in range(count)]
+    owners = [MockDDP() for _ in range(count)] if is_former else model
+    installed: dict[str, Any] = {
+        attribute: [getattr(chunk, method) for chunk in owners]
+        for attribute, method in SYNC_FUNCTIONS.items()
+    }
+    if count == 1:
+        installed = {attribute: functions[0] for attribute, functions in installed.items()}
+    vars(config).update(installed)
+    clear_installed(model)
+    stay = {} if is_former else installed | {"no_sync_func": None}
+    assert {attribute: getattr(config, attribute) for attribute in SYNC_FUNCTIONS} == {
+        attribute: stay.get(attribute) for attribute in SYNC_FUNCTIONS
+    }
 
 
 @pytest.mark.parametrize(
@@ -64,23 +59,9 @@ def _install(model: list[MockDDP]) -> None:
     """In the shape of verl's installer: one round per chunk, an assertion in each."""
     for chunk in model:
         assert chunk.config.no_sync_func is None, "When overlap_grad_reduce is True"
-        chunk.config.no_sync_func = [c.no_sync for c in model]
-        chunk.config.grad_sync_func = [c.start_grad_sync for c in model]
-        if len(model) == 1:
-            chunk.config.no_sync_func = chunk.config.no_sync_func[0]
-            chunk.config.grad_sync_func = chunk.config.grad_sync_func[0]
-
-
-def test_a_foreign_function_trips_the_installers_assertion() -> None:
-    config = MockConfig(no_sync_func=lambda: None)
-    with pytest.raises(AssertionError, match="overlap_grad_reduce"):
-        install_per_config(_install, [MockDDP(config=config) for _ in range(2)])
-
-
-def test_nothing_is_installed_without_overlap() -> None:
-    config = MockConfig()
-    install_per_config(lambda chunks: None, [MockDDP(config=config) for _ in range(2)])
-    assert config == MockConfig()
+        for attribute in ("no_sync_func", "grad_sync_func"):
+            functions = [getattr(each, SYNC_FUNCTIONS[attribute]) for each in model]
+            setattr(chunk.config, attribute, functions if len(model) > 1 else functions[0])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -96,9 +77,23 @@ def test_all_functions_are_installed_in_each_config(shared: bool) -> None:
             assert chunk.config.no_sync_func == [c.no_sync for c in model]
             assert chunk.config.grad_sync_func == [c.start_grad_sync for c in model]
             assert chunk.config.param_sync_func is None
+    [alone] = model[:1]
+    install_per_config(_install, [alone])
+    assert alone.config.no_sync_func == alone.no_sync  # of one chunk, as upstream does it
 
 
-def test_one_chunk_is_installed_as_upstream_does() -> None:
-    chunk = MockDDP()
-    install_per_config(_install, [chunk])
-    assert chunk.config.no_sync_func == chunk.no_sync
+def test_a_foreign_function_and_nothing_to_install_stay() -> None:
+    config = MockConfig()
+    model = [MockDDP(config=config) for _ in range(2)]
+    install_per_config(lambda chunks: None, model)
+    assert config == MockConfig()
+    config.no_sync_func = lambda: None
+    with pytest.raises(AssertionError, match="overlap_grad_reduce"):
+        install_per_config(_install, model)
+
+
+def test_the_config_is_that_of_the_wrapped_model() -> None:
+    config = object()
+    wrapped = SimpleNamespace(module=SimpleNamespace(config=config))
+    assert config_of(SimpleNamespace(config=None, module=wrapped)) is config
+    assert config_of(SimpleNamespace()) is None

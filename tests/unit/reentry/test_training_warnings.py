@@ -30,10 +30,14 @@ def chunk(**config: Any) -> Any:
     return Chunk(config=SimpleNamespace(no_sync_func=None, **config))
 
 
+def note(model: Any, *counts: int) -> None:
+    for count in counts:
+        note_tokens(model, (None, torch.tensor(count)))
+
+
 def train(model: Any, counts: list[int], optimizer: Any = None) -> None:
     with reentrant_train(model, optimizer=optimizer):
-        for count in counts:
-            note_tokens(model, (None, torch.tensor(count)))
+        note(model, *counts)
 
 
 def test_the_largest_dropout_of_the_chunks_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,19 +75,17 @@ def test_microbatches_of_different_lengths(
 
 def test_neither_scoring_nor_calls_outside_count() -> None:
     model, other = chunk(), chunk()
-    note_tokens(model, (None, torch.tensor(1)))
+    note(model, 1)
     with reentrant_train(model):
-        note_tokens(model, (None, torch.tensor(2)))
-        note_tokens(other, (None, torch.tensor(3)))
+        note(model, 2)
+        note(other, 3)
         with torch.no_grad():
-            note_tokens(model, (None, torch.tensor(3)))
+            note(model, 3)
         note_tokens(model, "megatron of another release")  # an error in a check stops no training
     with reentrant_train(model, warn=False):
-        note_tokens(model, (None, torch.tensor(1)))
-        note_tokens(model, (None, torch.tensor(2)))
+        note(model, 1, 2)
     with suppress(ZeroDivisionError), reentrant_train(model):
-        note_tokens(model, (None, torch.tensor(1)))
-        note_tokens(model, (None, torch.tensor(2)))
+        note(model, 1, 2)
         raise ZeroDivisionError
     assert not reported()
 
@@ -95,13 +97,12 @@ def test_tokens_count_for_the_innermost_call_that_trains_the_chunk() -> None:
     with reentrant_train([actor, critic]):
         for model, count in ((actor, 5), (critic, 6)) * 2:
             with reentrant_train(model):
-                note_tokens(inside if model is actor else critic, (None, torch.tensor(count)))
+                note(inside if model is actor else critic, count)
     assert not reported()
     guards = [TrainGuard(model) for model in (actor, critic)]
     for guard in guards:
         guard.__enter__()
-    for count in (5, 6):
-        note_tokens(actor, (None, torch.tensor(count)))
+    note(actor, 5, 6)
     guards[0].__exit__(None, None, None)
     assert "had 5 to 6 tokens" in reported()[0]
     guards[1].__exit__(None, None, None)
