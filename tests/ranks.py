@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 import pprint
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
@@ -55,6 +55,11 @@ def on_ranks(
         return run
 
     return decorate
+
+
+def by_speed(cases: Iterable[str], fast: Container[str]) -> list[Any]:
+    """Return names of cases for ``parametrize``: all but the fast ones are slow tests."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in cases]
 
 
 def everywhere(value: Any, group: Any = None) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import re
@@ -26,13 +25,13 @@ from megatron_rl_patches.inference.weights import describe, differences
 from .test_pickles import save_alone
 
 TRACKER = "latest_checkpointed_iteration.txt"
+ITERATION_7 = {TRACKER: "7", "iter_0000007/x": ""}
+HUGGING_FACE = {"config.json": "", "model.safetensors": ""}
 
 
-def _torch_dist(folder: Path, backend: str = "torch_dist") -> Path:
+def _torch_dist(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / "metadata.json").write_text(
-        json.dumps({"sharded_backend": backend, "sharded_backend_version": 1})
-    )
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / ".metadata").touch()
     return folder
 
@@ -61,22 +60,14 @@ def test_root_leads_to_the_latest_iteration_or_to_the_step_of_the_caller(tmp_pat
         ({"notes.txt": ""}, None, "is not a Megatron checkpoint: it contains notes.txt"),
         ({TRACKER: "7"}, None, f"{TRACKER} points at iter_0000007, .* it has no iteration at all"),
         ({TRACKER: "7", "iter_0000006/x": ""}, None, "points at iter_0000007, .* it has iter_0000006"),
-        (
-            {TRACKER: "7", "iter_0000007/x": ""},
-            8,
-            "ckpt_step=8 asks for iter_0000008, .* it has iter_0000007",
-        ),
+        (ITERATION_7, 8, "ckpt_step=8 asks for iter_0000008, .* it has iter_0000007"),
         ({TRACKER: "seven"}, None, "holds 'seven'; expected an iteration or 'release'"),
         ({TRACKER: ""}, None, "holds ''; expected"),
         ({TRACKER: "-1"}, None, "holds '-1'; expected"),
         ({TRACKER: "1" * 400}, None, "holds '1{40}'; expected"),
         ({TRACKER: "1" * 5000}, None, "holds '1{40}'; expected"),
         ({"iter_0000003/x": ""}, None, f"has no {TRACKER}, .*it has iter_0000003: pass the folder of one"),
-        (
-            {"config.json": "", "model.safetensors": ""},
-            None,
-            r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)",
-        ),
+        (HUGGING_FACE, None, r"is a Hugging Face checkpoint.*\(pre_wrap=\.\.\.\)"),
         ({"metadata.json": "{}"}, 3, "ckpt_step=3 chooses among the iterations of a checkpoint root"),
     ],
 )
@@ -134,37 +125,36 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _one_rank_checkpoint(folder: Path, weight: torch.Tensor | None = None) -> Path:
+    save_alone({"weight": torch.ones(6, 2) if weight is None else weight}, _torch_dist(folder))
+    torch.save({"iteration": 7}, folder / "common.pt")
+    return folder
+
+
+@pytest.fixture
+def folder(group: None, tmp_path: Path) -> Path:
+    """Return the folder of a checkpoint of one weight, of six rows."""
+    return _one_rank_checkpoint(tmp_path / "iter_0000007")
+
+
 class _Embedding(torch.nn.Module):
     """A model of one weight, whose rows Megatron pads."""
 
-    def __init__(self, rows: int, width: int, is_padded: bool = True) -> None:
+    def __init__(self, rows: int = 6, width: int = 2, is_padded: bool = True, scales: int = 0) -> None:
         super().__init__()
-        self.is_padded, self.scales = is_padded, 0
+        self.is_padded, self.scales = is_padded, torch.zeros(scales)
         self.weight = torch.nn.Parameter(torch.full((rows, width), 9.0))
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
         from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-        scales = torch.zeros(self.scales)
-        return {
-            "weight": ShardedTensor.from_rank_offsets(
-                "weight", self.weight.data, allow_shape_mismatch=self.is_padded
-            ),
-            "_extra_state": ShardedObject("_extra_state", scales, (1,), (0,)),
-        }
+        padded = {"allow_shape_mismatch": self.is_padded}
+        weight = ShardedTensor.from_rank_offsets("weight", self.weight.data, **padded)
+        return {"weight": weight, "_extra_state": ShardedObject("_extra_state", self.scales, (1,), (0,))}
 
 
-def _one_rank_checkpoint(folder: Path, rows: int = 6) -> Path:
-    save_alone({"weight": torch.ones(rows, 2)}, _torch_dist(folder))
-    torch.save({"iteration": 7}, folder / "common.pt")
-    return folder
-
-
-@pytest.mark.usefixtures("group")
-def test_another_padding_of_the_vocabulary(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
-    padded, wider = _Embedding(8, 2), _Embedding(8, 3)
-    padded.scales = 3
+def test_another_padding_of_the_vocabulary(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    padded, wider = _Embedding(8, scales=3), _Embedding(8, 3)
     with caplog.at_level("WARNING", "megatron_rl_patches"):
         assert load_inference_checkpoint(padded, folder) == 7
     messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -180,13 +170,12 @@ def test_another_padding_of_the_vocabulary(tmp_path: Path, caplog: pytest.LogCap
 
 def test_without_a_process_group(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="init_process_group"):
-        load_inference_checkpoint(_Embedding(6, 2), _one_rank_checkpoint(tmp_path / "iter_0000007"))
+        load_inference_checkpoint(_Embedding(), _one_rank_checkpoint(tmp_path / "iter_0000007"))
 
 
-@pytest.mark.usefixtures("group")
-def test_megatrons_loader_does_not_see_what_savers_planned(tmp_path: Path) -> None:
+def test_megatrons_loader_does_not_see_what_savers_planned(folder: Path, tmp_path: Path) -> None:
     """The allowed names of plans lead to others, by which Megatron's loader would run code."""
-    folder, evidence = _one_rank_checkpoint(tmp_path / "iter_0000007"), tmp_path / "code ran"
+    evidence = tmp_path / "code ran"
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.planner_data = _Runs(f"touch '{evidence}'")
     content = pickle.dumps(metadata, protocol=3)
@@ -197,7 +186,7 @@ def test_megatrons_loader_does_not_see_what_savers_planned(tmp_path: Path) -> No
     (folder / ".metadata").write_bytes(content)
     pickle.loads(content)
     evidence.unlink()
-    model = _Embedding(6, 2)
+    model = _Embedding()
     assert load_inference_checkpoint(model, folder) == 7
     assert model.weight.eq(1).all() and not evidence.exists()
 
@@ -210,9 +199,8 @@ class _Runs:
         return os.system, (self.command,)
 
 
-@pytest.mark.usefixtures("group")
-def test_a_dangling_link_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007"), _Embedding(6, 2)
+def test_a_dangling_link_is_no_part_of_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    model = _Embedding()
     (folder / "notes").symlink_to("nowhere")
     assert load_inference_checkpoint(model, folder) == 7
     assert model.weight.eq(1).all()
@@ -241,16 +229,12 @@ def _rows(start: int, size: int) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([size, 2]))
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize(
-    "rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)], ids=["twice", "overlapping", "absent"]
-)
-def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, tmp_path: Path) -> None:
-    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+@pytest.mark.parametrize("rows", [((0, 3), (0, 3)), ((0, 4), (1, 2)), ((3, 3),)])
+def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: bool, folder: Path) -> None:
     _store_pieces(folder, [(_rows(start, size), torch.ones(size, 2)) for start, size in rows])
     with pytest.raises(CheckpointError, match="weight is not stored as a whole"):
-        load_inference_checkpoint(_Embedding(6 + 2 * is_padded, 2, is_padded), folder)
+        load_inference_checkpoint(_Embedding(6 + 2 * is_padded, is_padded=is_padded), folder)
 
 
 @pytest.mark.usefixtures("group")
@@ -266,7 +250,8 @@ def test_every_row_must_be_stored(rows: tuple[tuple[int, int], ...], is_padded: 
 )
 def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, tmp_path: Path) -> None:
     rows = max(6, len(piece))
-    folder, model = _one_rank_checkpoint(tmp_path / "iter_0000007", rows), _Embedding(rows, 2)
+    folder = _one_rank_checkpoint(tmp_path / "iter_0000007", torch.ones(rows, 2))
+    model = _Embedding(rows)
     _store_pieces(folder, [(_rows(0, rows), piece)])
     with pytest.raises(CheckpointError, match=message):
         load_inference_checkpoint(model, folder)
@@ -276,21 +261,17 @@ def test_a_piece_that_is_not_what_the_index_says(piece: Any, message: str, tmp_p
 @pytest.mark.usefixtures("group")
 def test_weights_of_another_kind_of_number(tmp_path: Path) -> None:
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
-        folder = tmp_path / str(dtype) / "iter_0000007"
-        save_alone({"weight": torch.ones(6, 2).to(dtype)}, _torch_dist(folder))
-        torch.save({"iteration": 7}, folder / "common.pt")
+        folder = _one_rank_checkpoint(tmp_path / str(dtype) / "iter_0000007", torch.ones(6, 2).to(dtype))
         with pytest.raises(CheckpointError, match=f"weight is {dtype} in the checkpoint and torch.float32"):
-            load_inference_checkpoint(_Embedding(6, 2), folder)
+            load_inference_checkpoint(_Embedding(), folder)
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", ["metadata.json", "__0_0.distcp", "common.pt", ".metadata"])
-def test_a_pipe_is_not_read(name: str, tmp_path: Path) -> None:
-    folder = _one_rank_checkpoint(tmp_path / "iter_0000007")
+def test_a_pipe_is_not_read(name: str, folder: Path) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        load_inference_checkpoint(_Embedding(6, 2), folder)
+        load_inference_checkpoint(_Embedding(), folder)
 
 
 def test_differences_show_the_first_ten_of_each_kind_and_their_number() -> None:

@@ -1,18 +1,26 @@
-"""Reading a file of a checkpoint runs no code that the file names."""
+"""Reading a file of a checkpoint runs no code that the file names, and changes nothing of what it names."""
 
 from __future__ import annotations
 
+import collections
+import copyreg
+import io
 import pickle
+import random
 import warnings
+import zipfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
+import torch._utils
+from torch.distributed.checkpoint import FileSystemWriter, filesystem, metadata, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -24,7 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl_patches.errors import CheckpointError
-from megatron_rl_patches.inference.checkpoints.pickles import _Unpickler, read_metadata, unpickle_dict
+from megatron_rl_patches.inference.checkpoints import pickles
+from megatron_rl_patches.inference.checkpoints.pickles import read_metadata, unpickle_dict
 
 
 class _CreatesAFile:
@@ -148,8 +157,169 @@ def test_what_keeps_a_file_from_being_read_is_no_damage(
     def fail(*args: Any, **options: Any) -> Any:
         raise kind
 
-    monkeypatch.setattr(_Unpickler, "load", fail)
+    monkeypatch.setattr(pickles._Unpickler, "load", fail)
     with pytest.raises(CheckpointError, match=rf"common\.pt cannot be read: {kind.__name__}"):
         _load(tmp_path / "common.pt")
     with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: {kind.__name__}"):
         read_metadata(tmp_path)
+
+
+PROGRAMS = 200
+
+# What real files name.
+NAMED: dict[tuple[str, str], Any] = {
+    (value.__module__, value.__name__): value
+    for module in (metadata, filesystem)
+    for value in vars(module).values()
+    if isinstance(value, type) and value.__module__ == module.__name__
+}
+NAMED |= {
+    ("builtins", "getattr"): getattr,
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch", "float32"): torch.float32,
+    ("torch", "FloatStorage"): torch.FloatStorage,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.storage", "_load_from_bytes"): torch.storage._load_from_bytes,
+    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+}
+
+
+def _metadata(content: bytes, folder: Path) -> None:
+    (folder / ".metadata").write_bytes(content)
+    read_metadata(folder)
+
+
+def _shard(content: bytes, folder: Path) -> None:
+    """Read a file of ``torch.save`` with a storage, and with another pickle."""
+    torch.save({"weight": torch.ones(1)}, plain := io.BytesIO())
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(changed := io.BytesIO(), "w") as target:
+        for name in source.namelist():
+            target.writestr(name, content if name.endswith("/data.pkl") else source.read(name))
+    unpickle_dict(changed.getvalue(), folder)
+
+
+def _state() -> list[Any]:
+    """Return what can be changed of our own class and of what a file names: of members and methods, too."""
+    watched: list[Any] = [pickles.Record]
+    for value in NAMED.values():
+        watched.append(value)
+        if isinstance(value, type):
+            watched += value if issubclass(value, Enum) else ()
+            watched += [member for member in vars(value).values() if isinstance(member, FunctionType)]
+    # Reading annotations adds an empty dict, so they come first.
+    names = ("__annotations__", "__dict__", "__defaults__", "__kwdefaults__", "__code__", "__class__")
+    attributes = [getattr(value, name, None) for value in watched for name in names]
+    return [_items(one) if isinstance(one, (dict, MappingProxyType)) else one for one in attributes]
+
+
+def _items(values: Mapping[str, Any]) -> dict[str, Any]:
+    # Python itself adds these when it pickles the first object of a class.
+    return {name: value for name, value in values.items() if name != "__slotnames__"}
+
+
+_REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+_INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+_MEMORY_FORMATS = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+_ENTRY = b"(Va\nNdb"  # BUILD with {"a": None}
+_STORAGE = b"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nK\x01tQ"  # by its persistent id
+
+
+def _attribute(name: str) -> bytes:
+    """BUILD with ``(None, {name: None})``, which sets the attribute."""
+    return f"(N(V{name}\nNdtb".encode()
+
+
+def _named(attribute: str) -> bytes:
+    return b"cbuiltins\ngetattr\n(" + _MEMORY_FORMATS + f"V{attribute}\ntR".encode()
+
+
+HOSTILE: dict[str, tuple[Callable[[bytes, Path], None], bytes]] = {
+    "attribute of a class": (_metadata, _INDEX + _attribute("__hash__")),
+    "attribute of a class, memorized": (_metadata, _INDEX + b"q\x01(h\x01" + _attribute("__eq__") + b"t"),
+    "attribute of a function": (_shard, _REBUILD + _attribute("__defaults__")),
+    "dict of a function": (_shard, _REBUILD + _ENTRY),
+    "attribute of a function's result": (_shard, _REBUILD + b"(tR" + _attribute("__class__")),
+    "storage of the file": (_shard, _STORAGE + _ENTRY),
+    "member of an enum": (_metadata, _MEMORY_FORMATS + b"(K\x00tR" + _attribute("_value_")),
+    "member of an enum, by its name": (_metadata, _named("TORCH_CHANNELS_LAST") + _ENTRY),
+    "member of an enum, as a new object": (
+        _metadata,
+        b"\x80\x02" + _MEMORY_FORMATS + b"K\x00\x85\x81" + _ENTRY,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_a_file_names_is_not_changed(name: str, tmp_path: Path) -> None:
+    load, content = HOSTILE[name]
+    before = _state()
+    with pytest.raises(CheckpointError):
+        load(content + b".", tmp_path)
+    assert _state() == before
+
+
+def test_no_class_comes_from_the_registry_of_extensions(tmp_path: Path) -> None:
+    copyreg.add_extension("torch", "Size", 1)
+    try:
+        with pytest.raises(CheckpointError, match="extension"):
+            _shard(b"\x80\x02\x82\x01.", tmp_path)
+    finally:
+        copyreg.remove_extension("torch", "Size", 1)
+        copyreg.clear_extension_cache()
+
+
+def _program(draw: random.Random) -> bytes:
+    """Return opcodes drawn at random: nearly all of them change an object that the pickle names."""
+
+    def name() -> bytes:
+        return "c{}\n{}\n".format(*draw.choice(sorted([*NAMED, ("unknown", "unknown")]))).encode()
+
+    def plain() -> bytes:
+        return draw.choice([b"N", b"K\x00", b"K\x01", b"VTORCH_PRESERVE_FORMAT\n", b"]", b"}", b")"])
+
+    def attribute() -> bytes:
+        names = "__defaults__ __kwdefaults__ __hash__ __eq__ __init__ __new__ __dict__ __setstate__ __class__"
+        more = "__reduce_ex__ append extend fqn detach _value_"
+        return f"V{draw.choice(f'{names} {more}'.split())}\n".encode()
+
+    def target() -> bytes:
+        call = b"(" + b"".join(plain() for _ in range(draw.randint(0, 2))) + b"t"
+        targets = [
+            name(),
+            name() + call + draw.choice([b"R", b"\x81"]),
+            name() + b"(" + name() + plain() + b"tR",
+            draw.choice([b"h\x00", b"h\x01", b"]", b"}", b"\x8f", b")", _STORAGE]),
+        ]
+        return draw.choices(targets, weights=[5, 3, 1, 1])[0]
+
+    def state() -> bytes:
+        items = b"".join(attribute() + draw.choice([plain, name])() for _ in range(draw.randint(1, 3)))
+        return draw.choice([b"(" + items + b"d", b"(N(" + items + b"dt", plain()])
+
+    def change() -> bytes:
+        value = draw.choice([plain, target])
+        changes = [
+            state() + b"b",
+            state() + b"b" + state() + b"b",
+            attribute() + value() + b"s",
+            b"(" + attribute() + value() + b"u",
+            value() + b"a",
+            b"(" + value() + value() + b"e",
+            b"(" + plain() + b"\x90",
+        ]
+        return target() + draw.choices(changes, weights=[12, 4, 1, 1, 1, 1, 1])[0] + b"\x940"  # MEMOIZE, POP
+
+    return b"\x80\x04" + b"".join(change() for _ in range(draw.randint(1, 3))) + target() + b"."
+
+
+@pytest.mark.parametrize("load", [_metadata, _shard])
+def test_random_pickles_change_nothing_of_the_process(load: Callable[..., None], tmp_path: Path) -> None:
+    before = _state()
+    for seed in range(PROGRAMS):
+        content = _program(random.Random(seed))
+        with suppress(CheckpointError):
+            load(content, tmp_path)
+        assert _state() == before, f"seed {seed}: {content!r}"

@@ -13,94 +13,38 @@ import pytest
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference.memory.huggingface import fields_from_hf_config
 
-LLAMA: dict[str, Any] = {  # Llama-3.1-8B
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-}
-QWEN3_MOE: dict[str, Any] = {  # Qwen3-30B-A3B
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "num_experts": 128,
-    "moe_intermediate_size": 768,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "vocab_size": 129280,
-    "tie_word_embeddings": False,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 2048,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+from .published import DEEPSEEK_V3, LLAMA, QWEN3_MOE, dense
 
 
-def test_llama() -> None:
-    model = fields_from_hf_config(LLAMA)
-    assert (model["num_layers"], model["hidden_size"], model["ffn_hidden_size"]) == (32, 4096, 14336)
-    assert (model["num_attention_heads"], model["num_query_groups"], model.get("kv_channels")) == (
-        32,
-        8,
-        None,
-    )
-    assert not model["share_embeddings_and_output_weights"]
-    assert model["gated_linear_unit"] and model["normalization"] == "RMSNorm" and not model["add_bias_linear"]
-    assert not model["add_qkv_bias"] and "qk_layernorm" not in model
+def fields(model: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    return tuple(model.get(name) for name in names)
 
 
-def test_qwen() -> None:
+def test_attention() -> None:
+    llama = fields_from_hf_config(LLAMA)
+    assert fields(llama, "num_layers", "hidden_size", "ffn_hidden_size") == (32, 4096, 14336)
+    assert fields(llama, "num_attention_heads", "num_query_groups", "kv_channels") == (32, 8, None)
+    assert fields(llama, "gated_linear_unit", "normalization") == (True, "RMSNorm")
+    assert not any(fields(llama, "share_embeddings_and_output_weights", "add_bias_linear", "add_qkv_bias"))
     qwen2 = fields_from_hf_config({**LLAMA, "model_type": "qwen2"})
-    assert qwen2["add_qkv_bias"] and "qk_layernorm" not in qwen2
+    assert qwen2["add_qkv_bias"] and not {"qk_layernorm"} & (llama.keys() | qwen2.keys())
     qwen3 = fields_from_hf_config({**LLAMA, "model_type": "qwen3", "head_dim": 128})
-    assert qwen3["qk_layernorm"] and not qwen3["add_qkv_bias"] and qwen3["kv_channels"] == 128
+    assert fields(qwen3, "qk_layernorm", "add_qkv_bias", "kv_channels") == (True, False, 128)
+    latent = fields_from_hf_config(DEEPSEEK_V3)
+    assert latent["multi_latent_attention"]
+    assert fields(latent, "q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim") == (1536, 512, 64)
 
 
 def test_experts() -> None:
-    model = fields_from_hf_config(QWEN3_MOE)
-    assert (model["num_moe_experts"], model["moe_ffn_hidden_size"]) == (128, 768)
-    assert model["moe_layer_freq"] == [1] * 48
+    names = "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"
+    assert fields(fields_from_hf_config(QWEN3_MOE), *names) == (128, 768, [1] * 48)
     sparse = {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert fields_from_hf_config(sparse)["moe_layer_freq"] == [0, 1, 0, 0]
     mixtral = fields_from_hf_config({**LLAMA, "model_type": "mixtral", "num_local_experts": 8})
-    assert (mixtral["num_moe_experts"], mixtral["moe_ffn_hidden_size"], "moe_layer_freq" in mixtral) == (
-        8,
-        14336,
-        False,
-    )
-
-
-def test_latent_attention() -> None:
-    model = fields_from_hf_config(DEEPSEEK_V3)
-    assert model["multi_latent_attention"]
-    assert (model["q_lora_rank"], model["kv_lora_rank"], model["qk_pos_emb_head_dim"]) == (1536, 512, 64)
-    assert model["moe_shared_expert_intermediate_size"] == 2048
-    assert model["moe_layer_freq"] == [0] * 3 + [1] * 58
+    assert fields(mixtral, *names) == (8, 14336, None)
+    deepseek = fields_from_hf_config(DEEPSEEK_V3)
+    assert deepseek["moe_shared_expert_intermediate_size"] == 2048
+    assert deepseek["moe_layer_freq"] == [0] * 3 + [1] * 58
 
 
 def test_layers_for_multi_token_prediction_are_counted_unless_set_to_0() -> None:
@@ -112,22 +56,12 @@ def test_layers_for_multi_token_prediction_are_counted_unless_set_to_0() -> None
 
 
 def test_the_text_part_counts_and_flags_fill_in() -> None:
-    gemma = {  # as published: sizes that are the library's defaults are left out
-        "model_type": "gemma3",
-        "text_config": {
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 62,
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-        },
-        "vision_config": {"hidden_size": 1152},
-    }
-    with pytest.raises(
-        InvalidInputError, match=r"vocab_size \(--set vocab_size=...\) to the defaults of gemma3_text"
-    ):
+    # As published: sizes that are the library's defaults are left out.
+    text = dense("gemma3_text", 62, 5376, 21504, 32, 16, 0, head_dim=128)
+    del text["vocab_size"], text["tie_word_embeddings"]
+    gemma = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+    message = r"vocab_size \(--set vocab_size=...\) to the defaults of gemma3_text"
+    with pytest.raises(InvalidInputError, match=message):
         fields_from_hf_config(gemma)
     model = fields_from_hf_config(gemma, vocab_size=262208)
     assert (model["hidden_size"], model["vocab_size"], model["kv_channels"]) == (5376, 262208, 128)
@@ -136,11 +70,7 @@ def test_the_text_part_counts_and_flags_fill_in() -> None:
 
 def test_flags_come_first() -> None:
     assert fields_from_hf_config(LLAMA, num_layers=2)["num_layers"] == 2
-    model = fields_from_hf_config(QWEN3_MOE, num_layers=2)
-    assert len(model["moe_layer_freq"]) == 2
-
-
-def test_a_text_part_that_is_null_is_none() -> None:
+    assert len(fields_from_hf_config(QWEN3_MOE, num_layers=2)["moe_layer_freq"]) == 2
     assert fields_from_hf_config({**LLAMA, "text_config": None}) == fields_from_hf_config(LLAMA)
 
 

@@ -11,12 +11,7 @@ import pytest
 import torch
 
 from megatron_rl_patches.inference import memory_report
-from megatron_rl_patches.inference.memory.usage import (
-    DeviceMemory,
-    HostMemory,
-    MemoryReport,
-    TeacherMemory,
-)
+from megatron_rl_patches.inference.memory.usage import DeviceMemory, HostMemory, MemoryReport, TeacherMemory
 
 GIB = 2**30
 
@@ -62,8 +57,5 @@ def test_one_line_and_json() -> None:
     )
     with_teachers = dataclasses.replace(report, teachers=TeacherMemory(2, 3 * GIB, GIB))
     assert str(with_teachers) == f"{report}; 2 teachers: 3.00 GiB in host memory, output layers 1.00 GiB"
-    assert json.loads(json.dumps(report.as_dict()))["host"] == {
-        "rss": GIB,
-        "available": 2 * GIB,
-        "total": 4 * GIB,
-    }
+    of_host = {"rss": GIB, "available": 2 * GIB, "total": 4 * GIB}
+    assert json.loads(json.dumps(report.as_dict()))["host"] == of_host

@@ -13,11 +13,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-from megatron_rl_patches.inference.models.isolation import (
-    original_of,
-    preserved_rng,
-    replaced_in_this_thread,
-)
+from megatron_rl_patches.inference.models.isolation import original_of, preserved_rng, replaced_in_this_thread
 from megatron_rl_patches.testing import cpu_backend
 
 
@@ -35,11 +31,6 @@ def tracker(no_tracker: None) -> Iterator[Any]:
         yield tracker
 
 
-def _drawn_from(tracker: Any) -> float:
-    with tracker.fork("dropout"):
-        return torch.rand(()).item()
-
-
 @pytest.mark.parametrize("raises", [False, True])
 def test_generators_of_the_process(raises: bool, no_tracker: None) -> None:
     with suppress(KeyError), preserved_rng():
@@ -50,53 +41,52 @@ def test_generators_of_the_process(raises: bool, no_tracker: None) -> None:
     assert megatron_random._CUDA_RNG_STATE_TRACKER is None, "there was none, and it made one"
 
 
-@pytest.mark.parametrize("seeded_anew", [False, True])
-def test_megatrons_tracker(seeded_anew: bool, tracker: Any) -> None:
+def test_megatrons_tracker(tracker: Any) -> None:
+    def drawn() -> float:
+        with tracker.fork("dropout"):
+            return torch.rand(()).item()
+
+    for seeded_anew in (False, True):
+        with preserved_rng():
+            expected = drawn()
+            if seeded_anew:
+                tracker.reset()
+                tracker.add("dropout", 7)
+                tracker.add("another", 8)
+        assert drawn() == expected
+        assert set(tracker.get_states()) == {"dropout"}
+    generator = torch.Generator().manual_seed(5)  # as for CUDA graphs: it moves in place
+    tracker.set_states({"dropout": generator})
     with preserved_rng():
-        expected = _drawn_from(tracker)
-        if seeded_anew:
-            tracker.reset()
-            tracker.add("dropout", 7)
-            tracker.add("another", 8)
-    assert _drawn_from(tracker) == expected
-    assert set(tracker.get_states()) == {"dropout"}
-
-
-def test_a_tracker_that_is_not_seeded_before_is_not_after(tracker: Any) -> None:
+        expected_next = torch.rand((), generator=generator)
+    assert tracker.get_states() == {"dropout": generator}
+    assert torch.equal(torch.rand((), generator=generator), expected_next)
     tracker.reset()
     with preserved_rng():
         tracker.add("dropout", 7)
     assert not tracker.is_initialized()
 
 
-def test_generators_for_cuda_graphs_move_in_place(tracker: Any) -> None:
-    generator = torch.Generator().manual_seed(5)
-    tracker.set_states({"dropout": generator})
-    with preserved_rng():
-        expected = torch.rand((), generator=generator)
-    assert tracker.get_states() == {"dropout": generator}
-    assert torch.equal(torch.rand((), generator=generator), expected)
-
-
 def test_creates_no_cuda_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    def touched(*args: object) -> None:
-        raise AssertionError("this would initialize CUDA")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("current_device", "get_rng_state", "set_rng_state"):
-        monkeypatch.setattr(torch.cuda, name, touched)
+        monkeypatch.setattr(torch.cuda, name, None)  # calling it would initialize CUDA
     with preserved_rng():
         pass
 
 
 def test_the_cuda_device_that_was_current(monkeypatch: pytest.MonkeyPatch) -> None:
     states, current = {0: "a", 1: "b"}, 1
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[device])
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    functions: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: current,
+        "get_rng_state": lambda device: states[device],
+        "set_rng_state": lambda state, device: states.update({device: state}),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(torch.cuda, name, function)
     with preserved_rng():
         states[1], current = "moved on", 0
     assert states == {0: "a", 1: "b"}

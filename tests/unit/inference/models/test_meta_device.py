@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,61 +63,54 @@ def test_parameters_are_on_meta_and_the_rest_is_real() -> None:
 
 def _behavior() -> list[str]:
     """What this thread gets from the functions that a build replaces for its own."""
-
-    def outcome(function: Callable[[], object]) -> str:
-        try:
-            return str(function())
-        except Exception as error:
-            return repr(error)
-
-    return [
-        outcome(lambda: Parameter(torch.ones(1)).device),
-        outcome(torch.ones(1).cuda),
-        outcome(torch.cuda.current_device),
-        outcome(torch.cuda.Stream),
-        outcome(lambda: torch.distributed.all_reduce(torch.ones(1, device="meta"))),
-        outcome(lambda: megatron_random.get_cuda_rng_tracker().fork().__enter__()),
+    functions: list[Callable[[], object]] = [
+        lambda: Parameter(torch.ones(1)).device,
+        torch.ones(1).cuda,
+        torch.cuda.current_device,
+        torch.cuda.Stream,
+        lambda: torch.distributed.all_reduce(torch.ones(1, device="meta")),
+        lambda: megatron_random.get_cuda_rng_tracker().fork().__enter__(),
     ]
+    outcomes = []
+    for function in functions:
+        try:
+            outcomes.append(str(function()))
+        except Exception as error:
+            outcomes.append(repr(error))
+    return outcomes
 
 
 def test_another_thread_sees_nothing_of_a_build() -> None:
-    seen: list[list[str]] = []
     expected = _behavior()
     with construction(on_meta=True, use_cuda=False):
-        thread = threading.Thread(target=lambda: seen.append(_behavior()))
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(_behavior).result() == expected
         assert _behavior() != expected
-    assert seen == [expected]
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
-def test_overlapping_builds_restore_the_identical_objects(
-    first_to_end: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overlapping_builds_are_undone(first_to_end: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER", None)
     monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
     before = _replaced()
-    may_end = [threading.Event(), threading.Event()]
-    inside = [threading.Event(), threading.Event()]
-    on_meta: list[bool] = []
+    may_end, inside = ([threading.Event(), threading.Event()] for _ in range(2))
 
-    def build(number: int) -> None:
+    def build(number: int) -> bool:
         with construction(on_meta=True, use_cuda=False):
             inside[number].set()
             may_end[number].wait(30)
             # The tracker that a build has made outlives that build, as the other one uses it.
             with megatron_random.get_cuda_rng_tracker().fork():
-                on_meta.append(Parameter(torch.ones(1)).is_meta)
+                return Parameter(torch.ones(1)).is_meta
 
-    threads = [threading.Thread(target=build, args=(number,)) for number in range(2)]
-    for number, thread in enumerate(threads):
-        thread.start()
-        assert inside[number].wait(30)
-    for number in (first_to_end, 1 - first_to_end):
-        may_end[number].set()
-        threads[number].join()
-    assert on_meta == [True, True]
+    with ThreadPoolExecutor() as pool:
+        builds = []
+        for number in range(2):
+            builds.append(pool.submit(build, number))
+            assert inside[number].wait(30)
+        for number in (first_to_end, 1 - first_to_end):
+            may_end[number].set()
+            assert builds[number].result()
     assert _replaced() == before
 
 
@@ -135,10 +129,15 @@ def test_materialized_parameters_are_the_same_objects() -> None:
     assert model(torch.ones(3)).sum() == 6
 
 
-@pytest.mark.parametrize("hold", [lambda view: view, lambda view: [1, view], lambda view: {"a": (view,)}])
-def test_tensors_made_from_a_weight_are_found(hold: Callable[[torch.Tensor], Any]) -> None:
-    with construction(on_meta=True, use_cuda=False):
-        model = _Model()
-        model.linear.views = hold(model.weight.detach().view(-1))
-    with pytest.raises(NeedsValuesError, match=r"makes linear\.views from a weight"):
-        materialize(model, torch.device("cpu"))
+def test_tensors_made_from_a_weight_are_found() -> None:
+    holds: list[Callable[[Any], Any]] = [
+        lambda view: view,
+        lambda view: [1, view],
+        lambda view: {"a": (view,)},
+    ]
+    for hold in holds:
+        with construction(on_meta=True, use_cuda=False):
+            model = _Model()
+            model.linear.views = hold(model.weight.detach().view(-1))
+        with pytest.raises(NeedsValuesError, match=r"makes linear\.views from a weight"):
+            materialize(model, torch.device("cpu"))

@@ -18,9 +18,6 @@ from megatron_rl_patches.inference.models.provider import call_provider, inferen
 ARGUMENTS = {"pre_process": True, "post_process": False, "config": "own", "pg_collection": "groups"}
 
 
-# --- how a provider is called
-
-
 def _only_ends(pre_process: bool = True, post_process: bool = True) -> Any:
     return {"pre_process": pre_process, "post_process": post_process}
 
@@ -61,9 +58,6 @@ def test_virtual_stages_by_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call_provider(_anything, {"vp_stage": 1}) == {"vp_stage": 1}
     with pytest.raises(InvalidInputError, match="takes no vp_stage"):
         call_provider(_only_ends, {**ARGUMENTS, "vp_stage": 1})
-
-
-# --- configs
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
