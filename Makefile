@@ -44,9 +44,9 @@ test-slow: venv
 # the oldest and the newest. Every model on every layout (tests marked promise) takes seven minutes for each release:
 # `make models` records them.
 RELEASES ?= 0.14.0 0.19.2
-RELEASE_TESTS := models release mock_api mtp forward_values expert_parallel_scoring distillation_models reentry \
+RELEASE_TESTS := models release mock_api mtp forward_functions expert_parallel_scoring distillation_models reentry \
     training_warnings expert_norm finite_step router_replay inference_builder inference_checkpoint scoring scoring_policy \
-    forward_topk loss_func lean_head
+    loss_func lean_head
 test-releases: venv
 	set -e; for release in $(RELEASES); do \
 	    $(BIN)/python -m pytest $(PARALLEL) --dist=worksteal --megatron-core $$release -m "not (slow and promise)" \

@@ -5,8 +5,9 @@ For ranks: call everything here inside ``cpu_backend()``, after :func:`tests.ref
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,22 @@ from megatron_rl_patches.common.chunks import unwrap
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere
 from tests.references import tiny_gpt
+from tests.worlds.passes import fill_at_random
+from tests.worlds.scoring import by_global_name
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_SHARDING_TYPE = "distrib_optim_sharding_type"
 
 
 class OfTheHost:
     """What frameworks keep in their arguments: an object of a class that torch does not know to be safe."""
+
+
+def on_rank_0(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function on one rank, while the others wait."""
+    dist.barrier()
+    value = function(*args, **kwargs) if dist.get_rank() == 0 else None
+    dist.barrier()
+    return value
 
 
 def trained(options: TinyModel) -> tuple[list[Any], Any]:
@@ -43,10 +53,7 @@ def scoring(options: TinyModel) -> list[Any]:
     """A model that only scores, with weights of its own."""
     options.initialize()
     chunks = tiny_gpt.inference_model(options)
-    with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.normal_()
+    fill_at_random(chunks, scale=1.0)
     return chunks
 
 
@@ -56,8 +63,10 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
     From 0.15 on, the optimizer is sharded in a way that Megatron-LM refuses to load into another layout; the
     one of before needs more process groups.
     """
-    folder = _new_folder(root, iteration)
-    state = _common(iteration) | _sharded(chunks, optimizer)
+    folder = root / f"iter_{iteration:07d}"
+    on_rank_0(folder.mkdir, parents=True)
+    args = Namespace(tensor_model_parallel_size=2, of_the_framework=OfTheHost())
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration, **_sharded(chunks, optimizer)}
     rank = (dist.get_rank(),)
     state["rng_state"] = ShardedObject("rng_state", [rank], (dist.get_world_size(),), rank)
     strategy = FullyParallelSaveStrategyWrapper(
@@ -65,7 +74,7 @@ def save_torch_dist(chunks: Sequence[Any], optimizer: Any, root: Path, iteration
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
     dist_checkpointing.save(state, str(folder), strategy, content_metadata=_sharding())
-    _track(root, iteration)
+    on_rank_0((root / TRACKER).write_text, str(iteration))
     return folder
 
 
@@ -91,23 +100,15 @@ def _sharded(chunks: Sequence[Any], optimizer: Any, is_loading: bool = False) ->
 def _sharding() -> dict[str, Any]:
     reshardable = hasattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats")
     kind = "dp_reshardable" if reshardable else "fully_sharded_model_space"
-    return {_SHARDING_TYPE: kind, "chained_optim_avoid_prefix": True}
+    return {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
 
 
 def whole_weights(chunks: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Copies of all parameters of the model, from all ranks, by names that do not depend on the layout."""
     own = {}
     for chunk in map(unwrap, chunks):
-        first = chunk.decoder.layers[0].layer_number - 1
-        for name, parameter in chunk.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(first + int(parts[2]))
-            if "local_experts" in parts:
-                place = parts.index("local_experts") + 1
-                parts[place] = str(_first_expert(chunk.config) + int(parts[place]))
-            gated = "linear_fc1" in name and chunk.config.gated_linear_unit
-            own[".".join(parts)] = _whole(parameter, gated)
+        for name, parameter in by_global_name(chunk):
+            own[name] = _whole(parameter, "linear_fc1" in name and chunk.config.gated_linear_unit)
     return {name: tensor for weights in everywhere(own) for name, tensor in weights.items()}
 
 
@@ -119,12 +120,9 @@ def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
 
 
 def overwrite(folder: Path, part_of_name: str, *, only_rank: int | None = None) -> int:
-    """Destroy every stored piece of entries with this in their name; return the number of bytes.
+    """Destroy every stored piece of entries with this in their name, or those that a rank has saved.
 
-    Args:
-        folder: of a torch_dist checkpoint.
-        part_of_name: of names in the checkpoint.
-        only_rank: destroy only what this rank has saved.
+    Return the number of bytes.
     """
     count = 0
     for piece in _pieces(folder, part_of_name):
@@ -137,11 +135,10 @@ def overwrite(folder: Path, part_of_name: str, *, only_rank: int | None = None) 
     return count
 
 
-def cut(folder: Path, file_name: str, part_of_name: str) -> None:
+def cut(file: Path, part_of_name: str) -> None:
     """Truncate a file within the last stored piece of entries with this in their name."""
-    pieces = [piece for piece in _pieces(folder, part_of_name) if piece.relative_path == file_name]
-    with (folder / file_name).open("r+b") as file:
-        file.truncate(max(piece.offset + piece.length for piece in pieces) - 1)
+    pieces = [each for each in _pieces(file.parent, part_of_name) if each.relative_path == file.name]
+    os.truncate(file, max(piece.offset + piece.length for piece in pieces) - 1)
 
 
 def _pieces(folder: Path, part_of_name: str) -> list[Any]:
@@ -167,31 +164,6 @@ def _whole(parameter: torch.Tensor, gated: bool) -> torch.Tensor:
     return torch.cat([piece for half in halves for piece in half], axis)
 
 
-def _first_expert(config: Any) -> int:
-    ranks = parallel_state.get_expert_model_parallel_world_size()
-    return int(parallel_state.get_expert_model_parallel_rank() * config.num_moe_experts // ranks)
-
-
-def _common(iteration: int) -> dict[str, Any]:
-    args = Namespace(tensor_model_parallel_size=2, of_the_framework=OfTheHost())
-    return {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
-
-
 def _keyed(chunks: Sequence[Any]) -> list[tuple[str, Any]]:
     names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     return list(zip(names, map(unwrap, chunks), strict=True))
-
-
-def _new_folder(root: Path, iteration: int) -> Path:
-    folder = root / f"iter_{iteration:07d}"
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    return folder
-
-
-def _track(root: Path, iteration: int) -> None:
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (root / TRACKER).write_text(str(iteration))
-    dist.barrier()

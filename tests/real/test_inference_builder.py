@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,49 +15,36 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl_patches.errors import InferenceOnlyError
 from megatron_rl_patches.inference import build_inference_model, forward_log_probs
 from megatron_rl_patches.testing import TinyModel
-from tests.ranks import everywhere, on_ranks
-from tests.real.test_scoring import by_speed
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
+from tests.worlds.unchanged import megatron_unchanged
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[1, 2])
 
 SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "timers")
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, sizes, options
-    "1 rank": (1, {}, {}),
-    "1 rank, tied embeddings": (1, {}, {"tied": True}),
-    "TP 2": (2, {"tp": 2}, {}),
-    "PP 2, tied embeddings": (2, {"pp": 2}, {"tied": True}),
-    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}, {}),
-    "CP 2": (2, {"cp": 2}, {}),
-    "EP 2, MoE": (2, {"ep": 2}, {"kind": "moe"}),
-}
 ROUTER = {
     "moe_router_topk": 2,
     "moe_router_dtype": "fp32",
     "moe_router_enable_expert_bias": True,
     "moe_router_score_function": "sigmoid",
 }
-
-
-def options_of(layout: str, bf16: bool = False) -> TinyModel:
-    _, sizes, options = LAYOUTS[layout]
-    config = {"num_query_groups": 2} | (ROUTER if "kind" in options else {})
-    return TinyModel(
-        **sizes,
-        bf16=bf16,
-        overlap_param_gather=False,
-        config=config,
-        **options,
-    )
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "1 rank, tied embeddings": (1, {"tied": True}),
+    "TP 2": (2, {"tp": 2}),
+    "PP 2, tied embeddings": (2, {"pp": 2, "tied": True}),
+    "PP 2, VPP 2": (2, {"pp": 2, "vpp": 2}),
+    "CP 2": (2, {"cp": 2}),
+    "EP 2, MoE": (2, {"ep": 2, "kind": "moe", "config": ROUTER}),
+}
 
 
 def in_ddp(chunks: list[Any], config: Any) -> list[Any]:
@@ -88,34 +74,19 @@ def _described(chunk: Any) -> dict[str, Any]:
     return {name: (p.dtype, p.shape, dict(vars(p))) for name, p in chunk.named_parameters()}
 
 
-def outputs_of(model: list[Any]) -> list[Any]:
-    """Loss of every token of four microbatches, by the schedule that Megatron chooses; on the last stage."""
-
-    def forward_step(data: Iterator[Any], chunk: Any) -> Any:
-        output, _ = tiny_gpt.forward_step(data, chunk)
-        return output, lambda output, non_loss_data: output
-
-    for chunk in model:
-        chunk.eval()
-    with torch.no_grad():
-        outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[tiny_gpt.SyntheticData() for _ in model],
-            model=model,
-            num_microbatches=4,
-            seq_length=tiny_gpt.SEQUENCE // parallel_state.get_context_parallel_world_size(),
-            micro_batch_size=tiny_gpt.BATCH,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    return outputs
+def scores_of(model: list[Any]) -> list[torch.Tensor]:
+    """Return scores of four microbatches, by the schedule that Megatron chooses; on the last stage."""
+    batch = {"tokens": torch.arange(16).view(2, 8), "lengths": [8, 8]}
+    return getattr(forward_log_probs(model, [batch] * 4, progress=False), "log_probs", [])
 
 
-@pytest.mark.parametrize("layout", by_speed(list(LAYOUTS), fast=("1 rank", "TP 2")))
+@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("1 rank", "TP 2")))
 @on_ranks(lambda layout: LAYOUTS[layout][0], timeout=240)
 def test_is_a_policy_without_what_trains_it(layout: str) -> None:
+    sizes: dict[str, Any] = {"overlap_param_gather": False, **LAYOUTS[layout][1]}
+    sizes["config"] = {"num_query_groups": 2, **sizes.get("config", {})}
     for dtype in ("fp32", "bf16"):
-        _compare_with_a_policy(options_of(layout, dtype == "bf16"), dtype)
+        _compare_with_a_policy(TinyModel(bf16=dtype == "bf16", **sizes), dtype)
 
 
 def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
@@ -142,10 +113,9 @@ def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
     assert reachable_bytes() - bytes_before == pytest.approx(bytes_of_parameters, rel=0.01)
     assert dict(vars(config)) == config_before, "the policy's config was touched"
     assert random_streams() == streams_before, "a random stream has moved"
+    refusal = r"zero_grad_buffer: .* Because of build_inference_model"
     for chunk in teacher:
-        with pytest.raises(
-            InferenceOnlyError, match=r"zero_grad_buffer: .* Because of build_inference_model"
-        ):
+        with pytest.raises(InferenceOnlyError, match=refusal):
             chunk.zero_grad_buffer()
         bare = chunk.module if dtype == "bf16" else chunk
         assert chunk.config is bare.config is not config
@@ -167,33 +137,22 @@ def _compare_with_a_policy(options: TinyModel, dtype: Any) -> None:
 
     for name in SYNC_FUNCTIONS:
         setattr(config, name, None)
-    outputs, of_policy = outputs_of(teacher), outputs_of(policy)
-    assert 4 in everywhere(len(outputs))
-    assert len(outputs) == len(of_policy) and all(map(torch.equal, outputs, of_policy))
-    assert all(bool(output.isfinite().all()) for output in outputs)
-
-
-# --- next to a policy that trains
+    scores, of_policy = scores_of(teacher), scores_of(policy)
+    assert 8 in everywhere(len(scores))
+    assert len(scores) == len(of_policy) and all(map(torch.equal, scores, of_policy))
+    assert all(bool(score.isfinite().all()) for score in scores)
 
 
 @pytest.mark.parametrize("expert_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_ranks(lambda expert_parallel: expert_parallel)
 def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int) -> None:
     """Their classes keep CUDA streams for all models of the process."""
-    options = TinyModel(
-        kind="moe",
-        ep=expert_parallel,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        config={"moe_token_dispatcher_type": "alltoall"},
-    )
-    tokens = torch.randint(tiny_gpt.VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+    no_overlap = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    options = TinyModel(kind="moe", ep=expert_parallel, config=dispatcher, **no_overlap)
 
     def train(policy: list[Any], optimizer: Any) -> list[float]:
         return tiny_gpt.train(policy, optimizer, tiny_gpt.data_iterators(options), [1], options)
-
-    def scores(model: list[Any]) -> list[torch.Tensor]:
-        return forward_log_probs(model, [{"tokens": tokens, "lengths": [8, 8]}], progress=False).log_probs
 
     losses = []
     options.initialize()
@@ -205,35 +164,9 @@ def test_mixtures_of_experts_train_before_and_after_a_build(expert_parallel: int
         tiny_gpt.inference_model(options, "meta")
         for teacher in teachers:
             teacher[0].load_state_dict(policy[0].module.state_dict())
-            assert all(map(torch.equal, scores(teacher), scores(policy)))
+            assert all(map(torch.equal, scores_of(teacher), scores_of(policy)))
         losses.append(train(policy, optimizer))
     assert losses[:2] == losses[2:]
-
-
-def attributes_of_megatron() -> dict[str, tuple[Any, Any]]:
-    """What the modules of Megatron and their classes hold, by name; what containers hold, too."""
-    attributes = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("megatron."):
-            classes = [value for value in vars(module).values() if isinstance(value, type)]
-            for owner in (module, *(one for one in classes if one.__module__.startswith("megatron."))):
-                for name, value in vars(owner).items():
-                    # Python itself caches what pickles of a class need, and which warnings were given.
-                    if name not in ("__slotnames__", "__warningregistry__"):
-                        attributes[f"{module_name}.{owner.__name__}.{name}"] = value, _content(value)
-    return attributes
-
-
-def _content(value: Any) -> Any:
-    if hasattr(value, "cache_info"):
-        return value.cache_info().currsize
-    return list(map(id, value)) if isinstance(value, (dict, list, set)) else None
-
-
-def is_unchanged(name: str, before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> bool:
-    if name not in before or name not in after:
-        return False
-    return before[name][0] is after[name][0] and before[name][1] == after[name][1]
 
 
 def _peak_bytes() -> int:
@@ -260,14 +193,8 @@ def test_on_the_meta_device_without_cuda() -> None:
             position_embedding_type="rope",
         )
 
-    config = TransformerConfig(
-        num_layers=4,
-        hidden_size=4096,
-        num_attention_heads=32,
-        num_query_groups=8,
-        num_moe_experts=8,
-        add_bias_linear=False,
-    )
+    shape = {"num_layers": 4, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8}
+    config = TransformerConfig(**shape, num_moe_experts=8, add_bias_linear=False)
     [chunk] = build_inference_model(provider, config, device="meta")
     # Per layer: query and output, keys and values, router, and two matrices in each of eight experts.
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096 + 8 * 2 * 4096 * 16384 + 4 * 4096
@@ -277,22 +204,21 @@ def test_on_the_meta_device_without_cuda() -> None:
     assert {(p.device.type, p.dtype) for p in chunk.parameters()} == {("meta", torch.bfloat16)}
     assert chunk.module.rotary_pos_emb.inv_freq.device.type == "cpu"
 
-    before = attributes_of_megatron()
     config.hidden_size, config.ffn_hidden_size, config.num_layers = 64, 64, 1
     config.moe_token_dispatcher_type = "alltoall"
     config.moe_shared_expert_intermediate_size, config.moe_shared_expert_overlap = 64, True
-    build_inference_model(provider, config, device="meta")
-    [small] = build_inference_model(provider, config, device="cpu")
-    [initialized] = build_inference_model(provider, config, device="cpu", perform_initialization=True)
-    config.moe_enable_routing_replay = True
+    recording = copy.copy(config)
+    recording.moe_enable_routing_replay = True
 
     def failing(pre_process: bool, post_process: bool, config: Any) -> Any:
         provider(pre_process, post_process, config)
         raise KeyError("of the provider")
 
-    with pytest.raises(KeyError, match="of the provider"):
-        build_inference_model(failing, config, device="cpu", dtype="fp32")
-    after = attributes_of_megatron()
-    assert [name for name in before | after if not is_unchanged(name, before, after)] == []
+    with megatron_unchanged():
+        build_inference_model(provider, config, device="meta")
+        [small] = build_inference_model(provider, config, device="cpu")
+        [initialized] = build_inference_model(provider, config, device="cpu", perform_initialization=True)
+        with pytest.raises(KeyError, match="of the provider"):
+            build_inference_model(failing, recording, device="cpu", dtype="fp32")
     assert {p.device.type for p in (*small.parameters(), *initialized.parameters())} == {"cpu"}
     assert not any(bool(p.isnan().any()) for p in initialized.parameters())

@@ -40,32 +40,20 @@ def prepared() -> tuple[Callable[..., Any], Any]:
     return OPTIONS.provider, OPTIONS.transformer_config()
 
 
-def policy_on(config: Any) -> list[Any]:
-    return in_ddp(OPTIONS.chunks(config), config)
-
-
-def _keep_a_number(model: Any, weight: Any) -> None:
-    model.scale = float(weight.abs().max())
-
-
-def _make_a_buffer(model: Any, weight: Any) -> None:
-    model.decoder.register_buffer("norms", weight.detach().norm(dim=1))
-
-
-def _keep_an_alias(model: Any, weight: Any) -> None:
-    model.flat = weight.detach().view(-1)
-
-
-def _keep_a_reference(model: Any, weight: Any) -> None:
-    model.reference = weakref.ref(weight)
-
-
 #: What providers do with a weight that needs more of it than shape and dtype, and what the error says of it.
-NEEDING_WEIGHTS = {
-    _keep_a_number: r"reads a weight while it builds the model \(RuntimeError: Tensor.item\(\) cannot",
-    _make_a_buffer: "makes decoder.norms from a weight while it builds the model",
-    _keep_an_alias: "makes flat from a weight while it builds the model",
-    _keep_a_reference: r"holds another reference to output_layer.weight than modules do \(RuntimeError: ",
+NEEDING_WEIGHTS: dict[Callable[[Any, Any], Any], str] = {
+    lambda model, weight: setattr(model, "scale", float(weight.abs().max())): (
+        r"reads a weight while it builds the model \(RuntimeError: Tensor.item\(\) cannot"
+    ),
+    lambda model, weight: model.decoder.register_buffer("norms", weight.detach().norm(dim=1)): (
+        "makes decoder.norms from a weight while it builds the model"
+    ),
+    lambda model, weight: setattr(model, "flat", weight.detach().view(-1)): (
+        "makes flat from a weight while it builds the model"
+    ),
+    lambda model, weight: setattr(model, "reference", weakref.ref(weight)): (
+        r"holds another reference to output_layer.weight than modules do \(RuntimeError: "
+    ),
 }
 
 
@@ -75,14 +63,10 @@ def _misused(provider: Any, misuse: Any, **arguments: Any) -> Any:
     return model
 
 
-def _share_weight_of(policy: Any, model: Any, weight: Any) -> None:
-    model.output_layer.weight = policy.output_layer.weight
-
-
 @on_ranks(1)
 def test_models_that_train() -> None:
     provider, config = prepared()
-    policy = policy_on(config)
+    policy = in_ddp(OPTIONS.chunks(config), config)
     returned = "the model provider returned a model"
     wrapping = "the model provider wraps the model in DistributedDataParallel"
     refused(wrapping, lambda **ends: in_ddp([provider(**ends)], ends["config"])[0], config)
@@ -96,9 +80,11 @@ def test_models_that_train() -> None:
     own = OPTIONS.transformer_config()
     bare = provider(config=own)
     not_new = "the model provider .*weight, which it has not just created: build and return a new model$"
+    shared = partial(
+        _misused, provider, lambda model, _: setattr(model.output_layer, "weight", bare.output_layer.weight)
+    )
     for on_device in (False, True):
         refused(not_new, lambda **_: bare, config, perform_initialization=on_device)
-        shared = partial(_misused, provider, partial(_share_weight_of, bare))
         refused(not_new, shared, config, perform_initialization=on_device)
     # The policies that were refused still train.
     assert all(p.requires_grad for p in (*policy[0].parameters(), *bare.parameters()))
@@ -160,8 +146,9 @@ def test_providers_that_need_weights_are_named_with_the_remedy() -> None:
         assert float(model.output_layer.weight.std()) > 0
         assert not any(p.requires_grad or p.isnan().any() for p in model.parameters())
         assert not model.training
-        assert misuse is not _keep_a_number or model.scale > 0
-        assert misuse is not _keep_a_reference or model.reference() is model.output_layer.weight
+        assert getattr(model, "scale", 1) > 0
+        reference = getattr(model, "reference", None)
+        assert reference is None or reference() is model.output_layer.weight
 
 
 class _Bridge:
@@ -193,11 +180,8 @@ def test_hooks_before_wrapping_and_configs_of_ones_own() -> None:
     assert provided.module.output_layer.weight.dtype == torch.float16
     assert provided.config is not bridge_config
 
-    [fresh] = build_inference_model(
-        lambda pre_process, post_process: provider(config=OPTIONS.transformer_config()),
-        config,
-        dtype="fp32",
-    )
+    with_own = lambda pre_process, post_process: provider(config=OPTIONS.transformer_config())  # noqa: E731
+    [fresh] = build_inference_model(with_own, config, dtype="fp32")
     assert fresh.config is fresh.decoder.config is not config
 
 

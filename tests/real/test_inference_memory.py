@@ -43,93 +43,58 @@ def test_estimate_is_what_is_live(ranks: int) -> None:
         for account in measured[case.name]:
             stage = estimate.stages[account.rank if len(estimate.stages) > 1 else 0]
             expected = stage.training
-            for part, real, estimated in memory_cases.parts_of(account.training, expected):
-                assert real == one_percent(estimated), (case.name, part)
-            assert account.live_training == one_percent(expected.total), case.name
-            assert account.live_inference == one_percent(stage.inference_only.total), case.name
+            numbers = [
+                *memory_cases.parts_of(account.training, expected),
+                ("training", account.live_training, expected.total),
+                ("inference", account.live_inference, stage.inference_only.total),
+            ]
+            for part, real, estimated in numbers:
+                assert real == pytest.approx(estimated, rel=0.01), (case.name, part)
             [of_chunks] = account.from_chunks.stages
             assert of_chunks.training == stage.training, case.name
             assert of_chunks.inference_only == stage.inference_only, case.name
 
 
-def one_percent(number: int) -> Any:
-    return pytest.approx(number, rel=0.01)
-
-
-# --- pipelines whose stages have different numbers of layers
-
-SPLITS: dict[str, dict[str, Any]] = {
-    "first": {"num_layers": 6, "num_layers_in_first_pipeline_stage": 2},
-    "last, VPP 2": {
-        "num_layers": 6,
-        "num_layers_in_last_pipeline_stage": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    },
-    "embedding": {"num_layers": 5, "account_for_embedding_in_pipeline_split": True},
-    "loss, VPP 2": {
-        "num_layers": 7,
-        "account_for_loss_in_pipeline_split": True,
-        "virtual_pipeline_model_parallel_size": 2,
-    },
-    "layout, VPP 2": {"num_layers": 4, "pipeline_model_parallel_layout": "E|tt|t|tL"},
-    "layout as a list": {
-        "num_layers": 3,
-        "pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "decoder", "loss"]],
-    },
+MOE = {"hidden_size": 64, "num_attention_heads": 4, "moe_ffn_hidden_size": 128, "add_bias_linear": False}
+# An uneven pipeline mixes dense layers and experts, which are not of one size.
+UNEVEN = {"num_moe_experts": 2, "moe_layer_freq": 2, "pipeline_model_parallel_size": 2}
+VPP = {**UNEVEN, "virtual_pipeline_model_parallel_size": 2}
+AS_A_LIST = [["embedding", "decoder"], ["decoder", "decoder", "loss"]]
+EXPERT_TP = {"num_moe_experts": 4, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    "first": {**UNEVEN, "num_layers": 6, "num_layers_in_first_pipeline_stage": 2},
+    "last, VPP 2": {**VPP, "num_layers": 6, "num_layers_in_last_pipeline_stage": 2},
+    "embedding": {**UNEVEN, "num_layers": 5, "account_for_embedding_in_pipeline_split": True},
+    "loss, VPP 2": {**VPP, "num_layers": 7, "account_for_loss_in_pipeline_split": True},
+    "layout, VPP 2": {**VPP, "num_layers": 4, "pipeline_model_parallel_layout": "E|tt|t|tL"},
+    "layout as a list": {**UNEVEN, "num_layers": 3, "pipeline_model_parallel_layout": AS_A_LIST},
+    # The experts of TP 2 are whole on each rank with expert TP 1, spread over EP 1 or 2.
+    "expert TP 1, EP 1": {**EXPERT_TP, "num_layers": 2, "expert_model_parallel_size": 1},
+    "expert TP 1, EP 2": {**EXPERT_TP, "num_layers": 2, "expert_model_parallel_size": 2},
 }
 
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_uneven_pipelines() -> None:
-    """This pipeline rank has as many parameters as estimated, as Megatron-LM builds a model."""
-    for name, split in SPLITS.items():
-        config = TransformerConfig(
-            hidden_size=64,
-            num_attention_heads=4,
-            pipeline_model_parallel_size=2,
-            pipeline_dtype=torch.float32,
-            # An uneven pipeline mixes dense layers and experts, which are not of one size.
-            num_moe_experts=2,
-            moe_ffn_hidden_size=128,
-            moe_layer_freq=2,
-            add_bias_linear=False,
-            **split,
-        )
+def test_a_rank_has_as_many_parameters_as_estimated() -> None:
+    """As Megatron-LM builds a model."""
+    TinyModel(seed=1).initialize()
+    for name, shape in SHAPES.items():
+        config = TransformerConfig(**MOE, **shape, pipeline_dtype=torch.float32)
         stages = config.virtual_pipeline_model_parallel_size
-        TinyModel(pp=2, vpp=stages, seed=1).initialize()
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            stages,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
         count = sum(_parameters_of(config, stage) for stage in (range(stages) if stages else [None]))
         estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
         stage = everywhere(estimate)[0].stages[parallel_state.get_pipeline_model_parallel_rank()]
         assert stage.dense_parameters + stage.expert_parameters == count, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", [1, 2])
-@on_ranks(2)
-def test_expert_tensor_parallelism(experts: int) -> None:
-    """The experts of TP 2 are whole on each rank with expert TP 1, spread over EP 1 or 2."""
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        tensor_model_parallel_size=2,
-        expert_model_parallel_size=experts,
-        expert_tensor_parallel_size=1,
-        num_moe_experts=4,
-        moe_ffn_hidden_size=128,
-        add_bias_linear=False,
-    )
-    # initialize() of the tiny model, which also seeds, has no size for the tensor-parallel group of experts.
-    TinyModel(tp=2, seed=1).initialize()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        2, expert_model_parallel_size=experts, expert_tensor_parallel_size=1, create_gloo_process_groups=False
-    )
-    count = _parameters_of(config, None)
-    estimate = estimate_memory(config, vocab_size=1024) if dist.get_rank() == 0 else None
-    [stage] = everywhere(estimate)[0].stages
-    assert stage.dense_parameters + stage.expert_parameters == count
 
 
 def _parameters_of(config: TransformerConfig, stage: int | None) -> int:

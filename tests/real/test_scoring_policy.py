@@ -2,84 +2,89 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe import moe_utils
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import forward_log_probs
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
+from tests.worlds.passes import run_schedule
 
 pytestmark = pytest.mark.runs("inference-only", ranks=[2])
 
-MOMENTS = (
-    "before zero_grad",
-    "after zero_grad",
-    "between microbatches",
-    "between forward and backward",
-    "before the step",
-    "after the step",
-    "in flight",
-)
-#: Ranks, options of the model, and whether pipeline stages gather at the same moments.
-LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "DP 2": (2, {}, False),
-    "DP 2, bf16": (2, {"bf16": True}, False),
-    "DP 2, no overlap of gradients": (2, {"overlap_grad_reduce": False}, False),
-    "DP 2, no overlap of parameters": (2, {"overlap_param_gather": False}, False),
-    "DP 2, no distributed optimizer": (
-        2,
-        {"overlap_param_gather": False, "use_distributed_optimizer": False},
-        False,
-    ),
-    "DP 2, tied": (2, {"tied": True}, False),
-    "DP 2, aligned": (2, {}, True),
-    "EP 2": (2, {"kind": "moe", "ep": 2, "config": {"moe_token_dispatcher_type": "alltoall"}}, False),
-    "DP 2, MTP": (2, {"kind": "mtp"}, False),
-    "PP 2, DP 2": (4, {"pp": 2}, False),
-    "PP 2, DP 2, aligned": (4, {"pp": 2}, True),
-    "PP 2, VPP 2, DP 2": (4, {"pp": 2, "vpp": 2}, False),
-    "PP 2, VPP 2, DP 2, aligned": (4, {"pp": 2, "vpp": 2}, True),
+MOMENTS = ("before zero_grad", "after zero_grad", "between microbatches", "between forward and backward")
+MOMENTS += ("before the step", "after the step", "in flight")
+PLAIN = {"overlap_param_gather": False, "use_distributed_optimizer": False}
+EXPERTS = {"kind": "moe", "ep": 2}
+ROUTER: dict[str, Any] = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_topk": 2,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "aux_loss",
 }
-_FAST = ("DP 2",)
-
-Scores = list[torch.Tensor]
-
-
-def ranks_of(layout: str) -> int:
-    return LAYOUTS[layout][0]
+EXPERT_BIAS: dict[str, Any] = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_load_balancing_type": "none",
+}
+#: Options of the model. Where a name ends in "aligned", pipeline stages gather at the same moments.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP 2": {},
+    "DP 2, bf16": {"bf16": True},
+    "DP 2, no overlap of gradients": {"overlap_grad_reduce": False},
+    "DP 2, no overlap of parameters": {"overlap_param_gather": False},
+    "DP 2, no distributed optimizer": PLAIN,
+    "DP 2, tied": {"tied": True},
+    "DP 2, aligned": {},
+    "EP 2, auxiliary loss": {**EXPERTS, "config": ROUTER | {"moe_aux_loss_coeff": 0.1}},
+    "EP 2, expert bias": {**EXPERTS, "config": ROUTER | EXPERT_BIAS},
+    "DP 2, MTP": {"kind": "mtp"},
+    "PP 2, DP 2": {"pp": 2},
+    "PP 2, DP 2, aligned": {"pp": 2},
+    "PP 2, VPP 2, DP 2": {"pp": 2, "vpp": 2},
+    "PP 2, VPP 2, DP 2, aligned": {"pp": 2, "vpp": 2},
+}
 
 
 class Run:
     """Three steps of training, with hooks on but for the first step, scored at one moment of each."""
 
-    def __init__(self, options: TinyModel, moment: str | None, is_aligned: bool) -> None:
+    def __init__(self, options: TinyModel, moment: str, is_aligned: bool) -> None:
         self.options, self.moment = options, moment
         self.model, self.optimizer = options.build()
-        self.config = self.model[0].config
-        self.scores: list[Scores] = []
+        self.scores: list[list[torch.Tensor]] = []
         self.has_hooks = self.model[0].use_forward_hook
+        self.config = self.model[0].config
+        self.config.finalize_model_grads_func = finalize_model_grads
         if options.overlap_grad_reduce:
-            self.config.no_sync_func = [chunk.no_sync for chunk in self.model]
-            if len(self.model) == 1:
-                [self.config.no_sync_func] = self.config.no_sync_func
+            self.config.no_sync_func = one_or_all([chunk.no_sync for chunk in self.model])
         self.is_aligned = is_aligned and self.has_hooks
         if self.is_aligned:
             self.model[0].ddp_config.align_param_gather = True
-        self.config.finalize_model_grads_func = finalize_model_grads
 
     def at(self, moment: str) -> None:
         if moment == self.moment:
+            before = self.statistics()
             scores = forward_log_probs(self.model, microbatches(), progress=False)
             self.scores.append([] if scores is None else scores.log_probs)
+            assert self.statistics() == before
 
-    def train(self) -> str:
+    def statistics(self) -> dict[str, Any]:
+        """Return what routers keep from step to step: buffers, and the process's tracker of losses."""
+        buffers = {name: buffer.tolist() for chunk in self.model for name, buffer in chunk.named_buffers()}
+        return buffers | {name: entry["values"].tolist() for name, entry in tracked_losses().items()}
+
+    def train(self) -> tuple[str, dict[str, Any]]:
+        for entry in tracked_losses().values():
+            entry["values"].zero_()
         data = tiny_gpt.data_iterators(self.options)
         if self.has_hooks:
             tiny_gpt.disable_forward_pre_hook(self.model, param_sync=False)
@@ -96,8 +101,7 @@ class Run:
             if step == 0 and self.has_hooks:
                 tiny_gpt.enable_forward_pre_hook(self.model)
                 if self.is_aligned:
-                    starts = [chunk.start_param_sync for chunk in self.model]
-                    self.config.param_sync_func = starts if len(starts) > 1 else starts[0]
+                    self.config.param_sync_func = one_or_all([each.start_param_sync for each in self.model])
             if self.moment == "in flight" and self.has_hooks:
                 for chunk in self.model:
                     chunk.start_param_sync()
@@ -106,7 +110,7 @@ class Run:
                 assert group.param_gather_handle is None, "the schedule could not dispatch it"
         if self.has_hooks:
             tiny_gpt.disable_forward_pre_hook(self.model)
-        return tiny_gpt.checksum(self.model, self.optimizer)
+        return tiny_gpt.checksum(self.model, self.optimizer), self.statistics()
 
     def forward_and_backward(self, data: list[Any]) -> None:
         if self.options.pp == 1:  # so that there is a moment between microbatches
@@ -117,20 +121,22 @@ class Run:
             self.microbatch(chunk, batches)
             finalize_model_grads(self.model)
             return
-        get_forward_backward_func()(
-            forward_step_func=tiny_gpt.forward_step,
-            data_iterator=data,
-            model=self.model,
-            num_microbatches=2,
-            seq_length=tiny_gpt.SEQUENCE,
-            micro_batch_size=tiny_gpt.BATCH,
-            forward_only=False,
-        )
+        run_schedule(self.model, data, 2)
 
     def microbatch(self, chunk: Any, batches: Any) -> None:
         output, loss = tiny_gpt.forward_step(batches, chunk)
         self.at("between forward and backward")
         loss(output)[0].backward()
+
+
+def tracked_losses() -> dict[str, dict[str, Any]]:
+    home = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+    tracker: dict[str, dict[str, Any]] = home.get_moe_layer_wise_logging_tracker()
+    return tracker
+
+
+def one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
 
 
 def microbatches() -> list[dict[str, Any]]:
@@ -143,16 +149,20 @@ def microbatches() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[] if name in _FAST else pytest.mark.slow) for name in LAYOUTS],
+    ("layout", "moments"),
+    [
+        ("DP 2", MOMENTS),
+        ("EP 2, expert bias", ("between microbatches",)),
+        *(pytest.param(name, MOMENTS, marks=pytest.mark.slow) for name in LAYOUTS if name != "DP 2"),
+    ],
 )
-@on_ranks(ranks_of)
-def test_training_goes_on_bit_for_bit(layout: str) -> None:
-    _, sizes, is_aligned = LAYOUTS[layout]
-    options = TinyModel(**sizes)
-    complete = TinyModel(**sizes | {"overlap_param_gather": False})  # the optimizer gathers
-    unscored = Run(options, None, is_aligned).train()
-    for moment in MOMENTS:
+@on_ranks(lambda layout: 4 if layout.startswith("PP") else 2)
+def test_training_goes_on_bit_for_bit(layout: str, moments: tuple[str, ...]) -> None:
+    is_aligned = layout.endswith("aligned")
+    options = TinyModel(**LAYOUTS[layout])
+    complete = replace(options, overlap_param_gather=False)  # the optimizer gathers
+    unscored = Run(options, "never", is_aligned).train()
+    for moment in moments:
         if options.pp > 1 and moment.startswith("between"):
             continue
         run, expected = Run(options, moment, is_aligned), Run(complete, moment, is_aligned)
