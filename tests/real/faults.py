@@ -7,7 +7,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,13 +21,12 @@ from megatron_rl_patches.testing import TinyModel
 from tests.references import tiny_gpt
 
 MICROBATCHES = 2
+Strike = Callable[[str], None]  # raises, and gets the stage
 
 # Before the update, a retry of the step gives what an undisturbed run gives. In the step the update is half
 # done, so that only equality across ranks is defined. After it, training goes on with the next one.
-STAGES = (
-    *("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step"),
-    *("in step", "after step"),
-)
+STAGES = ("before forward", "forward 0", "forward 1", "backward 0", "backward 1", "before step", "in step")
+STAGES += ("after step",)
 #: Of a mixture of experts, within the forward pass of the second microbatch.
 STAGES_OF_EXPERTS = ("expert 1", "dispatcher 1")
 #: Steps done by calls before, and step of the failing call: the very first batch, a first step, a later one.
@@ -62,102 +61,81 @@ def interrupt(stage: str) -> None:
 
 
 @contextmanager
-def _striking_half_way_back(chunk: torch.nn.Module, strike: Callable[[str], None]) -> Iterator[None]:
-    """Strike when later layers have their gradients and some bucket groups have dispatched, but not all."""
-    layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+def _striking_within(chunk: torch.nn.Module, kind: str, strike: Strike) -> Iterator[None]:
+    """Strike within a pass: half way back, in the first expert of the last layer, or when it got its tokens.
 
-    def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> None:
-        output[0].register_hook(lambda gradient: strike("half way back"))
-
-    handle = layers[len(layers) // 2 - 1].register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _striking_among_experts(
-    chunk: torch.nn.Module, kind: str, strike: Callable[[str], None]
-) -> Iterator[None]:
-    """Strike in the last layer, in its first expert or when the dispatcher has sent the tokens."""
-    layer = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1]
+    Half way back, later layers have their gradients and some bucket groups have dispatched, but not all.
+    """
     with ExitStack() as stack:
-        if kind == "expert":
-            expert = layer.experts.local_experts[0]
-            handle = expert.register_forward_pre_hook(lambda module, inputs: strike("in an expert"))
-            stack.callback(handle.remove)
+        if kind == "backward":
+            layers = [module for module in chunk.modules() if isinstance(module, TransformerLayer)]
+
+            def hook(module: Any, inputs: Any, output: tuple[Any, ...]) -> None:
+                output[0].register_hook(lambda gradient: strike("half way back"))
+
+            stack.callback(layers[len(layers) // 2 - 1].register_forward_hook(hook).remove)
         else:
+            layer = [module for module in chunk.modules() if isinstance(module, MoELayer)][-1]
             dispatcher = layer.token_dispatcher
-            name = "token_dispatch" if hasattr(dispatcher, "token_dispatch") else "token_permutation"
-            send = getattr(dispatcher, name)
+            if kind == "expert":
+                owner, name = layer.experts.local_experts[0], "forward"
+            else:
+                new_name = hasattr(dispatcher, "token_dispatch")
+                owner, name = dispatcher, "token_dispatch" if new_name else "token_permutation"
+            method = getattr(owner, name)
 
-            def send_and_strike(*args: Any, **kwargs: Any) -> None:
-                send(*args, **kwargs)
-                strike("in the token dispatcher")
+            def run_and_strike(*args: Any, **kwargs: Any) -> None:
+                method(*args, **kwargs)
+                strike(f"in {name}")
 
-            stack.enter_context(mock.patch.object(dispatcher, name, send_and_strike))
+            stack.enter_context(mock.patch.object(owner, name, run_and_strike))
         yield
 
 
 @contextmanager
-def fault(
-    stage: str, step: int, optimizer: Any, strike: Callable[[str], None] = raise_injected
-) -> Iterator[None]:
+def fault(stage: str, step: int, optimizer: Any, strike: Strike = raise_injected) -> Iterator[None]:
     """Call ``strike``, which raises, once: at ``stage`` of the ``step``-th step trained inside."""
-    kind, _, number = stage.partition(" ")
+    kind, _, microbatch = stage.partition(" ")
     steps = microbatches = 0
     call_step, call_forward = tiny_gpt.train_step, tiny_gpt.forward_step
 
-    def due() -> bool:
-        return steps == step + 1
+    def reach(place: str) -> None:
+        if steps == step + 1 and place == stage:
+            strike(stage)
 
     def train_step(*args: Any) -> float:
         nonlocal steps, microbatches
         steps, microbatches = steps + 1, 0
-        if due() and stage == "before forward":
-            strike(stage)
+        reach("before forward")
         loss = call_step(*args)
-        if due() and stage == "after step":
-            strike(stage)
+        reach("after step")
         return loss
 
     def forward_step(*args: Any) -> tuple[Any, Any]:
         nonlocal microbatches
-        microbatches += 1
-        now = due() and number == str(microbatches - 1)
-        if now and kind == "backward":
-            with _striking_half_way_back(args[-1], strike):
-                return call_forward(*args)
-        if now and kind in ("expert", "dispatcher"):
-            with _striking_among_experts(args[-1], kind, strike):
-                return call_forward(*args)
-        outcome = call_forward(*args)
-        if now:
-            strike(stage)
+        number, microbatches = microbatches, microbatches + 1
+        is_within = steps == step + 1 and microbatch == str(number) and kind != "forward"
+        with _striking_within(args[-1], kind, strike) if is_within else nullcontext():
+            outcome = call_forward(*args)
+        reach(f"forward {number}")
         return outcome
 
-    def striking(method: Any, after: bool) -> Any:
+    def reaching(method: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if due() and not after:
-                strike(stage)
+            reach("before step")
             result = method(*args, **kwargs)
-            if due():
-                strike(stage)
+            reach("in step")
             return result
 
         return call
 
+    # In the step, shards and main parameters are new, and nobody has gathered them.
+    parts = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(tiny_gpt, "train_step", train_step))
         stack.enter_context(mock.patch.object(tiny_gpt, "forward_step", forward_step))
-        if stage == "before step":
-            stack.enter_context(mock.patch.object(optimizer, "step", striking(optimizer.step, after=False)))
-        if stage == "in step":
-            # Shards and main parameters are new, and nobody has gathered them.
-            for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-                inner = part.optimizer
-                stack.enter_context(mock.patch.object(inner, "step", striking(inner.step, after=True)))
+        for owner in {"before step": [optimizer], "in step": parts}.get(stage, []):
+            stack.enter_context(mock.patch.object(owner, "step", reaching(owner.step)))
         yield
 
 
@@ -203,12 +181,11 @@ class Trainee:
     def train(self, steps: int) -> None:
         for iterator in self._data:
             iterator._microbatch = self.done * MICROBATCHES
-        self.losses += tiny_gpt.train(
-            self.model, self.optimizer, self._data, [MICROBATCHES] * steps, self._options
-        )
+        numbers = [MICROBATCHES] * steps
+        self.losses += tiny_gpt.train(self.model, self.optimizer, self._data, numbers, self._options)
         self.done += steps
 
-    def fail(self, stage: str, step: int, strike: Callable[[str], None] = raise_injected) -> BaseException:
+    def fail(self, stage: str, step: int, strike: Strike = raise_injected) -> BaseException:
         """Train into a fault, check that its exception comes out unchanged, and return it."""
         try:
             with fault(stage, step, self.optimizer, strike):

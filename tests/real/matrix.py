@@ -10,30 +10,24 @@ import pytest
 if TYPE_CHECKING:  # it imports Megatron, and the page needs only the names
     from megatron_rl_patches.testing import TinyModel
 
+_MOE = {"moe_token_dispatcher_type": "alltoall", "moe_router_topk": 2}
+_SHARED_EXPERT = {
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+}
+_EXPERT_BIAS = {
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_router_dtype": "fp32",
+}
 #: Options of :func:`tiny`.
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "dense"},
-    "MoE": {
-        "kind": "moe",
-        "config": {
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_router_topk": 2,
-            "moe_shared_expert_intermediate_size": 32,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 0.1,
-        },
-    },
-    "MoE, expert bias": {
-        "kind": "moe",
-        "config": {
-            "moe_token_dispatcher_type": "allgather",
-            "moe_router_topk": 2,
-            "moe_router_score_function": "sigmoid",
-            "moe_router_enable_expert_bias": True,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-        },
-    },
+    "MoE": {"kind": "moe", "config": {**_MOE, **_SHARED_EXPERT}},
+    "MoE, expert bias": {"kind": "moe", "config": {**_MOE, **_EXPERT_BIAS}},
     "MLA": {"kind": "mla"},
     "MLA, MoE": {"kind": "mla-moe"},
     "MTP": {"kind": "mtp"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from megatron_rl_patches import Settings, applied, status
 from megatron_rl_patches.errors import NonFiniteGradients
 from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import TinyModel, tiny_model
-from tests.ranks import everywhere, on_ranks
+from tests.ranks import by_speed, everywhere, on_ranks
 from tests.references import tiny_gpt
 
 STEPS, BAD_STEP, MICROBATCHES = 4, 2, 2
@@ -44,56 +45,37 @@ def state_of(model: Sequence[Any], optimizer: Any) -> list[Any]:
     return [*tensors, *(torch.tensor(float(group.get("step", 0))) for group in groups)]
 
 
-@contextmanager
-def a_bad_microbatch(rank: int) -> Iterator[None]:
-    """Make the loss of one microbatch of the bad step NaN, on one rank that has a loss."""
-    loss_of, calls = tiny_gpt._loss, 0
-
-    def loss(losses_bs: torch.Tensor) -> Any:
-        nonlocal calls
-        calls += 1
-        value, report = loss_of(losses_bs)
-        is_bad = calls == BAD_STEP * MICROBATCHES + 2 and dist.get_rank() == rank
-        return (value * float("nan") if is_bad else value), report
-
-    with mock.patch.object(tiny_gpt, "_loss", loss):
-        yield
-
-
-def left_out(model: Any, optimizer: Any, iterators: Any, num_microbatches: int) -> float:
-    for _ in range(num_microbatches):
-        [next(iterator) for iterator in iterators]
-    return 0.0
-
-
 def run(options: TinyModel, bad_rank: int | None, leave_out: bool = False) -> list[Any]:
+    """Return the state after training, with a NaN as the loss of one microbatch, or the bad step left out.
+
+    Args:
+        bad_rank: which has the NaN, and a loss.
+    """
     model, optimizer = options.build()
     for chunk in model:
         chunk.ddp_config.check_for_nan_in_grad = False
-    train_step, number = tiny_gpt.train_step, 0
+    train_step, loss_of, steps, losses = tiny_gpt.train_step, tiny_gpt._loss, count(), count()
 
-    def step(*args: Any) -> float:
-        nonlocal number
-        number += 1
-        return (left_out if leave_out and number == BAD_STEP + 1 else train_step)(*args)
+    def counted_step(model: Any, optimizer: Any, iterators: Any, num_microbatches: int) -> float:
+        if next(steps) == BAD_STEP and leave_out:
+            for iterator in iterators:
+                iterator._microbatch += num_microbatches
+            return 0.0
+        return train_step(model, optimizer, iterators, num_microbatches)
 
-    with (
-        mock.patch.object(tiny_gpt, "train_step", step),
-        a_bad_microbatch(-1 if bad_rank is None else bad_rank),
-        finite_step.skips_as_successes(optimizer),
-    ):
+    def loss(losses_bs: torch.Tensor) -> Any:
+        value, report = loss_of(losses_bs)
+        is_bad = next(losses) == BAD_STEP * MICROBATCHES + 1 and dist.get_rank() == bad_rank
+        return (value * float("nan") if is_bad else value), report
+
+    patched = mock.patch.multiple(tiny_gpt, train_step=counted_step, _loss=loss)
+    with patched, finite_step.skips_as_successes(optimizer):
         iterators = tiny_gpt.data_iterators(options)
         tiny_gpt.train(model, optimizer, iterators, [MICROBATCHES] * STEPS, options)
     return state_of(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "DP 2, bf16",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in list(LAYOUTS)[1:]),
-    ],
-)
+@pytest.mark.parametrize("layout", by_speed(LAYOUTS, fast=("DP 2, bf16",)))
 @on_ranks(2, timeout=240)
 def test_a_bad_step_equals_that_step_left_out(layout: str) -> None:
     options = TinyModel(**LAYOUTS[layout])
@@ -105,11 +87,11 @@ def test_a_bad_step_equals_that_step_left_out(layout: str) -> None:
         [site] = [site for site in status() if site.target.endswith("ChainedOptimizer.step")]
         assert site.detail == f"1 of {2 * STEPS - 1} steps skipped"
         assert site.detail in str(status())
-    assert all(torch.equal(same, other) for same, other in zip(skipped, expected, strict=True))
+    assert all(map(torch.equal, skipped, expected))
 
 
-def gradients(model: Sequence[Any], bad: bool) -> None:
-    """Fill the gradient buffers, on the last rank with one NaN, and reduce them."""
+def step(model: Sequence[Any], optimizer: Any, bad: bool = False, bad_names: str = "") -> Any:
+    """Take a step with gradients that have a NaN on the last rank, or are NaN where names contain a text."""
     for chunk in model:
         chunk.ddp_config.check_for_nan_in_grad = False
         chunk.zero_grad_buffer()
@@ -120,6 +102,10 @@ def gradients(model: Sequence[Any], bad: bool) -> None:
     for chunk in model:
         chunk.start_grad_sync()
         chunk.finish_grad_sync()
+    for name, parameter in model[0].named_parameters():
+        if bad_names and bad_names in name:
+            parameter.main_grad.fill_(float("nan"))
+    return optimizer.step()
 
 
 @contextmanager
@@ -141,68 +127,53 @@ def test_what_is_said_on_which_rank_and_no_further_collective(bf16: bool) -> Non
     handler = mock.Mock(level=logging.WARNING, handle=lambda record: lines.append(record.getMessage()))
     logging.getLogger("megatron_rl_patches").addHandler(handler)
     model, optimizer = TinyModel(bf16=bf16, **PLAIN).build()
-    gradients(model, bad=False)
-    optimizer.step()  # makes the moments
+    step(model, optimizer)  # makes the moments
     with counted_collectives() as unpatched:
-        gradients(model, bad=False)
-        optimizer.step()
+        step(model, optimizer)
     with applied("finite-step"), counted_collectives() as patched:
-        gradients(model, bad=False)
-        assert optimizer.step()[0]
+        assert step(model, optimizer)[0]
     assert patched == unpatched
     assert [line for line in lines if "skipped" in line] == []
 
     before = state_of(model, optimizer)
-    with applied("finite-step", settings=Settings(finite_step_limit=2)), counted_collectives() as patched:
-        gradients(model, bad=True)
-        finite_step.name_parameters_of(optimizer, model)
-        succeeded, norm, _ = optimizer.step()
+    finite_step.name_parameters_of(optimizer, model)
+    with applied("finite-step", settings=Settings(finite_step_limit=2)):
+        with counted_collectives() as patched:
+            succeeded, norm, _ = step(model, optimizer, bad=True)
         assert not succeeded and norm != norm
         assert len(patched) <= len(unpatched)
         first = [line for line in lines if "skipped:" in line]
         assert len(first) == (dist.get_rank() == 0) and all("is nan" in line for line in first)
         [named] = [line for line in lines if "not finite here" in line]
         assert named.endswith("embedding.word_embeddings.weight")  # reduced on both ranks
-        gradients(model, bad=True)
-        try:
-            optimizer.step()
-        except NonFiniteGradients as error:
-            raised = str(error)
-    assert "2 steps in a row" in raised
+        with pytest.raises(NonFiniteGradients, match="2 steps in a row"):
+            step(model, optimizer, bad=True)
     assert all(map(torch.equal, before, state_of(model, optimizer)))
 
 
 @pytest.mark.parametrize("kind", ["single", "layer-wise"])
 @on_ranks(1)  # gloo cannot gather the unequal shares of layers
 def test_optimizers_that_are_not_chained_or_layer_wise(kind: str) -> None:
-    model, optimizer = TinyModel(bf16=True, **PLAIN).build()
-    if kind == "single":
-        [optimizer] = optimizer.chained_optimizers
-    else:
-        optimizer = layer_wise(model, optimizer)
-    gradients(model, bad=False)
-    assert optimizer.step()[0]
+    model, chained = TinyModel(bf16=True, **PLAIN).build()
+    optimizer = chained.chained_optimizers[0] if kind == "single" else layer_wise(model, chained.config)
+    assert step(model, optimizer)[0]
     before = state_of(model, optimizer)
     with applied("finite-step"):
-        gradients(model, bad=True)
-        assert not optimizer.step()[0]
+        assert not step(model, optimizer, bad=True)[0]
         assert all(map(torch.equal, before, state_of(model, optimizer)))
-        gradients(model, bad=False)
-        assert optimizer.step()[0]
-    gradients(model, bad=True)
-    assert optimizer.step()[0]
+        assert step(model, optimizer)[0]
+    assert step(model, optimizer, bad=True)[0]
     assert any(value.isnan().any() for value in state_of(model, optimizer))
 
 
-def layer_wise(model: Sequence[Any], optimizer: Any) -> Any:
+def layer_wise(model: Sequence[Any], config: Any) -> Any:
     try:
         from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
         from megatron.core.process_groups_config import ProcessGroupCollection
     except ImportError:
         pytest.skip("this release has no layer-wise optimizer")
     adam = torch.optim.Adam([parameter for chunk in model for parameter in chunk.parameters()], lr=5e-3)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return LayerWiseDistributedOptimizer([adam], optimizer.config, groups)
+    return LayerWiseDistributedOptimizer([adam], config, ProcessGroupCollection.use_mpu_process_groups())
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0])
@@ -216,15 +187,10 @@ def test_parameters_that_have_a_norm_of_their_own(clip_grad: float) -> None:
     model, optimizer = options.build()
     for part in optimizer.chained_optimizers:
         part.config.clip_grad = clip_grad
-    gradients(model, bad=False)
     before = state_of(model, optimizer)
-    for name, parameter in model[0].named_parameters():
-        if ".mtp." in name:  # on the last stage alone
-            parameter.main_grad.fill_(float("nan"))
     with applied("finite-step"):
-        succeeded, norm, _ = optimizer.step()
+        succeeded, norm, _ = step(model, optimizer, bad_names=".mtp.")  # on the last stage alone
         assert not succeeded and norm == norm
         assert all(map(torch.equal, before, state_of(model, optimizer)))
-        gradients(model, bad=False)
-        assert optimizer.step()[0]
+        assert step(model, optimizer)[0]
         assert bool(optimizer.grad_norms_by_group) == (clip_grad > 0)

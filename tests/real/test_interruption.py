@@ -5,7 +5,6 @@ What else can go wrong in a run is in ``tests/faults``; what is restored, in ``t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -17,17 +16,8 @@ from megatron_rl_patches import Settings, applied
 from megatron_rl_patches.reentry import reentrant_train
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real.faults import (
-    PLACES,
-    STAGES,
-    STAGES_OF_EXPERTS,
-    Checksums,
-    Injected,
-    Trainee,
-    interrupt,
-    raise_injected,
-    same_process_groups,
-)
+from tests.real import faults
+from tests.real.faults import PLACES, STAGES, Checksums, Injected, Trainee
 from tests.references import tiny_gpt
 
 STEPS = 4
@@ -42,32 +32,26 @@ OVERLAPS = {
 # message of one on its way that the other has not received: a retry would take it for its own.
 SAME = [(stage, stage) for stage in STAGES]
 OF_A_PIPELINE = [
-    ("before forward", "before forward"),
     ("forward 0", "before forward"),
     ("forward 1", "forward 0"),
     ("forward 1", "backward 0"),
     ("backward 0", "forward 1"),
     ("backward 0", "backward 1"),
     ("backward 1", "before step"),
-    ("before step", "before step"),
-    ("in step", "in step"),
-    ("after step", "after step"),
+    *((stage, stage) for stage in STAGES if "step" in stage or stage == "before forward"),
 ]
+OF_EXPERTS = [*SAME, *((stage, stage) for stage in faults.STAGES_OF_EXPERTS)]
 # Sizes and stages, and which of the parameters both ranks have.
 LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str | None]] = {
     "DP 2": ({}, SAME, "params"),
     "TP 2": ({"tp": 2}, SAME, "replicated"),
     "PP 2": ({"pp": 2}, OF_A_PIPELINE, None),
-    "EP 2": (
-        {"kind": "moe", "ep": 2},
-        [*SAME, *((stage, stage) for stage in STAGES_OF_EXPERTS)],
-        "replicated",
-    ),
+    "EP 2": ({"kind": "moe", "ep": 2}, OF_EXPERTS, "replicated"),
 }
 
 
 def run(
-    options: TinyModel, stage: str, place: tuple[int, int], strike: Callable[[str], None] = raise_injected
+    options: TinyModel, stage: str, place: tuple[int, int], strike: faults.Strike = faults.raise_injected
 ) -> tuple[list[float], Checksums, Checksums]:
     """Train :data:`STEPS` steps, with one fault on the way unless ``stage`` is empty.
 
@@ -90,18 +74,14 @@ def run(
     return trainee.losses, before_steps[0], trainee.checksums()
 
 
-# Without data parallelism there is nothing to overlap with.
-CASES = [("DP 2", overlap) for overlap in OVERLAPS] + [
-    (layout, "both") for layout in ("TP 2", "PP 2", "EP 2")
-]
-
-
 @pytest.mark.parametrize(
     ("layout", "overlap", "only"),
     [
         ("DP 2", "both", [("backward 1", "backward 1")]),
         ("EP 2", "both", [("expert 1", "expert 1")]),
-        *(pytest.param(*case, None, marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param("DP 2", overlap, None, marks=pytest.mark.slow) for overlap in OVERLAPS),
+        # Without data parallelism there is nothing to overlap with.
+        *(pytest.param(layout, "both", None, marks=pytest.mark.slow) for layout in ("TP 2", "PP 2", "EP 2")),
     ],
 )
 @on_ranks(2, timeout=240)
@@ -110,10 +90,10 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
     options = TinyModel(**sizes, **OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
         expected_losses, _, expected = run(options, "", (0, 0))
-        with same_process_groups():
+        with faults.same_process_groups():
             for of_ranks, place in product(only or stages, PLACES):
                 # Ctrl-C passes `except Exception`, which the other does not.
-                strike = interrupt if place == "later step" else raise_injected
+                strike = faults.interrupt if place == "later step" else faults.raise_injected
                 losses, at_reentry, end = run(options, of_ranks[dist.get_rank()], PLACES[place], strike)
                 if shared is not None:
                     for checksums in (at_reentry, end):
@@ -124,29 +104,21 @@ def test_stages_on_all_ranks(layout: str, overlap: str, only: list[tuple[str, st
                     assert end == expected, (of_ranks, place)
 
 
-def _one_rank_fails(options: TinyModel, stage: str, failing_step: int, failing_rank: int | None) -> Any:
-    """Its peer is in collectives, which its retry has to meet."""
-    trainee = Trainee(options)
-    trainee.train(1)
-    if dist.get_rank() == failing_rank:
-        trainee.fail(stage, failing_step)
-        if trainee.done < 3:
-            trainee.train(3 - trainee.done)
-    else:
-        trainee.train(2)
-    trainee.train(1)
-    return trainee.checksums()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["grad reduce", "no overlap"])
 @on_ranks(2)
 def test_one_rank_alone_may_retry_while_no_collective_is_under_way(overlap: str) -> None:
+    """Its peer is in collectives, which its retry has to meet."""
     options = TinyModel(**OVERLAPS[overlap])
     with applied("reentrant-train", settings=SETTINGS):
-        undisturbed = _one_rank_fails(options, "", 0, None)
-        for place in (("before forward", 0), ("before forward", 1), ("forward 1", 1), ("after step", 1)):
-            assert _one_rank_fails(options, *place, 1) == undisturbed, place
+        undisturbed = run(options, "", (1, 0))
+        for stage, step in (
+            ("before forward", 0),
+            ("before forward", 1),
+            ("forward 1", 1),
+            ("after step", 1),
+        ):
+            assert run(options, stage if dist.get_rank() else "", (1, step))[-1] == undisturbed[-1], stage
 
 
 @on_ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -16,16 +15,6 @@ from tests.references import tiny_gpt
 ROLLOUTS, STEPS, MICROBATCHES = 4, 2, 2
 SETTINGS = Settings(train_functions=("tests.references.tiny_gpt:train",))
 NO_SYNC = "When overlap_grad_reduce is True, config.no_sync_func must be None"
-
-SLOW = pytest.mark.slow
-LAYOUTS = [
-    pytest.param(1, {}, id="1 rank"),
-    pytest.param(2, {}, id="DP 2"),
-    pytest.param(2, {"tp": 2}, id="TP 2", marks=SLOW),
-    pytest.param(2, {"pp": 2}, id="PP 2", marks=SLOW),
-    pytest.param(2, {"pp": 2, "vpp": 2}, id="PP 2, VPP 2", marks=SLOW),
-    pytest.param(2, {"cp": 2}, id="CP 2", marks=SLOW),
-]
 
 
 def trained(options: TinyModel, rollouts: int, steps: int) -> tuple[list[float], str]:
@@ -48,10 +37,11 @@ def check_rollouts(options: TinyModel) -> None:
 
 
 @pytest.mark.runs("re-entry", ranks=[1, 2])
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks)
-def test_rollouts_equal_one_uninterrupted_run(ranks: int, layout: dict[str, Any]) -> None:
-    check_rollouts(TinyModel(**layout))
+def test_rollouts_equal_one_uninterrupted_run(ranks: int) -> None:
+    """On other layouts, see ``test_models.py``."""
+    check_rollouts(TinyModel())
 
 
 @on_ranks(1)

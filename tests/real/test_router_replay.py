@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.errors import InferenceOnlyError, InvalidInputError
@@ -19,6 +18,7 @@ from megatron_rl_patches.reentry import reentrant_train, router_replay
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
+from tests.worlds.passes import gradients_of, run_schedule
 
 try:
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -28,6 +28,7 @@ except ImportError:
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "1 rank": {},
     "PP 2": {"pp": 2},
     "VPP 2": {"pp": 2, "vpp": 2},
     "EP 2": {"ep": 2},
@@ -35,92 +36,96 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(recompute: bool = False, **sizes: Any) -> TinyModel:
-    config = {
-        "moe_enable_routing_replay": True,
-        **(RECOMPUTE if recompute else {}),
-        **sizes.pop("config", {}),
-    }
+def options(recompute: bool | dict[str, Any] = False, **sizes: Any) -> TinyModel:
+    recomputed = RECOMPUTE if recompute is True else recompute or {}
+    config = {"moe_enable_routing_replay": True, **recomputed, **sizes.pop("config", {})}
     return TinyModel(kind="moe", config=config, overlap_param_gather=False, **sizes)
 
 
-def routes(replay_number: int, microbatch: int, tokens: int) -> torch.Tensor:
-    """Two different experts of four for each token, others for each router and microbatch."""
-    first = (torch.arange(tokens) * 3 + replay_number + microbatch) % 4
-    return torch.stack([first, (first + 1 + microbatch % 3) % 4], dim=1)
+def routes(replay_number: int, use: int) -> torch.Tensor:
+    """Two different experts of four for each token, others for each router and use."""
+    first = (torch.arange(tiny_gpt.BATCH * tiny_gpt.SEQUENCE) * 3 + replay_number + use) % 4
+    return torch.stack([first, (first + 1 + use % 3) % 4], dim=1)
+
+
+def set_routes(model: Any, use: int) -> None:
+    for number, replay in enumerate(router_replay.routers(model)):
+        replay.set_target_indices(routes(number, use))
+
+
+def set_action(model: Any, action: Any) -> None:
+    for replay in router_replay.routers(model):
+        replay.set_router_replay_action(action)
 
 
 @contextmanager
 def replaying(model: Sequence[Any]) -> Iterator[list[int]]:
-    """Set routes before each forward pass of a chunk, as frameworks do, and then the action of backward."""
+    """Set routes before each forward pass of a chunk, as frameworks do, and then the action of backward.
+
+    Yield the number of passes.
+    """
     counts = dict.fromkeys(map(id, model), 0)
     forward_step, done = tiny_gpt.forward_step, [0]
 
     def step(data_iterator: Any, chunk: Any) -> Any:
-        replays = router_replay.routers(chunk)
-        for number, replay in enumerate(replays):
-            replay.set_target_indices(routes(number, counts[id(chunk)], tiny_gpt.BATCH * tiny_gpt.SEQUENCE))
-            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        set_routes(chunk, counts[id(chunk)])
+        set_action(chunk, RouterReplayAction.REPLAY_FORWARD)
         counts[id(chunk)] += 1
         done[0] += 1
         output = forward_step(data_iterator, chunk)
-        for replay in replays:
-            replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        set_action(chunk, RouterReplayAction.REPLAY_BACKWARD)
         return output
 
     with mock.patch.object(tiny_gpt, "forward_step", step):
         yield done
 
 
-def forward_only(model: Sequence[Any], of: TinyModel, through_schedule: bool) -> None:
-    """Score one microbatch with routes of its own."""
-    if through_schedule:
-        with torch.no_grad(), replaying(model):
-            get_forward_backward_func()(
-                forward_step_func=tiny_gpt.forward_step,
-                data_iterator=tiny_gpt.data_iterators(of, seed=7),
-                model=list(model),
-                num_microbatches=4 if of.vpp else 1,
-                seq_length=tiny_gpt.SEQUENCE,
-                micro_batch_size=tiny_gpt.BATCH,
-                forward_only=True,
-            )
-        return
-    [chunk] = model
-    for number, replay in enumerate(router_replay.routers(model)):
-        replay.set_target_indices(routes(number, 5, tiny_gpt.BATCH * tiny_gpt.SEQUENCE))
-        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    with torch.no_grad():
-        tiny_gpt.forward_step(tiny_gpt.SyntheticData(7), chunk)
+def train(model: Sequence[Any], optimizer: Any, of: TinyModel, loop: Any = tiny_gpt.train) -> torch.Tensor:
+    """Return the gradients of one step of four microbatches, which changes no weight."""
+    with mock.patch.object(optimizer, "step", lambda: (True, 0.0, 0)):
+        loop(model, optimizer, tiny_gpt.data_iterators(of), [4], of)
+    return gradients_of(model)
 
 
-def gradients(of: TinyModel, scores: bool, through_schedule: bool = True) -> tuple[torch.Tensor, list[int]]:
-    """Return the gradients of one step of four microbatches, and how much is queued after it."""
+def gradients(of: TinyModel, scores: bool) -> tuple[torch.Tensor, set[int]]:
+    """Return the gradients of a new model, and how much its routers have queued after it.
+
+    Args:
+        scores: whether it is scored first, with routes of its own.
+    """
     model, optimizer = of.build()
     if scores:
-        forward_only(model, of, through_schedule)
-    with replaying(model), mock.patch.object(optimizer, "step", lambda: (True, 0.0, 0)):
-        tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(of), [4], of)
-    flat = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()])
-    return flat.clone(), [len(replay.replay_backward_list) for replay in router_replay.routers(model)]
+        with replaying(model):
+            data = tiny_gpt.data_iterators(of, seed=7)
+            run_schedule(model, data, 4 if of.vpp else 1, forward_only=True)
+    with replaying(model):
+        flat = train(model, optimizer, of)
+    return flat, {len(replay.replay_backward_list) for replay in router_replay.routers(model)}
 
 
 def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize("through_schedule", [True, False])
 @on_ranks(1)
-def test_scoring_leaves_nothing_that_training_would_read(through_schedule: bool) -> None:
+def test_unpatched_training_reads_what_scoring_has_queued() -> None:
     expected, queued = gradients(options(), scores=False)
-    assert set(queued) == {4}  # it grows for ever
-    wrong, queued = gradients(options(recompute=True), True, through_schedule)
-    assert error(wrong, expected) > 0.05 and set(queued) == {1}
+    assert queued == {4}  # it grows for ever
+    wrong, queued = gradients(options(recompute=True), scores=True)
+    assert error(wrong, expected) > 0.05 and queued == {1}
     with applied("router-replay"):
-        for recompute in (True, False):
-            right, queued = gradients(options(recompute), True, through_schedule)
-            assert error(right, expected) < 1e-6, recompute
-            assert set(queued) == {0}
+        right, queued = gradients(options(), scores=True)
+    assert error(right, expected) < 1e-6 and queued == {0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks(lambda layout: 1 if layout in ("1 rank", "MTP") else 2, timeout=240)
+def test_recomputed_gradients_are_the_same(layout: str) -> None:
+    with applied("router-replay"):
+        expected, _ = gradients(options(**LAYOUTS[layout]), scores=False)
+        right, queued = gradients(options(True, **LAYOUTS[layout]), scores=layout != "MTP")
+    assert error(right, expected) < 1e-6
+    assert queued == {0}
 
 
 PROGRAMS = (
@@ -141,53 +146,28 @@ def run_program(program: str, model: list[Any]) -> torch.Tensor:
     [chunk] = model
     chunk.zero_grad_buffer()
 
-    def forward() -> Any:
-        for replay in router_replay.routers(model):
-            replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        return tiny_gpt.forward_step(tiny_gpt.SyntheticData(), chunk)[0]
+    def forward(*unused: Any) -> Any:
+        set_action(model, RouterReplayAction.REPLAY_FORWARD)
+        return tiny_gpt.forward_step(tiny_gpt.SyntheticData(), chunk)
 
     for step in program.split(", "):
         if step.startswith("set"):
-            tensors = TENSORS[int(step[-1])]
-            for replay, tensor in zip(router_replay.routers(model), tensors, strict=True):
-                replay.set_target_indices(tensor)
+            set_routes(model, int(step[-1]))
         elif step == "train":
-            losses = forward()
-            for replay in router_replay.routers(model):
-                replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            losses, _ = forward()
+            set_action(model, RouterReplayAction.REPLAY_BACKWARD)
             losses.mean().backward()
         elif step == "fail":
-            last = router_replay_modules(chunk)[-1]
-            with (
-                mock.patch.object(last, "forward", side_effect=ZeroDivisionError),
-                suppress(ZeroDivisionError),
-            ):
+            last = [module for module in chunk.modules() if getattr(module, "router_replay", None)][-1]
+            failing = mock.patch.object(last, "forward", side_effect=ZeroDivisionError)
+            with failing, suppress(ZeroDivisionError):
                 forward()
         elif step == "score through the schedule":
-            with torch.no_grad():
-                get_forward_backward_func()(
-                    forward_step_func=lambda data, chunk: (forward(), lambda output: (output.mean(), {})),
-                    data_iterator=None,
-                    model=model,
-                    num_microbatches=2,
-                    seq_length=tiny_gpt.SEQUENCE,
-                    micro_batch_size=tiny_gpt.BATCH,
-                    forward_only=True,
-                )
+            run_schedule(model, None, 2, forward, forward_only=True)
         else:
             with torch.inference_mode() if "inference" in step else torch.no_grad():
                 forward()
-    return torch.cat([p.main_grad.flatten() for p in chunk.parameters()]).clone()
-
-
-def router_replay_modules(chunk: Any) -> list[Any]:
-    return [module for module in chunk.modules() if getattr(module, "router_replay", None) is not None]
-
-
-TENSORS = [
-    [routes(number, use, tiny_gpt.BATCH * tiny_gpt.SEQUENCE) for number in range(tiny_gpt.LAYERS)]
-    for use in range(3)
-]
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("recompute", [RECOMPUTE, MOE_RECOMPUTE], ids=["full", "selective"])
@@ -195,7 +175,7 @@ TENSORS = [
 def test_passes_may_share_routes(recompute: dict[str, Any]) -> None:
     """Whatever runs between them, training passes use the routes that were set last."""
     sizes = {"overlap_grad_reduce": False}
-    plain, recomputing = options(**sizes), options(config=recompute, **sizes)
+    plain, recomputing = options(**sizes), options(recompute, **sizes)
     model, _ = plain.build()
     expected = [run_program(program, model) for program in PROGRAMS]
     model, _ = recomputing.build()
@@ -203,16 +183,6 @@ def test_passes_may_share_routes(recompute: dict[str, Any]) -> None:
         for program, gradient in zip(PROGRAMS, expected, strict=True):
             assert error(run_program(program, model), gradient) < 1e-6, program
             router_replay.clear(model)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@on_ranks(lambda layout: 1 if layout == "MTP" else 2, timeout=240)
-def test_recomputed_gradients_are_the_same_on_layouts(layout: str) -> None:
-    with applied("router-replay"):
-        expected, _ = gradients(options(**LAYOUTS[layout]), scores=False)
-        right, queued = gradients(options(True, **LAYOUTS[layout]), scores=layout != "MTP")
-    assert error(right, expected) < 1e-6
-    assert set(queued) == {0}
 
 
 @on_ranks(1)
@@ -231,7 +201,7 @@ def test_a_teacher_is_left_out_and_freed() -> None:
     assert RouterReplay.global_router_replay_instances == policy
     of_teacher = router_replay.routers(teacher)
     assert len(of_teacher) == len(policy) and not set(map(id, of_teacher)) & set(map(id, policy))
-    RouterReplay.set_replay_data([routes(number, 0, 8) for number in range(len(policy))])
+    RouterReplay.set_replay_data([routes(number, 0) for number in range(len(policy))])
     assert all(replay.target_topk_idx is None for replay in of_teacher)
     with applied("router-replay"):
         other, _ = options().build()
@@ -247,22 +217,16 @@ def test_an_exception_leaves_no_action_and_no_queue() -> None:
     with applied("router-replay"):
         expected, _ = gradients(of, scores=False)
         model, optimizer = of.build()
-        train = reentrant_train(tiny_gpt.train)
-        data = tiny_gpt.data_iterators(of)
-        with replaying(model) as done, mock.patch.object(optimizer, "step", lambda: (True, 0.0, 0)):
-            with (
-                mock.patch.object(tiny_gpt, "_loss", mock.Mock(side_effect=KeyboardInterrupt)),
-                pytest.raises(KeyboardInterrupt),
-            ):
-                train(model, optimizer, data, [4], of)
-            assert done == [1]
-            for replay in router_replay.routers(model):
-                assert replay.router_replay_action is None and replay.target_topk_idx is None
-                assert replay.replay_backward_list == []
-        with replaying(model), mock.patch.object(optimizer, "step", lambda: (True, 0.0, 0)):
-            train(model, optimizer, tiny_gpt.data_iterators(of), [4], of)
-        flat = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()])
-        assert error(flat, expected) < 1e-6
+        loop = reentrant_train(tiny_gpt.train)
+        interrupted = mock.patch.object(tiny_gpt, "_loss", mock.Mock(side_effect=KeyboardInterrupt))
+        with replaying(model) as done, interrupted, pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, of, loop)
+        assert done == [1]
+        for replay in router_replay.routers(model):
+            assert replay.router_replay_action is None and replay.target_topk_idx is None
+            assert replay.replay_backward_list == []
+        with replaying(model):
+            assert error(train(model, optimizer, of, loop), expected) < 1e-6
 
 
 @on_ranks(2)
@@ -272,15 +236,14 @@ def test_a_fused_router_is_refused_on_every_rank() -> None:
     config = of.transformer_config()
     config.moe_router_fusion = True  # set after construction: it needs Transformer Engine
     of.chunks(config)  # unpatched, nobody says a word
+    outcome = "built"
     with applied("router-replay"):
         try:
             of.chunks(config)
         except InvalidInputError as refused:
-            assert "moe_router_fusion=True with moe_enable_routing_replay=True" in str(refused)
-            outcome = "refused"
-        else:
-            outcome = "built"
-    assert everywhere(outcome) == ["refused"] * 2
+            outcome = str(refused)
+    message = "moe_router_fusion=True with moe_enable_routing_replay=True"
+    assert all(message in each for each in everywhere(outcome))
 
 
 def test_nothing_is_walked_where_no_model_has_routers() -> None:

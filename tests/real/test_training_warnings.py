@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from logging.handlers import BufferingHandler
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron_rl_patches import Settings, applied, doctor
@@ -22,6 +22,7 @@ from megatron_rl_patches.reentry import reentrant_train, training_warnings
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
 from tests.references import tiny_gpt
+from tests.worlds.passes import gradients_of, run_schedule, weights_of
 
 PATHS = ("tests.real.test_training_warnings:train",)
 TOKENS = (3, 11)  # of two microbatches
@@ -45,18 +46,10 @@ def train(
     for chunk in model:
         chunk.zero_grad_buffer()
     microbatches = zip(tiny_gpt.SyntheticData(), tokens, strict=False)
-    get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, loss=loss or _loss),
-        data_iterator=[microbatches],
-        model=model,
-        num_microbatches=len(tokens),
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=tiny_gpt.BATCH,
-        forward_only=False,
-    )
+    run_schedule(model, [microbatches], len(tokens), partial(_forward_step, loss=loss or _loss))
     if reduces == "loop":
         finalize_model_grads(model)
-    gradients = torch.cat([p.main_grad.flatten() for chunk in model for p in chunk.parameters()]).clone()
+    gradients = gradients_of(model)
     if optimizer is not None:
         optimizer.step()
     if hooks == "off" and model[0].use_forward_hook:
@@ -85,30 +78,25 @@ def _sum(losses_bs: Any, tokens: int) -> tuple[Any, Any, dict[str, Any]]:
     return losses_bs.sum(), torch.tensor(losses_bs.numel()), {}
 
 
-@contextmanager
-def _guarded(form: str, warn: bool) -> Iterator[Any]:
-    """Yield the loop as the patch guards it, decorated where there is the patch, or decorated alone."""
-    if form == "alone":
-        yield reentrant_train(train, warn=warn)
-        return
-    paths = PATHS if "patched" in form else ()
-    with applied("reentrant-train", settings=Settings(train_functions=paths, warn=warn)):
-        # In this module, the name stands for the patched function now.
-        yield reentrant_train(train, warn=warn) if "decorated" in form else train
-        assert doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
-
-
 def _warned(
     model: Any, *args: Any, warn: bool = True, form: str = "patched", **options: Any
 ) -> tuple[Any, list[str]]:
-    """Two calls of ``train``; return what the first returns, and all that was logged."""
+    """Call ``train`` twice; return what the first call returns, and all that was logged.
+
+    Args:
+        form: whether the patch guards the loop, it is decorated where there is the patch, or decorated alone.
+    """
     training_warnings.forget()
     handler = BufferingHandler(capacity=1000)
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
-    with _guarded(form, warn) as guarded:
+    settings = Settings(train_functions=PATHS if "patched" in form else (), warn=warn)
+    with nullcontext() if form == "alone" else applied("reentrant-train", settings=settings):
+        # In this module, the name stands for the patched function now.
+        guarded = train if form == "patched" else reentrant_train(train, warn=warn)
         result = guarded(model, *args, **options)
         guarded(model, *args, **options)
+        assert form == "alone" or doctor.notes_of(doctor.choice_of(), []) == training_warnings.reported()
     logger.removeHandler(handler)
     messages = [record.getMessage() for record in handler.buffer]
     prefix = "megatron_rl_patches: "  # the summary of what is applied has another one
@@ -117,24 +105,22 @@ def _warned(
     return result, lines
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
 @on_ranks(1)
-def test_dropout(rate: float) -> None:
-    model, _ = TinyModel(config={"attention_dropout": rate, "hidden_dropout": rate}).build()
-    batch = next(tiny_gpt.SyntheticData())
-    losses = []
-    for training in (True, False):
-        model[0].train(training)
-        losses.append(tiny_gpt.forward_step(iter([batch]), model[0])[0].detach())
-    model[0].train()
-    _, lines = _warned(model, tokens=(5, 5))
-    nats = (losses[0] - losses[1]).abs().mean().item()
-    if not rate:
-        assert (nats, lines) == (0.0, [])
-    else:
-        assert nats > 0.01
-        assert [line.split(": ")[0] for line in lines] == ["hidden_dropout=0.1", "attention_dropout=0.1"]
-        assert "set --hidden-dropout 0" in lines[0]
+def test_dropout() -> None:
+    for rate in (0.0, 0.1):
+        model, _ = TinyModel(config={"attention_dropout": rate, "hidden_dropout": rate}).build()
+        batch = next(tiny_gpt.SyntheticData())
+        trained, evaluated = (
+            tiny_gpt.forward_step(iter([batch]), model[0].train(training))[0].detach()
+            for training in (True, False)
+        )
+        nats = (trained - evaluated).abs().mean().item()
+        model[0].train()
+        _, lines = _warned(model, tokens=(5, 5))
+        assert nats > 0.01 if rate else nats == 0.0, rate
+        names = ["hidden_dropout=0.1", "attention_dropout=0.1"] if rate else []
+        assert [line.split(": ")[0] for line in lines] == names
+    assert "set --hidden-dropout 0" in lines[0]
 
 
 @pytest.mark.parametrize("form", ["patched", "decorated", "patched and decorated", "alone"])
@@ -205,10 +191,10 @@ def test_one_rank_of_the_last_stage_warns() -> None:
 def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
     model, optimizer = TinyModel(config={"calculate_per_token_loss": True}).build()
     _, lines = _warned(model, optimizer, hooks=hooks, form=form)
-    sent = torch.cat([p.detach().flatten() for p in model[0].parameters()])
+    sent = weights_of(model)
     if hooks == "on":
         model[0].disable_forward_pre_hook()
-    stale = int((sent != torch.cat([p.detach().flatten() for p in model[0].parameters()])).sum())
+    stale = int((sent != weights_of(model)).sum())
     if hooks == "off":
         assert (stale, lines) == (0, [])
     else:
@@ -219,15 +205,13 @@ def test_parameters_that_are_not_gathered(hooks: str, form: str) -> None:
         assert "disable_forward_pre_hook()" in first[0]
 
 
-@pytest.mark.parametrize(
-    ("distributed", "overlap"), [(True, False), (True, True), (False, False), (False, True)]
-)
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
 @on_ranks(2)
 def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None:
     """The loop reduces them with the schedule, itself, on a copy of the model's config only, or never."""
-    options = TinyModel(
-        use_distributed_optimizer=distributed, overlap_grad_reduce=overlap, overlap_param_gather=False
-    )
+    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": False}
+    options = TinyModel(use_distributed_optimizer=distributed, **overlaps)
     weights, lines = {}, {}
     # Old releases raise in the next step if a step has begun reductions that nobody finishes.
     [chunk], _ = options.build()
@@ -238,7 +222,7 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
         copied = {"config": copy.copy(get_model_config(model[0])), "reduces": "schedule"}
         how = copied if reduces == "copy" else {"reduces": reduces}
         _, lines[reduces] = _warned(model, optimizer, tokens=(5, 5), **how)
-        weights[reduces] = torch.cat([p.detach().flatten() for p in model[0].parameters()])
+        weights[reduces] = weights_of(model)
     assert lines["schedule"] == lines["loop"] == []
     assert torch.equal(weights["schedule"], weights["loop"])
     for reduces in unreduced:
@@ -252,31 +236,30 @@ def test_gradients_that_nobody_reduces(distributed: bool, overlap: bool) -> None
         assert ("the model has a copy" in first[0]) is (reduces == "copy")
 
 
-@pytest.mark.parametrize("steps", [0, 3])
 @on_ranks(1)
-def test_log_probs_of_the_rollout(steps: int) -> None:
+def test_log_probs_of_the_rollout() -> None:
     """The weights that sample are those of some steps ago, as if the newer ones had never been sent."""
     options = TinyModel(lr=0.03)
-    model, optimizer = options.build()
-    batch = next(tiny_gpt.SyntheticData())
 
     def score() -> list[Any]:
+        batch = next(tiny_gpt.SyntheticData())
         with torch.no_grad():
             return [*-tiny_gpt.forward_step(iter([batch]), model[0])[0]]
 
-    sampled = score()
-    if steps:
-        tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [1] * steps, options)
-    trained = score()
-    masks = [torch.arange(tiny_gpt.SEQUENCE) > 4] * len(sampled)
-    rollout = {"log_probs": trained, "rollout_log_probs": sampled, "loss_masks": masks}
-    _, lines = _warned(model, data_iterator=[SimpleNamespace(rollout_data=rollout)], tokens=(5, 5))
-    differences = torch.cat([(a - b)[4 + 1 :].abs() for a, b in zip(trained, sampled, strict=True)])
-    nats = differences.mean().item()
-    if not steps:
-        assert (nats, lines) == (0.0, [])
-    else:
-        assert nats > 0.1
-        [line] = lines
-        assert f"differ by {nats:.2g} nats per token on average" in line
-        assert f"on {len(differences)} tokens" in line
+    for steps in (0, 3):
+        model, optimizer = options.build()
+        sampled = score()
+        if steps:
+            tiny_gpt.train(model, optimizer, tiny_gpt.data_iterators(options), [1] * steps, options)
+        trained = score()
+        masks = [torch.arange(tiny_gpt.SEQUENCE) > 4] * len(sampled)
+        rollout = {"log_probs": trained, "rollout_log_probs": sampled, "loss_masks": masks}
+        _, lines = _warned(model, data_iterator=[SimpleNamespace(rollout_data=rollout)], tokens=(5, 5))
+        differences = torch.cat([(a - b)[4 + 1 :].abs() for a, b in zip(trained, sampled, strict=True)])
+        nats = differences.mean().item()
+        if not steps:
+            assert (nats, lines) == (0.0, [])
+    [line] = lines
+    assert nats > 0.1
+    assert f"differ by {nats:.2g} nats per token on average" in line
+    assert f"on {len(differences)} tokens" in line

@@ -53,41 +53,35 @@ class TinyHybrid(TinyModel):
     """
 
     def provider(
-        self,
-        pre_process: bool = True,
-        post_process: bool = True,
-        config: Any = None,
-        vp_stage: int | None = None,
-        **unused: Any,
+        self, pre_process: bool = True, post_process: bool = True, config: Any = None, *_: Any, **unused: Any
     ) -> Any:
         from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 
         config, norm = config or self.transformer_config(), SequenceParallelNorm
         model_class, block = _hybrid_classes()
-        stack_name = "HybridStack" if hasattr(block, "HybridStack") else "MambaStack"
+        stack = block.HybridStack if hasattr(block, "HybridStack") else block.MambaStack
         whole = get_gpt_layer_local_spec(num_experts=None).submodules
         attention = TransformerLayerSubmodules(
             input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=whole.self_attn_bda
         )
         mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=whole.mlp, mlp_bda=whole.mlp_bda)
         state_space = MambaLayerSubmodules(norm=norm, mixer=StateSpace, mamba_bda=get_bias_dropout_add)
-        layers = getattr(block, f"{stack_name}Submodules")(
+        layers = getattr(block, f"{stack.__name__}Submodules")(
             mamba_layer=ModuleSpec(MambaLayer, submodules=state_space),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(TransformerLayer, submodules=mlp),
         )
-        pattern = (_PATTERN * config.num_layers)[: config.num_layers]
         with mock.patch.object(block, "TENorm", norm):
             return model_class(
                 config,
-                ModuleSpec(getattr(block, stack_name), submodules=layers),
+                ModuleSpec(stack, submodules=layers),
                 vocab_size=self.vocab_size,
                 max_sequence_length=self.seq_length,
                 position_embedding_type="learned_absolute",
                 share_embeddings_and_output_weights=self.tied,
                 pre_process=pre_process,
                 post_process=post_process,
-                hybrid_override_pattern=pattern,
+                hybrid_override_pattern=(_PATTERN * config.num_layers)[: config.num_layers],
             )
 
 
