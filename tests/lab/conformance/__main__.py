@@ -7,9 +7,10 @@ import datetime
 import json
 import platform
 import signal
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +20,6 @@ from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.settings import parse_selection
 from tests.lab.conformance import runs
 from tests.lab.conformance.runs import Change, Result
-from tests.references.pages import table
-
-#: The record names each test that cannot run here for one of these reasons.
-_NAMED = (runs.GPU_TENSOR, runs.OTHER_PACKAGE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,17 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         repeated = {change.without.nodeid for change in again}
         differed_once += [change for change in differ if change.without.nodeid not in repeated]
     final = runs.final_of(file)
-    _show(final, changed, differed_once)
+    counts = _counts(final, changed)
+    _show(counts, changed, differed_once)
     if options.json:
         facts = {
-            "commit": runs.commit_of(checkout) or None,
+            "commit": _commit_of(checkout),
             "date": datetime.date.today().isoformat(),
             "python": platform.python_version(),
             "torch": version("torch"),
             "ranks": options.ranks,
             "patches": options.patches,
             "seconds": round(sum(one.seconds for one in runs.read_results(file) if not one.patches)),
-            **_counts(final, changed),
+            **counts,
             "differed_once": [_as_dict(change) for change in differed_once],
         }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
@@ -94,20 +92,16 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _show(final: Sequence[Result], changed: Sequence[Change], differed_once: Sequence[Change]) -> None:
-    rows = []
-    for directory, counts in _by_directory(final).items():
-        by_outcome = {outcome: str(counts[outcome]) for outcome in runs.OUTCOMES}
-        rows.append({"directory": directory, "tests": str(sum(counts.values())), **by_outcome})
-    print(table(rows), end="\n\n")
-    print(table({"not runnable here": reason, "tests": str(n)} for reason, n in _reasons(final).items()))
-    for result in _failed(final):
-        print(f"{result.outcome} at {_ranks(result)}: {result.nodeid}: {_first_line(result)}")
+def _show(counts: dict[str, Any], changed: Sequence[Change], differed_once: Sequence[Change]) -> None:
+    print(", ".join(f"{counts[name]} {name}" for name in ("tests", "passed", "skipped")))
+    for reason, number in counts["not_runnable"].items():
+        print(f"{number} cannot run here: {reason}")
+    for failed in counts["failed"]:
+        raised = next(iter(failed["message"].splitlines()), "")[:200]
+        print(f"{failed['outcome']} at {failed['ranks']} ranks: {failed['nodeid']}: {raised}")
     for without, patched in changed:
         outcomes = f"{without.outcome} without, {patched.outcome} with {patched.patches}"
-        print(
-            f"CHANGED BY PATCHES at {_ranks(without)}: {without.nodeid}: {outcomes}: {_first_line(patched)}"
-        )
+        print(f"CHANGED BY PATCHES at {without.ranks} ranks: {without.nodeid}: {outcomes}: {patched.message}")
     for change in differed_once:
         print(f"differed once with {change.patched.patches}, and not again: {change.without.nodeid}")
 
@@ -118,47 +112,19 @@ def _counts(final: Sequence[Result], changed: Sequence[Change]) -> dict[str, Any
         "tests": len(final),
         "passed": outcomes[runs.PASSED],
         "skipped": outcomes[runs.SKIPPED],
-        "not_runnable": _reasons(final),
-        "named": {
-            reason: [result.nodeid for result in final if result.reason == reason] for reason in _NAMED
-        },
-        "failed": [asdict(result) for result in _failed(final)],
+        "not_runnable": dict(Counter(result.reason for result in final if result.reason).most_common()),
+        "failed": [asdict(result) for result in final if result.outcome in (runs.FAILED, runs.HANGS)],
         "changed_by_patches": [_as_dict(change) for change in changed],
-        "directories": _by_directory(final),
     }
 
 
-def _reasons(final: Iterable[Result]) -> dict[str, int]:
-    return dict(Counter(result.reason for result in final if result.reason).most_common())
-
-
-def _failed(final: Iterable[Result]) -> list[Result]:
-    return [result for result in final if result.outcome in (runs.FAILED, runs.HANGS)]
-
-
-def _by_directory(final: Iterable[Result]) -> dict[str, Counter[str]]:
-    directories: dict[str, Counter[str]] = {}
-    for result in sorted(final, key=_directory):
-        directories.setdefault(_directory(result), Counter())[result.outcome] += 1
-    return directories
-
-
-def _directory(result: Result) -> str:
-    """Return the folder below ``tests/unit_tests``, or ``.`` for a file in it."""
-    parts = Path(result.nodeid.partition("::")[0]).parts
-    return parts[2] if len(parts) > 3 else "."
-
-
-def _ranks(result: Result) -> str:
-    return "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+def _commit_of(checkout: Path) -> str | None:
+    done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def _as_dict(change: Change) -> dict[str, Any]:
     return {"without": asdict(change.without), "with": asdict(change.patched)}
-
-
-def _first_line(result: Result) -> str:
-    return next(iter(result.message.splitlines()), "")[:200]
 
 
 if __name__ == "__main__":

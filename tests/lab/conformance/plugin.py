@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from importlib import import_module
@@ -33,17 +33,7 @@ from _pytest._code import TracebackEntry
 from megatron_rl_patches.testing.cpu_backend import cpu_backend
 from megatron_rl_patches.testing.rank_pool import Outcome, RankPool, group_variables, send
 
-from .runs import (
-    FAILED,
-    HANGS,
-    NOT_RUNNABLE,
-    PASSED,
-    SKIPPED,
-    Result,
-    commit_of,
-    read_results,
-    reason_of,
-)
+from .runs import FAILED, HANGS, NOT_RUNNABLE, PASSED, SKIPPED, Result, read_results, reason_of
 
 Report = pytest.TestReport | pytest.CollectReport
 #: Sends a value to the parent of a rank, and whether it is a failure.
@@ -91,15 +81,6 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
         names = () if options.patches == "all" else options.patches.split(",")
         megatron_rl_patches.apply(*names)
-    try:
-        import_module("tests.unit_tests.conftest")
-    except Exception as error:  # packages of the wrong version raise other errors than ImportError
-        options.noconftest = True
-        early_config.pluginmanager.register(_Fixtures())
-        early_config.issue_config_time_warning(
-            pytest.PytestConfigWarning(f"Megatron's conftest is replaced, as it cannot be imported: {error}"),
-            2,
-        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,32 +89,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     _until_exit.close()
-
-
-class _Fixtures:
-    """Fixtures of Megatron-LM's conftest, for where that cannot be imported for want of a package."""
-
-    @pytest.fixture(autouse=True)
-    def reset_env_vars(self) -> Iterator[None]:
-        with mock.patch.dict(os.environ):
-            yield
-
-    @pytest.fixture(autouse=True)
-    def experimental(self, request: pytest.FixtureRequest) -> None:
-        from megatron.core import config
-
-        config.ENABLE_EXPERIMENTAL = request.config.option.experimental
-
-    @pytest.fixture(scope="session")
-    def tmp_path_dist_ckpt(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """Return a folder that the ranks share; it goes away with them."""
-        folder = tmp_path_factory.getbasetemp().parent / "tmp_dist_ckpt"
-        folder.mkdir(exist_ok=True)
-        return folder
-
-    @pytest.fixture(scope="class")
-    def tmp_dir_per_class(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("data")
 
 
 def _utils() -> Any:
@@ -150,22 +105,15 @@ class _Conductor:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.options = config.option
-        self.commit = commit_of(config.rootpath)
         self._known = self._read_known(config.option.results) if config.option.results else set()
 
     def _read_known(self, file: Path) -> set[str]:
         """Return the tests that have a result already, of those in a file that a run may have left half."""
-        results = read_results(file)
-        if others := {result.commit for result in results} - {self.commit}:
-            raise pytest.UsageError(
-                f"{file} has results of {others.pop() or 'an unknown commit'}, and {self.config.rootpath} is "
-                f"at {self.commit or 'an unknown commit'}: remove the file, or pass another one"
-            )
         if file.exists() and not file.read_bytes().endswith(b"\n"):
             with open(file, "a") as lines:
                 lines.write("\n")  # the last line was cut off
         run = self.options.ranks, self.options.patches
-        return {result.nodeid for result in results if (result.ranks, result.patches) == run}
+        return {result.nodeid for result in read_results(file) if (result.ranks, result.patches) == run}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
@@ -244,17 +192,9 @@ class _Conductor:
             lines = _MESSAGE_LENGTH // 100 // len(texts)
             innermost = (f"rank {rank}{of} {_innermost(text, lines)}" for rank, text in texts.items())
             self._record(item.nodeid, FAILED if outcome.died else HANGS, "", "\n".join(innermost), seconds)
-            return [
-                pytest.TestReport(
-                    nodeid=item.nodeid,
-                    location=item.location,
-                    keywords=dict.fromkeys(item.keywords, 1),
-                    outcome="failed",
-                    longrepr="\n".join(f"rank {rank}{of} {text}" for rank, text in texts.items()),
-                    when="call",
-                    duration=seconds,
-                )
-            ]
+            shown = "\n".join(f"rank {rank}{of} {text}" for rank, text in texts.items())
+            keywords = dict.fromkeys(item.keywords, 1)
+            return [pytest.TestReport(item.nodeid, item.location, keywords, "failed", shown, "call")]
         # A test passes if it runs on some rank, and fails on none.
         by_rank = {rank: [report for number, report in reports if number == rank] for rank, _ in reports}
         for own in by_rank.values():
@@ -284,7 +224,7 @@ class _Conductor:
             half = _MESSAGE_LENGTH // 2
             message = f"{message[:half]}\n[...]\n{message[-half:]}"
         run = self.options.ranks, self.options.patches
-        result = Result(nodeid, *run, outcome, reason, message, round(seconds, 3), self.commit)
+        result = Result(nodeid, *run, outcome, reason, message, round(seconds, 3))
         with open(self.options.results, "a") as file:
             file.write(result.to_json() + "\n")
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.lab.conformance.runs import FAILED, HANGS, PASSED, REASONS
+from tests.lab.conformance.runs import REASONS
 from tests.references.pages import fill, table
 
 HERE = Path(__file__).parent
@@ -21,10 +21,7 @@ def pages() -> dict[Path, str]:
     """Return the text that each page has with the tables of the records in it."""
     records = {file.stem: json.loads(file.read_text()) for file in sorted(HERE.glob("records/*.json"))}
     parts = {
-        REPORT: {
-            "outcomes": table(_outcomes(name, record) for name, record in records.items()),
-            "directories": table(_directories(records)),
-        },
+        REPORT: {"outcomes": table(_outcomes(name, record) for name, record in records.items())},
         GUIDE: {"Megatron's tests": table(_summary(name, record) for name, record in records.items())},
     }
     return {page: fill(page.read_text("utf-8"), named) for page, named in parts.items()}
@@ -57,21 +54,6 @@ def _outcomes(name: str, record: dict[str, Any]) -> dict[str, str]:
         if once
         else changed,
     }
-
-
-def _directories(records: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
-    return [
-        {
-            "passed, of those that can run": directory,
-            **{name: _share(record["directories"].get(directory, {})) for name, record in records.items()},
-        }
-        for directory in sorted({name for record in records.values() for name in record["directories"]})
-    ]
-
-
-def _share(outcomes: dict[str, int]) -> str:
-    can_run = sum(outcomes.get(outcome, 0) for outcome in (PASSED, FAILED, HANGS))
-    return f"{outcomes.get(PASSED, 0)} of {can_run}" if can_run else "–"
 
 
 if __name__ == "__main__":

@@ -11,27 +11,14 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl_patches.errors import MegatronRLPatchesError
 
-PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = OUTCOMES = (
-    "passed",
-    "skipped",
-    "not_runnable",
-    "failed",
-    "hangs",
-)
-TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS = (
-    "TransformerEngine",
-    "CUDA kernel",
-    "tensor on a GPU",
-    "more ranks",
-    "data",
-    "other package",
-)
+PASSED, SKIPPED, NOT_RUNNABLE, FAILED, HANGS = "passed", "skipped", "not_runnable", "failed", "hangs"
+REASONS = ("TransformerEngine", "CUDA kernel", "tensor on a GPU", "more ranks", "data", "other package")
+TRANSFORMER_ENGINE, CUDA_KERNEL, GPU_TENSOR, MORE_RANKS, DATA, OTHER_PACKAGE = REASONS
 #: The module beside this one, as the tests' own process imports it.
 PLUGIN = "conformance.plugin"
 
@@ -44,12 +31,11 @@ class Result:
         nodeid: the test, or a file whose import failed or which skips itself.
         ranks: how many ranks it ran on.
         patches: the patches that were in place, as given: "", "all" or names with commas between them.
-        outcome: one of ``OUTCOMES``.
+        outcome: passed, skipped, not_runnable, failed or hangs.
         reason: one of ``REASONS`` if the test is not runnable here, otherwise empty.
         message: what was raised or the reason of the skip, with the rank that failed first, or the stacks of
             the ranks that hang; empty if the test has passed.
         seconds: wall time.
-        commit: that of the checkout, as :func:`commit_of` gives it.
     """
 
     nodeid: str
@@ -59,24 +45,9 @@ class Result:
     reason: str = ""
     message: str = ""
     seconds: float = 0.0
-    commit: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
-
-
-def commit_of(checkout: Path) -> str:
-    """Return the checkout's commit, with a digest of what differs from it; empty without git."""
-
-    def git(*arguments: str) -> bytes:
-        command = ["git", "-C", str(checkout), *arguments]
-        return subprocess.run(command, capture_output=True, check=True).stdout.strip()
-
-    try:
-        commit, changed = git("rev-parse", "HEAD").decode(), git("diff", "HEAD")
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return f"{commit}+{sha256(changed).hexdigest()[:8]}" if changed else commit
 
 
 def read_results(path: Path) -> list[Result]:
@@ -128,13 +99,12 @@ def run(
         select: files, folders or node ids, relative to the checkout.
         ranks: how many processes run each test.
         patches: "" for none, "all", or names with commas between them.
-        results: the file that gets a line per test, all of one commit.
+        results: the file that gets a line per test.
         only: node ids of all tests that are to run, in place of ``select``.
         hang_after: seconds after which a test is cut off.
 
     Raises:
-        TestsNotRun: pytest could not collect the tests, was killed, or has refused ``results``, which has
-            results of another commit.
+        TestsNotRun: pytest could not collect the tests, or was killed.
     """
     options = [f"--ranks={ranks}", f"--patches={patches}", f"--results={results.resolve()}"]
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
