@@ -64,23 +64,21 @@ class Environment:
     path: Path
 
     @property
-    def python(self) -> Path:
-        return self.path / "bin" / "python"
-
-    @property
     def site_packages(self) -> Path:
         (found,) = self.path.glob("lib/python*/site-packages")
         return found
 
-    def pip(self, command: str, *arguments: str | Path, **options: Any) -> str:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python]
-        return check_call([*pip, command, *arguments], timeout=600, **options)
+    def pip(self, command: str, *arguments: str | Path) -> None:
+        python = self.path / "bin" / "python"
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+        check_call([*pip, command, *arguments], timeout=600)
 
     def run(
         self, *arguments: str | Path, variables: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not VARIABLES.match(name)}
-        return run([self.python, *arguments], env=inherited | dict(variables or {}), cwd=self.path, **options)
+        command = [self.path / "bin" / "python", *arguments]
+        return run(command, env=inherited | dict(variables or {}), cwd=self.path, **options)
 
     def program(self, code: str, *options: str, value: str | None = "1", **variables: str) -> dict[str, Any]:
         """Run `code` with `MEGATRON_RL_PATCHES=value`; returns what it gave to `probe.report`.
@@ -95,17 +93,17 @@ class Environment:
         return json.loads(done.stdout)
 
 
-def _not_source(folder: str, names: list[str]) -> set[str]:
-    """Return what is not copied of a folder; `megatron_rl_patches/inference/models` is source."""
-    return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
-
-
 @dataclass(frozen=True)
 class Artifacts:
     sdist: Path
     wheel: Path
     tree: Path
     """The unpacked sdist: what editable installs are made of, so that it is known to be complete."""
+
+
+def _not_source(folder: str, names: list[str]) -> set[str]:
+    """Return what is not copied of a folder; `megatron_rl_patches/inference/models` is source."""
+    return NOT_SOURCE(folder, names) | (BUILT if Path(folder) == ROOT else set())
 
 
 @pytest.fixture(scope="session")

@@ -27,46 +27,50 @@ STARTUP_FILES = {
 
 
 @pytest.fixture
-def metadata(artifacts):
+def wheel(artifacts):
     with zipfile.ZipFile(artifacts.wheel) as wheel:
-        return message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
+        yield wheel
 
 
-def test_wheel_holds_the_startup_files_at_its_root_every_module_and_nothing_foreign(artifacts):
-    with zipfile.ZipFile(artifacts.wheel) as wheel:
-        names = wheel.namelist()
-    assert len(names) == len(set(names))
+@pytest.fixture
+def metadata(wheel):
+    return message_from_bytes(wheel.read(f"{DIST_INFO}/METADATA"))
+
+
+def test_wheel_holds_the_startup_files_at_its_root_every_module_and_nothing_foreign(wheel):
+    names = wheel.namelist()
     roots = {name.partition("/")[0] for name in names}
     assert roots == {*STARTUP_FILES, "megatron_rl_patches", DIST_INFO}
     assert names[-1].endswith(".dist-info/RECORD")
     modules = (ROOT / "megatron_rl_patches").rglob("*.py")
     assert {str(path.relative_to(ROOT)) for path in modules} | {"megatron_rl_patches/py.typed"} <= set(names)
+    record = wheel.read(f"{DIST_INFO}/RECORD").decode()
+    rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(record))}
+    assert sorted(rows) == sorted(names)
+    for name in set(rows) - {f"{DIST_INFO}/RECORD"}:
+        content = wheel.read(name)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        assert rows[name] == (f"sha256={digest}", str(len(content))), name
 
 
-def test_record_names_every_file_with_its_hash_and_size(artifacts):
-    with zipfile.ZipFile(artifacts.wheel) as wheel:
-        record = wheel.read(f"{DIST_INFO}/RECORD").decode()
-        rows = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(record))}
-        assert set(rows) == set(wheel.namelist())
-        for name in set(rows) - {f"{DIST_INFO}/RECORD"}:
-            content = wheel.read(name)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-            assert rows[name] == (f"sha256={digest}", str(len(content))), name
+def test_startup_line_is_one_plain_line_and_harmless_when_unset(wheel):
+    line = wheel.read("megatron_rl_patches_startup.pth").decode()
+    assert line.startswith('import os; os.environ.get("MEGATRON_RL_PATCHES") and exec("try: from ')
+    assert line.count("\n") == 1 and line.endswith("\n") and line.isascii()
 
 
-def test_metadata_says_what_is_needed(metadata):
+def test_metadata_says_what_is_needed_and_the_index_takes_the_files(artifacts, metadata):
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
     assert set(metadata.get_all("Provides-Extra", [])) == {"plot", "test", "test-ray", "mutation", "docs"}
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert {"torch>=2.6", "megatron-core>=0.14", "wrapt<3,>=1.16"} <= needed
-
-
-def test_the_index_takes_the_files(artifacts, metadata):
-    check_call([sys.executable, "-m", "twine", "check", "--strict", artifacts.sdist, artifacts.wheel])
     stated = set(metadata.get_all("Classifier", []))
     assert stated <= trove_classifiers.classifiers
     assert {f"Programming Language :: Python :: {version}" for version in VERSIONS} <= stated
+    check_call([sys.executable, "-m", "twine", "check", "--strict", artifacts.sdist, artifacts.wheel])
+    names = {path.name for path in artifacts.tree.iterdir()}
+    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"} <= names
 
 
 def test_the_links_of_the_readme_work_on_the_index(metadata):
@@ -84,23 +88,11 @@ def test_the_links_of_the_readme_work_on_the_index(metadata):
     assert [place for place in places if not (ROOT / place).exists()] == []
 
 
-def test_the_sdist_has_what_its_readers_look_for(artifacts):
-    names = {path.name for path in artifacts.tree.iterdir()}
-    assert {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"} <= names
-
-
 def test_command_of_the_wheel(with_torch):
     where = with_torch.run("-c", "import megatron_rl_patches; print(megatron_rl_patches.__file__)").stdout
     assert where.startswith(str(with_torch.site_packages))
     command = with_torch.path / "bin" / "megatron-rl-patches"
     assert "reentrant-train" in with_torch.run(command, "check").stdout
-
-
-def test_startup_line_is_one_plain_line_and_harmless_when_unset(artifacts):
-    with zipfile.ZipFile(artifacts.wheel) as wheel:
-        line = wheel.read("megatron_rl_patches_startup.pth").decode()
-    assert line.startswith('import os; os.environ.get("MEGATRON_RL_PATCHES") and exec("try: from ')
-    assert line.count("\n") == 1 and line.endswith("\n") and line.isascii()
 
 
 def test_uninstall_removes_everything(disposable):

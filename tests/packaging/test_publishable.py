@@ -12,50 +12,35 @@ from megatron_rl_patches import __version__
 from .conftest import ROOT
 from .publishable import objections
 
-TAGGED = {"GITHUB_REF_TYPE": "tag", "GITHUB_REF_NAME": f"v{__version__}"}
+TAG = {"GITHUB_REF_TYPE": "tag", "GITHUB_REF_NAME": f"v{__version__}"}
 FILES = ("pyproject.toml", "CHANGELOG.md", "CITATION.cff", "megatron_rl_patches/__init__.py")
 
 
-@pytest.fixture
-def prepared(tmp_path):
-    """Copies of the files, as a maintainer leaves them."""
-    (tmp_path / "megatron_rl_patches").mkdir()
-    for file in FILES:
-        shutil.copy(ROOT / file, tmp_path / file)
-    _replace(tmp_path / "pyproject.toml", r"\bOWNER\b", "somebody")
-    with (tmp_path / "CHANGELOG.md").open("a") as log:
-        log.write(f"\n## {__version__} - 2026-12-01\n")
-    return tmp_path
-
-
-def _replace(file, pattern, text):
-    file.write_text(re.sub(pattern, text, file.read_text(), flags=re.MULTILINE))
-
-
 @pytest.mark.parametrize(
-    "environment", [{}, TAGGED, {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}]
-)
-def test_a_prepared_version_is_published(prepared, environment):
-    assert objections(prepared, environment) == []
-
-
-@pytest.mark.parametrize(
-    ("file", "pattern", "text"),
+    ("file", "pattern", "text", "environment"),
     [
-        ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER"),
-        ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased"),
-        ("CITATION.cff", "^version: .*", "version: 0.0.1"),
+        ("", "", "", {}),
+        ("", "", "", TAG),
+        ("", "", "", {"GITHUB_REF_TYPE": "branch", "GITHUB_REF_NAME": "main"}),
+        ("pyproject.toml", r"github\.com/[\w-]+", "github.com/OWNER", TAG),
+        ("CHANGELOG.md", r"^(## \S+) - 2026-12-01", r"\1 - unreleased", TAG),
+        ("CITATION.cff", "^version: .*", "version: 0.0.1", TAG),
+        ("the tag v9", "", "", TAG | {"GITHUB_REF_NAME": "v9"}),
     ],
 )
-def test_what_is_left_to_do_is_named(prepared, file, pattern, text):
-    _replace(prepared / file, pattern, text)
-    (objection,) = objections(prepared, TAGGED)
-    assert objection.startswith(file)
-
-
-def test_the_tag_is_the_version(prepared):
-    (objection,) = objections(prepared, TAGGED | {"GITHUB_REF_NAME": "v9"})
-    assert "v9" in objection
+def test_what_is_left_to_do_is_named(tmp_path, file, pattern, text, environment):
+    """Of copies of the files, as a maintainer leaves them, one of which is changed again."""
+    (tmp_path / "megatron_rl_patches").mkdir()
+    for name in FILES:
+        shutil.copy(ROOT / name, tmp_path / name)
+    with (tmp_path / "CHANGELOG.md").open("a") as log:
+        log.write(f"\n## {__version__} - 2026-12-01\n")
+    for name, old, new in (("pyproject.toml", r"\bOWNER\b", "somebody"), (file, pattern, text)):
+        if old:
+            before = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(re.sub(old, new, before, flags=re.MULTILINE))
+    found = objections(tmp_path, environment)
+    assert len(found) == bool(file) and all(objection.startswith(file) for objection in found)
 
 
 def test_no_other_file_names_the_repository():

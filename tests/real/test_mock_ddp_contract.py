@@ -44,9 +44,7 @@ def script(text: str) -> Script:
 STEP = script("STEP")
 OVERLAPPED = {
     "one_training_call": script("disable_without_sync STEP enable STEP STEP disable"),
-    "gradient_accumulation": script(
-        "zero_grad_buffer ACCUMULATE forward backward finish_grad_sync STEP",
-    ),
+    "gradient_accumulation": script("zero_grad_buffer ACCUMULATE forward backward finish_grad_sync STEP"),
     "disabling_twice": script("disable disable disable_without_sync"),
     "enabling_twice": script("enable disable_without_sync enable enable forward"),
     "a_module_added_later": script("add_module disable_without_sync enable forward"),
@@ -58,9 +56,7 @@ OVERLAPPED = {
     ),
     "dispatching_a_reduction_twice_later": script("STEP TO_BACKWARD start_grad_sync finish_grad_sync"),
     "finishing_without_a_backward": script("STEP zero_grad_buffer forward finish_grad_sync"),
-    "a_first_batch_cut_short": script(
-        "zero_grad_buffer forward backward_of_last_module zero_grad_buffer",
-    ),
+    "a_first_batch_cut_short": script("zero_grad_buffer forward backward_of_last_module zero_grad_buffer"),
     "a_gather_left_outstanding": script("STEP forward_first_module STEP"),
     "no_sync_left_open": script("STEP enter_no_sync forward backward finish_grad_sync zero_grad_buffer"),
 }
@@ -106,10 +102,7 @@ def _only(*names: str) -> dict[str, Script]:
 KINDS: dict[str, tuple[tuple[bool, bool, bool], dict[str, Script]]] = {
     "overlapped": ((True, True, True), ALL),
     "plain": ((False, False, True), PLAIN),
-    "gather_only": (
-        (False, True, True),
-        _only("one_training_call", "disabling_twice", *list(GUARDED)[:2]),
-    ),
+    "gather_only": ((False, True, True), _only("one_training_call", "disabling_twice", *list(GUARDED)[:2])),
     "reduce_only": ((True, False, True), _only(*REDUCE_ONLY)),
     "no_optimizer": ((True, False, False), _only(*REDUCE_ONLY)),
     "experts": ((True, True, True), _only("one_training_call", *list(GUARDED)[:3])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -48,9 +49,7 @@ ENGINE: dict[str, set[str]] = {
     "announce": {"statuses"},
     "wrapper": {"call", "patch"},
     "records": {"call", "judge", "patch", "sources", "statuses", "target_source", "third_party", "wrapper"},
-    "installer": {
-        *("announce", "call", "judge", "patch", "records", "settings", "statuses", "third_party"),
-    },
+    "installer": {*("announce", "call", "judge", "patch", "records", "settings", "statuses", "third_party")},
     "api": {"installer", "judge", "records", "registry", "settings", "sources", "statuses"},
 }
 
@@ -79,25 +78,36 @@ LINES = {
 SLACK = 25
 
 
-def _modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def _imports(path: Path) -> Iterator[str]:
+    """Full names of what a file imports, and of what it imports from a module, ``module.name``."""
+    folder = path.relative_to(ROOT).parent.parts
+    for node in _nodes(path):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = folder[: len(folder) - node.level + 1] if node.level else ()
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _imports_within(path: Path) -> set[str]:
     """Dotted names, relative to the package, of the modules that a module imports, or imports names from."""
-    folder = path.relative_to(PACKAGE).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        module = node.module.split(".") if node.module else []
-        if node.level:
-            module = [*folder[: len(folder) - node.level + 1], *module]
-        elif module.pop(0) != PACKAGE.name:
-            continue
-        for name in (alias.name for alias in node.names):
-            file = PACKAGE.joinpath(*module, name)
+    found = set()
+    for name in _imports(path):
+        root, *parts = name.split(".")
+        if root == PACKAGE.name:
+            file = PACKAGE.joinpath(*parts)
             is_module = file.is_dir() or file.with_suffix(".py").exists()
-            yield ".".join([*module, name] if is_module else module) or "__init__"
+            found.add(".".join(parts if is_module else parts[:-1]) or "__init__")
+    return found
 
 
 def _dotted(path: Path) -> str:
@@ -110,9 +120,9 @@ def _part(dotted: str) -> str:
 
 def test_arrows_point_one_way() -> None:
     wrong = {}
-    for path in _modules():
+    for path in MODULES:
         part = _part(_dotted(path))
-        if extra := {_part(name) for name in _imports(path)} - {part} - ARROWS[part]:
+        if extra := set(map(_part, _imports_within(path))) - {part} - ARROWS[part]:
             wrong[str(path.relative_to(PACKAGE))] = extra
     assert wrong == {}, "these imports point the wrong way; see ARROWS"
 
@@ -120,33 +130,23 @@ def test_arrows_point_one_way() -> None:
 def test_arrows_within_the_engine() -> None:
     wrong = {}
     for path in (PACKAGE / "engine").glob("*.py"):
-        imported = {name.split(".")[1] for name in _imports(path) if name.startswith("engine.")}
+        imported = {name.split(".")[1] for name in _imports_within(path) if name.startswith("engine.")}
         if extra := imported - {path.stem} - ENGINE[path.stem]:
             wrong[path.stem] = extra
     assert wrong == {}, "these imports point the wrong way; see ENGINE"
 
 
 def test_the_startup_file_imports_one_module_of_the_package() -> None:
-    tree = ast.parse(STARTUP.read_text())
-    strings = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    dotted = {text for text in strings if re.fullmatch(rf"{PACKAGE.name}(\.\w+)+", text)}
-    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert dotted == {STARTS}
-    assert not [name for name in imported if name.partition(".")[0] == PACKAGE.name]
-    importers = {_part(_dotted(path)) for path in _modules() if _imports_startup(path)}
+    strings = {str(node.value) for node in _nodes(STARTUP) if isinstance(node, ast.Constant)}
+    assert {text for text in strings if re.fullmatch(rf"{PACKAGE.name}(\.\w+)+", text)} == {STARTS}
+    assert not [name for name in _imports(STARTUP) if _part(name) == PACKAGE.name]
+    importers = {_part(_dotted(path)) for path in MODULES if STARTUP.stem in map(_part, _imports(path))}
     assert importers == IMPORTERS_OF_STARTUP
-
-
-def _imports_startup(path: Path) -> bool:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {n.module for n in nodes if isinstance(n, ast.ImportFrom)}
-    return STARTUP.stem in names.union(a.name for n in nodes if isinstance(n, ast.Import) for a in n.names)
 
 
 def test_lines_stay_within_their_budgets() -> None:
     counted = dict.fromkeys(ARROWS, 0)
-    for path in _modules():
+    for path in MODULES:
         counted[_part(_dotted(path))] += len(path.read_text().splitlines())
     assert sorted(counted) == sorted(part for parts in LINES for part in parts)
     now = {parts: sum(counted[part] for part in parts) for parts in LINES}
@@ -170,16 +170,18 @@ OF_ONE_DATACLASS = {
 
 
 def test_functions_and_modules_stay_short() -> None:
-    wrong = {}
-    for path in _modules():
+    wrong: dict[str, object] = {}
+    for path in MODULES:
         name, text = str(path.relative_to(PACKAGE)), path.read_text()
         if name not in LONG and (count := len(text.splitlines())) > MOST_IN_MODULE:
             wrong[name] = count
         for qualname, node in _functions(ast.parse(text)):
-            lines = (node.end_lineno or 0) - node.lineno + 1 - _docstring_lines(node)
-            parameters = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
-            parameters -= any(a.arg in ("self", "cls") for a in node.args.args[:1])
-            if lines > MOST_LINES or (parameters > MOST_PARAMETERS and qualname not in OF_ONE_DATACLASS):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            parameters = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            parameters = [name for name in parameters if name not in ("self", "cls")]
+            if lines > MOST_LINES or (len(parameters) > MOST_PARAMETERS and qualname not in OF_ONE_DATACLASS):
                 wrong[f"{name}:{qualname}"] = lines, parameters
     assert wrong == {}
 
@@ -192,21 +194,13 @@ def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.Funct
             yield f"{prefix}{node.name}", node
 
 
-def _docstring_lines(node: ast.FunctionDef) -> int:
-    first = node.body[0]
-    is_docstring = isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str)
-    return (first.end_lineno or 0) - first.lineno + 1 if is_docstring else 0
-
-
 def test_no_circle_of_imports() -> None:
     """Neither of modules nor of folders; what only type checkers import counts, too."""
-    graph = {_dotted(path): set(_imports(path)) for path in _modules()}
+    graph = {_dotted(path): _imports_within(path) for path in MODULES}
     graphlib.TopologicalSorter(graph).prepare()
     folders: dict[str, set[str]] = {}
     for name, imported in graph.items():
-        folders.setdefault(_folder(name), set()).update(map(_folder, imported))
-    for name, others in folders.items():
-        others.discard(name)
+        folders.setdefault(_folder(name), set()).update(set(map(_folder, imported)) - {_folder(name)})
     graphlib.TopologicalSorter(folders).prepare()
 
 
@@ -217,17 +211,14 @@ def _folder(dotted: str) -> str:
     return dotted if has_folders else f"{dotted.rpartition('.')[0]}/"
 
 
-def test_frameworks_know_of_the_engine_only_the_calls_that_they_get() -> None:
-    known = {name for path in (PACKAGE / "frameworks").glob("*.py") for name in _imports(path)}
+def test_the_engine_and_the_frameworks_keep_apart() -> None:
+    """One module of the engine changes foreign objects, and none has ever heard of Megatron."""
+    known = {name for path in (PACKAGE / "frameworks").glob("*.py") for name in _imports_within(path)}
     of_engine = {name for name in known if name.startswith("engine")}
     assert of_engine == {"engine.call", "engine.settings", "engine.wrapper"}
-
-
-def test_the_engine_has_never_heard_of_megatron() -> None:
-    for path in (PACKAGE / "engine").glob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        names = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
-        assert not [name for name in names if name.split(".")[0] == "megatron"], path
+    engine = [*(PACKAGE / "engine").glob("*.py")]
+    assert not [path for path in engine if "megatron" in map(_part, _imports(path))]
+    assert [path.stem for path in engine if "setattr(" in path.read_text()] == ["records"]
 
 
 # --- cores know no framework
@@ -250,7 +241,7 @@ def _names_of_frameworks() -> set[str]:
         functions[site.framework.startswith("megatron.")].update(site.qualname.split("."))
     options = set()
     for path in [*(PACKAGE / "frameworks").glob("*.py"), *(PACKAGE / "patches").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.Attribute) and _is_args(node.value):
                 options.add(node.attr)
             elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_args(node.args[0]):
@@ -267,10 +258,10 @@ def _is_args(node: ast.AST) -> bool:
     )
 
 
-def _words(tree: ast.AST) -> Iterator[str]:
+def _words(path: Path) -> Iterator[str]:
     """Everything in the code but comments and docstrings, which may name a source."""
-    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
-    for node in ast.walk(tree):
+    texts = [node.value for node in _nodes(path) if isinstance(node, ast.Expr)]
+    for node in _nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
             yield from re.findall(r"\w+", node.value)
         for _, value in ast.iter_fields(node):
@@ -282,7 +273,7 @@ def test_cores_name_no_function_and_no_option_of_a_framework() -> None:
     names = _names_of_frameworks() - TERMS
     named = {}
     for path in [path for core in CORES for path in (PACKAGE / core).rglob("*.py")]:
-        if words := names.intersection(_words(ast.parse(path.read_text()))):
+        if words := names.intersection(_words(path)):
             named[str(path.relative_to(PACKAGE))] = sorted(words)
     assert named == {}, "what frameworks call things belongs into frameworks/"
 
@@ -290,23 +281,11 @@ def test_cores_name_no_function_and_no_option_of_a_framework() -> None:
 # --- benchmarks and tests
 
 
-def _named_modules(path: Path) -> Iterator[str]:
-    """Full names of what a file outside of the package imports, or imports names from."""
-    folder = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = folder[: len(folder) - node.level + 1] if node.level else ()
-            module = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
 def test_benchmarks_and_tests_share_references_alone() -> None:
     shared = "tests.references."
     wrong = {}
     for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
-        rooms = {name.partition(".")[0]: name for name in _named_modules(path) if not name.startswith(shared)}
+        rooms = {name.partition(".")[0]: name for name in _imports(path) if not name.startswith(shared)}
         own = path.relative_to(ROOT).parts
         forbidden = {"benchmarks"} if own[0] == "tests" else {"tests"}
         if own[:2] == ("tests", "references"):
@@ -314,11 +293,6 @@ def test_benchmarks_and_tests_share_references_alone() -> None:
         if extra := {rooms[room] for room in forbidden & rooms.keys()}:
             wrong[str(path.relative_to(ROOT))] = extra
     assert wrong == {}, "what both need belongs into tests/references"
-
-
-def test_one_module_of_the_engine_changes_foreign_objects() -> None:
-    setters = [p.stem for p in (PACKAGE / "engine").glob("*.py") if "setattr(" in p.read_text()]
-    assert setters == ["records"]
 
 
 def _loaded_after(statement: str) -> set[str]:
@@ -329,16 +303,13 @@ def _loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
+TORCH = {"torch", "megatron", "wrapt"}
 UNLOADED = {
-    "import megatron_rl_patches": {"torch", "megatron", "wrapt", "typer", "rich"},
-    "import megatron_rl_patches.engine.settings as s; s.Settings.from_environment()": {
-        "torch",
-        "megatron",
-        "wrapt",
-    },
-    "import megatron_rl_patches.testing": {"torch", "megatron", "wrapt"},
-    "import megatron_rl_patches.reentry": {"torch", "megatron", "wrapt"},
-    "import megatron_rl_patches.inference": {"torch", "megatron", "wrapt", "psutil", "tqdm"},
+    "import megatron_rl_patches": {*TORCH, "typer", "rich"},
+    "import megatron_rl_patches.engine.settings as s; s.Settings.from_environment()": TORCH,
+    "import megatron_rl_patches.testing": TORCH,
+    "import megatron_rl_patches.reentry": TORCH,
+    "import megatron_rl_patches.inference": {*TORCH, "psutil", "tqdm"},
     "import megatron_rl_patches as m; m.apply(); m.status(); m.revert()": {
         *("torch", "megatron", "typer", "rich")
     },

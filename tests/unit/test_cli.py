@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import types
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from megatron_rl_patches import __version__
-from megatron_rl_patches.cli import main
-from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.cli.screens import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
+from tests.worlds.command_line import invoke, invoke_json, refuse
 
 TARGET = "mrp_framework.model.train"
+DRIFTED = "def train(chunks): ..."
 
 
 @pytest.fixture(autouse=True)
@@ -40,50 +37,30 @@ def framework(folder: Path, text: str = "def train(model): ...") -> Path:
     return folder
 
 
-def invoke(*arguments: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert result.exit_code == code, result.output
-    return result
+def test_doctor_without_a_selection_has_no_problem() -> None:
+    assert "no problems" in invoke("doctor").stdout
+    diagnosis = invoke_json("doctor")
+    assert diagnosis["python"] == sys.version.split()[0]
+    assert diagnosis["frameworks"] == [{"name": "mrp_framework", "path": None, "version": None}]
+    assert len(diagnosis["out_of_reach"]) == 4
 
 
-def invoke_json(*arguments: object, code: int = 0) -> Any:
-    return json.loads(invoke(*arguments, "--json", code=code).stdout)
-
-
-def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What an error of ours says; its exit code is 2."""
-    with pytest.raises(SystemExit) as exit:
-        main(list(map(str, arguments)))
-    assert exit.value.code == 2
-    return capsys.readouterr().err
-
-
-class TestDoctor:
-    def test_nothing_selected_is_no_problem(self) -> None:
-        assert "no problems" in invoke("doctor").stdout
-        diagnosis = invoke_json("doctor")
-        assert diagnosis["python"] == sys.version.split()[0]
-        assert diagnosis["frameworks"] == [{"name": "mrp_framework", "path": None, "version": None}]
-        assert len(diagnosis["out_of_reach"]) == 4
-
-    def test_a_fault_of_what_is_selected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(framework(tmp_path, "def train(chunks): ..."))
-        invoke("doctor")
-        monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
-        message = f"test-patch: {TARGET}: drifted: it no longer takes model"
-        remedy = "export MEGATRON_RL_PATCHES=0"
-        shown = invoke("doctor", code=1).stdout
-        assert f"- {message}\n  {remedy}\n" in shown
-        assert shown.count("it no longer takes model") == 1
-        assert {"message": message, "remedy": remedy} in invoke_json("doctor", code=1)["problems"]
+def test_doctor_names_a_fault_of_what_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(framework(tmp_path, DRIFTED))
+    invoke("doctor")
+    monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
+    message = f"test-patch: {TARGET}: drifted: it no longer takes model"
+    remedy = "export MEGATRON_RL_PATCHES=0"
+    shown = invoke("doctor", code=1).stdout
+    assert f"- {message}\n  {remedy}\n" in shown
+    assert shown.count("it no longer takes model") == 1
+    assert {"message": message, "remedy": remedy} in invoke_json("doctor", code=1)["problems"]
 
 
 class TestCheck:
     def test_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert invoke("check").stdout.splitlines() == ["test-patch: it can be called again"]
-        monkeypatch.syspath_prepend(
-            framework(tmp_path, "raise AssertionError('imported')\ndef train(chunks): ...")
-        )
+        monkeypatch.syspath_prepend(framework(tmp_path, f"raise AssertionError('imported')\n{DRIFTED}"))
         assert invoke("check", code=1).stdout.splitlines() == [
             "test-patch: it can be called again",
             "mrp_framework",
@@ -102,27 +79,42 @@ class TestCheck:
         explicit.wrap("mrp_framework.model", "gone")(lambda call: None)
         monkeypatch.setattr(registry, "patches", lambda: {"extra": explicit})
         assert "mrp_framework.model does not define gone" in invoke("check", framework(tmp_path)).stdout
+        assert "extra (only where it is named): " in invoke("check").stdout
         monkeypatch.setenv("MEGATRON_RL_PATCHES", "extra")
         invoke("check", tmp_path, code=1)
 
-    def test_colored_on_a_terminal(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-        assert "\x1b[32mfits" in invoke("check", framework(tmp_path)).stdout
-
-    def test_table(self, tmp_path: Path) -> None:
-        framework(tmp_path / "one")
-        framework(tmp_path / "two", "def train(chunks): ...")
-        result = invoke("check", f"framework 1={tmp_path / 'one'}", f"framework 2={tmp_path / 'two'}", code=1)
-        assert result.stdout.splitlines() == [
+    def test_tables_for_people_and_for_a_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        places = framework(tmp_path / "one"), framework(tmp_path / "two", DRIFTED)
+        sources = [f"framework {number}={place}" for number, place in enumerate(places, 1)]
+        assert invoke("check", *sources, code=1).stdout.splitlines() == [
             "mrp_framework",
             "patch       site                       framework 1  framework 2",
             f"test-patch  {TARGET}  fits         drifted",
             f"test-patch: {TARGET} is drifted in framework 2: it no longer takes model",
             "",
         ]
+        page = tmp_path / "page.md"
+        invoke("check", *sources, "--markdown", page, code=1)
+        text = page.read_text()
+        assert str(tmp_path) not in text and text.startswith("# Compatibility\n")
+        assert text.endswith(
+            f"""\
+## mrp_framework
+
+All: framework 1, framework 2.
+
+| patch | site | verdict | in |
+| --- | --- | --- | --- |
+| test-patch | `{TARGET}` | fits | framework 1 |
+| test-patch | `{TARGET}` | **drifted**: it no longer takes model | framework 2 |
+"""
+        )
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        assert "\x1b[32mfits" in invoke("check", places[0]).stdout
 
     def test_json(self, tmp_path: Path) -> None:
-        (status,) = invoke_json("check", framework(tmp_path / "one"))
+        """Of code that the parser warns of, too."""
+        (status,) = invoke_json("check", framework(tmp_path / "one", "DOT = '\\.'\ndef train(model): ..."))
         assert status.pop("fingerprint")
         assert status == {
             "detail": "",
@@ -135,53 +127,20 @@ class TestCheck:
             "reason": "has the bug that the patch fixes",
         }
 
-    def test_markdown(self, tmp_path: Path) -> None:
-        framework(tmp_path / "one")
-        framework(tmp_path / "two", "")
-        page = tmp_path / "page.md"
-        sources = (f"framework 1={tmp_path / 'one'}", f"framework 2={tmp_path / 'two'}")
-        invoke("check", *sources, "--markdown", page, code=1)
-        text = page.read_text()
-        assert str(tmp_path) not in text
-        assert text.startswith("# Compatibility\n")
-        assert text.endswith(
-            f"""\
-## mrp_framework
-
-All: framework 1, framework 2.
-
-| patch | site | verdict | in |
-| --- | --- | --- | --- |
-| test-patch | `{TARGET}` | fits | framework 1 |
-| test-patch | `{TARGET}` | **missing**: mrp_framework.model does not define train | framework 2 |
-"""
-        )
-
-    def test_a_source_without_frameworks_is_told(self, tmp_path: Path) -> None:
+    def test_sources_that_cannot_be_judged(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
-        result = invoke("check", framework(tmp_path / "one"), tmp_path / "empty")
+        one, other = framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same")
+        result = invoke("check", one, tmp_path / "empty")
         assert "no framework that a patch knows is in empty" in result.stderr
         assert "empty" not in result.stdout
-
-    def test_nothing_to_judge(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "no framework that a patch knows" in refuse(capsys, "check", tmp_path)
-
-    def test_two_sources_of_one_name(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        sources = (framework(tmp_path / "a" / "same"), framework(tmp_path / "b" / "same"))
-        assert "called 'same'; name them: NAME=SOURCE" in refuse(capsys, "check", *sources)
-
-    def test_a_corrupt_wheel(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "no framework that a patch knows" in refuse("check", tmp_path / "empty")
+        assert "called 'same'; name them: NAME=SOURCE" in refuse("check", one, other)
         wheel, text = tmp_path / "framework-1.0-py3-none-any.whl", b"def train(model): ..."
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("mrp_framework/__init__.py", "")
             archive.writestr("mrp_framework/model.py", text)
         wheel.write_bytes(wheel.read_bytes().replace(text, text.upper()))
-        message = refuse(capsys, "check", wheel)
-        assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in message
-
-    def test_code_that_the_parser_warns_of(self, tmp_path: Path) -> None:
-        (status,) = invoke_json("check", framework(tmp_path, "DOT = '\\.'\ndef train(model): ..."))
-        assert status["state"] == "fits"
+        assert f"{wheel}: Bad CRC-32 for file 'mrp_framework/model.py'" in refuse("check", wheel)
 
     @pytest.mark.parametrize("is_bare_folder", [False, True])
     def test_configured_functions_are_judged(
@@ -206,42 +165,30 @@ def test_demo_is_handed_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
         assert given == {"rollouts": 2, "ranks": ranks, "seed": 0, "without_patches": bool(options)}
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [("check", "--markdown"), ("estimate", "--plot")],
-)
-def test_output_that_cannot_be_written_is_refused_at_once(
-    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("command", "option"), [("check", "--markdown"), ("estimate", "--plot")])
+def test_output_that_cannot_be_written_is_refused_at_once(command: str, option: str, tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     source = [framework(tmp_path / "framework")] if command == "check" else []
     for file, reason in (("folder.png", "Is a directory"), ("none/file.png", "No such file or directory")):
-        message = refuse(capsys, command, *source, option, tmp_path / file)
+        message = refuse(command, *source, option, tmp_path / file)
         assert message.splitlines() == [
             f"megatron-rl-patches: {option} is {tmp_path / file}, which cannot be written: {reason}"
         ]
 
 
 def test_a_check_of_the_output_leaves_it_as_it_is(tmp_path: Path) -> None:
-    for file, before in ((tmp_path / "old", "before"), (tmp_path / "new", None)):
-        if before:
-            file.write_text(before)
-        check_writable("--json", file)
-        assert (file.read_text() if file.exists() else None) == before
+    (tmp_path / "old").write_text("before")
+    for name in ("old", "new"):
+        check_writable("--json", tmp_path / name)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"old": "before"}
 
 
-def test_a_missing_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = refuse(capsys, "estimate", "--plot", tmp_path / "memory.png")
+    message = refuse("estimate", "--plot", tmp_path / "memory.png")
     assert "--plot needs matplotlib: pip install 'megatron-rl-patches[plot]'" in message
 
 
-def test_version() -> None:
+def test_version_and_help() -> None:
     assert invoke("--version").stdout == f"megatron-rl-patches {__version__}\n"
-
-
-@pytest.mark.parametrize("command", ["doctor", "check"])
-def test_help_tells_exit_codes(command: str) -> None:
-    assert "Exit code" in invoke(command, "--help").stdout
+    assert all("Exit code" in invoke(command, "--help").stdout for command in ("doctor", "check"))

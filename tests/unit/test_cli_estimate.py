@@ -11,16 +11,16 @@ import struct
 import sys
 import termios
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from megatron_rl_patches.cli import main
-from megatron_rl_patches.cli.commands import app
 from megatron_rl_patches.inference.memory import estimate as estimate_module
 from megatron_rl_patches.inference.memory.parameters import Parameter, Stage
+from tests.worlds import command_line
 
 
 def assign(**values: object) -> list[str]:
@@ -62,21 +62,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counter
 
 
-def invoke(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, ["estimate", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def invoke_json(*arguments: object) -> Any:
-    return json.loads(invoke(*arguments, "--json").stdout)
-
-
-def refuse(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as exit:
-        main(["estimate", *map(str, arguments)])
-    assert exit.value.code == 2
-    return capsys.readouterr().err
+invoke = partial(command_line.invoke, "estimate")
+invoke_json = partial(command_line.invoke_json, "estimate")
+refuse = partial(command_line.refuse, "estimate")
 
 
 @pytest.mark.parametrize("place", ["cache", "folder", "file"])
@@ -85,37 +73,22 @@ def test_a_model_by_its_name_or_place(
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    message = refuse("google/gemma")
+    assert "`hf download google/gemma config.json`" in message and len(message.splitlines()) == 1
     folder = tmp_path / "hub" / "models--google--gemma" / "snapshots" / "0123"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(GEMMA_3_27B))
     invoke({"cache": "google/gemma", "folder": folder, "file": folder / "config.json"}[place])
     assert counter.fields["hidden_size"] == 5376
-
-
-def test_what_to_download(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    message = refuse(capsys, "google/gemma")
-    assert "`hf download google/gemma config.json`" in message and len(message.splitlines()) == 1
+    invoke("--hf-config", folder / "config.json", *assign(num_layers=2))  # which overrides it
+    assert (counter.fields["num_layers"], counter.fields["hidden_size"]) == (2, 5376)
 
 
 def test_every_option_is_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     shown = invoke("--help").stdout
-    for name in (
-        "--set",
-        "--tp",
-        "--pp",
-        "--cp",
-        "--ep",
-        "--dp",
-        "--world-size",
-        "--dist-opt",
-        "--plot",
-        "--json",
-    ):
-        assert f" {name}" in shown
+    names = ("set", "tp", "pp", "cp", "ep", "dp", "world-size", "dist-opt", "plot", "json")
+    assert [name for name in names if f" --{name}" not in shown] == []
 
 
 def test_table_of_the_worst_stage_and_totals_of_all(counter: Counter) -> None:
@@ -173,28 +146,21 @@ def test_no_word_of_the_table_is_broken_on_a_terminal(
     assert max(map(len, table)) <= columns
 
 
-def test_json_is_in_bytes(counter: Counter) -> None:
+def test_json_is_in_bytes_and_a_plot_is_drawn(counter: Counter, tmp_path: Path) -> None:
     answer = invoke_json(*SMALL)
     assert answer["worst_stage"] == 1
     assert answer["stages"][1]["inference_only"]["total"] == 4 * 10**9
     assert answer["teachers"] == 1
-
-
-def test_plot(counter: Counter, tmp_path: Path) -> None:
     invoke(*SMALL, f"--plot={tmp_path / 'memory.png'}")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_flags_of_the_model_and_the_groups(counter: Counter) -> None:
-    invoke(
-        *SMALL,
-        *assign(add_bias_linear="false", normalization="RMSNorm", moe_layer_freq=[0, 1]),
-        "--dtype=fp16",
-    )
+    flags = assign(add_bias_linear="false", normalization="RMSNorm", moe_layer_freq=[0, 1])
+    invoke(*SMALL, *flags, "--dtype=fp16")
     small = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     more = {"add_bias_linear": False, "normalization": "RMSNorm", "moe_layer_freq": [0, 1]}
-    assert counter.fields == {**small, **more}
-    assert counter.dtype == "fp16"
+    assert (counter.fields, counter.dtype) == ({**small, **more}, "fp16")
     parts = invoke_json(*SMALL, "--tp=2", "--context-parallel-size=2", "--world-size=16", "--dist-opt")
     assert counter.fields == {**small, "tensor_model_parallel_size": 2, "context_parallel_size": 2}
     assert parts["stages"][0]["training"]["exp_avg"] == 4 * 10**9 / 8
@@ -213,31 +179,24 @@ def test_flags_of_the_optimizer(counter: Counter) -> None:
     assert parts(*aware, "--set=optimizer_cpu_offload=true")["main_parameters"] == 0
 
 
-def test_hf_config_and_what_overrides_it(counter: Counter, tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(GEMMA_3_27B))
-    invoke("--hf-config", file, *assign(num_layers=2))
-    assert (counter.fields["num_layers"], counter.fields["hidden_size"]) == (2, 5376)
-
-
-def test_refusals(counter: Counter, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = refuse(capsys, *assign(hidden_size=64, num_attention_heads=4))
-    assert "missing: num_layers, vocab_size" in missing
-    assert "no multiple of 4" in refuse(capsys, *SMALL, "--tp=4", "--world-size=6")
-    assert "not both" in refuse(capsys, *SMALL, "--dp=2", "--world-size=2")
-    assert "dtype is 'fp8'" in refuse(capsys, *SMALL, "--dtype=fp8")
-    assert "--set num_layers: expected FIELD=VALUE" in refuse(capsys, "--set=num_layers")
-    for number, content in enumerate(
-        (b"{", b"\xff\xfe", b"[" * 100_000, b"[1]", b"null", b'{"model_type": []}')
+def test_refusals(counter: Counter, tmp_path: Path) -> None:
+    for arguments, message in (
+        (assign(hidden_size=64, num_attention_heads=4), "missing: num_layers, vocab_size"),
+        ((*SMALL, "--tp=4", "--world-size=6"), "no multiple of 4"),
+        ((*SMALL, "--dp=2", "--world-size=2"), "not both"),
+        ((*SMALL, "--dtype=fp8"), "dtype is 'fp8'"),
+        (("--set=num_layers",), "--set num_layers: expected FIELD=VALUE"),
+        ((*SMALL, f"--plot={tmp_path / 'memory.foo'}"), "ends in .png"),
     ):
-        file = tmp_path / f"{number}.json"
+        assert message in refuse(*arguments)
+    file = tmp_path / "config.json"
+    for content in (b"\xff\xfe", b"[" * 100_000, b"[1]", b"null", b'{"model_type": []}', b"{"):
         file.write_bytes(content)
-        assert len(refuse(capsys, "--hf-config", file).splitlines()) == 1
-    assert "is not JSON" in refuse(capsys, "--hf-config", tmp_path / "0.json")
-    assert "ends in .png" in refuse(capsys, *SMALL, f"--plot={tmp_path / 'memory.foo'}")
+        assert len(refuse("--hf-config", file).splitlines()) == 1
+    assert "is not JSON" in refuse("--hf-config", file)
     for error in (ZeroDivisionError("by zero"), KeyError("x"), OSError("no"), MemoryError()):
         counter.error = error
-        message = refuse(capsys, *SMALL)
+        message = refuse(*SMALL)
         assert f"no such model can be estimated: {type(error).__name__}" in message
         assert len(message.splitlines()) == 1
 

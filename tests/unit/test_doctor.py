@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,6 @@ from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.errors import InvalidInputError
 
 ROOT = Path(__file__).parents[2]
-
-
-def patch_with(*sites: tuple[str, str], **options: object) -> Patch:
-    patch = Patch("test-patch", "for tests")
-    for module, qualname in sites:
-        patch.wrap(module, qualname, **options)(lambda call: None)
-    return patch
-
-
 NAME = "MEGATRON_RL_PATCHES"
 
 
@@ -43,51 +33,46 @@ NAME = "MEGATRON_RL_PATCHES"
     ("variable", "value", "message", "remedy"),
     [
         (
-            NAME,
+            "#",
             "lean-los,reentrant-train,nonsense",
             "unknown patch 'lean-los', 'nonsense'; known: ",
-            f"export {NAME}=reentrant-train",
+            "export #=reentrant-train",
         ),
-        (NAME, "all,-lean-los", "unknown patch '-lean-los'; known: ", f"export {NAME}=all"),
-        (NAME, "nonsense", "unknown patch 'nonsense'; known: ", f"export {NAME}=all"),
-        (f"{NAME}_STRICT", "maybe", "expected 1 or 0", f"unset {NAME}_STRICT"),
+        ("#", "all,-lean-los", "unknown patch '-lean-los'; known: ", "export #=all"),
+        ("#", "nonsense", "unknown patch 'nonsense'; known: ", "export #=all"),
+        ("#_STRICT", "maybe", "expected 1 or 0", "unset #_STRICT"),
+        ("#_TRAIN_FUNCTIONS", "nonsense", "expected 'module:function'", "unset #_TRAIN_FUNCTIONS"),
+        ("#_TRAIN_FUNCTIONS", "__main__:train", "decorate this one", "unset #_TRAIN_FUNCTIONS"),
         (
-            f"{NAME}_TRAIN_FUNCTIONS",
-            "nonsense",
-            "expected 'module:function'",
-            f"unset {NAME}_TRAIN_FUNCTIONS",
-        ),
-        (f"{NAME}_TRAIN_FUNCTIONS", "__main__:train", "decorate this one", f"unset {NAME}_TRAIN_FUNCTIONS"),
-        (
-            f"{NAME}_STRIKT",
+            "#_STRIKT",
             "1",
-            f"{NAME}_STRIKT: no such variable; there is {NAME}_STRICT",
-            f"unset {NAME}_STRIKT; export {NAME}_STRICT=1",
+            "#_STRIKT: no such variable; there is #_STRICT",
+            "unset #_STRIKT; export #_STRICT=1",
         ),
         (
-            NAME[:-2],
+            "MEGATRON_RL_PATCH",
             "1",
-            f"{NAME[:-2]}: no such variable; there is {NAME}",
-            f"unset {NAME[:-2]}; export {NAME}=1",
+            "MEGATRON_RL_PATCH: no such variable; there is #",
+            "unset MEGATRON_RL_PATCH; export #=1",
         ),
-        (f"{NAME}_XYZ", "1", f"{NAME}_XYZ: no such variable; known: {NAME}, ", f"unset {NAME}_XYZ"),
+        ("#_XYZ", "1", "#_XYZ: no such variable; known: #, ", "unset #_XYZ"),
     ],
 )
 def test_problems_of_variables(variable: str, value: str, message: str, remedy: str) -> None:
+    """``#`` stands for MEGATRON_RL_PATCHES."""
+    variable, message, remedy = (text.replace("#", NAME) for text in (variable, message, remedy))
     (problem,) = choice_of({variable: value}).problems
     assert message in problem.message and problem.remedy == remedy
     both = choice_of({variable: value, f"{NAME}_LEAN_HEAD_TILE_BYTES": "-1"}).problems
     assert {one.remedy for one in both} == {remedy, f"unset {NAME}_LEAN_HEAD_TILE_BYTES"}
 
 
-FIRES = Startup("file", True, "")
+FIRES, DEAD = Startup("file", True, ""), Startup(None, False, "of -S")
 FAULT = SiteStatus("patch", "slime", "slime.train", "drifted", "why")
 SHARES_IT = replace(FAULT, target="slime.save", because_of="slime.train")
-INSTALL_WRAPT = f"{shlex.quote(sys.executable)} -m pip install 'wrapt>=1.16,<3'"
-
-
-REINSTALL = f"{shlex.quote(sys.executable)} -m pip install --no-deps --editable {shlex.quote(str(ROOT))}"
-DEAD = Startup(None, False, "of -S")
+PIP = f"{shlex.quote(sys.executable)} -m pip install"
+INSTALL_WRAPT = f"{PIP} 'wrapt>=1.16,<3'"
+REINSTALL = f"{PIP} --no-deps --editable {shlex.quote(str(ROOT))}"
 
 
 @pytest.mark.parametrize(
@@ -113,43 +98,25 @@ def test_problems_of(
     assert all(message in problem.message and problem.remedy == remedy for problem in problems)
 
 
+LEAN = {"lean-loss", "lean-head"}
+ALL = {name for name, patch in registry.patches().items() if not patch.explicit} - LEAN
+
+
 @pytest.mark.parametrize(
     ("value", "selected"),
     [
-        (
-            "1",
-            [
-                "expert-norm",
-                "finite-loss",
-                "finite-step",
-                "inference-only",
-                "reentrant-train",
-                "router-replay",
-                "scheduler-resume",
-            ],
-        ),
-        (
-            "all,-inference-only",
-            [
-                "expert-norm",
-                "finite-loss",
-                "finite-step",
-                "reentrant-train",
-                "router-replay",
-                "scheduler-resume",
-            ],
-        ),
-        ("lean-loss,reentrant-train", ["reentrant-train"]),
-        ("lean-loss", []),
+        ("1", ALL),
+        ("all,-inference-only", ALL - {"inference-only"}),
+        ("lean-loss,reentrant-train", {"reentrant-train"}),
+        ("lean-loss", set()),
     ],
 )
-def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: list[str]) -> None:
-    faults = [replace(FAULT, patch=patch) for patch in ("lean-loss", "lean-head")]
-    choice = choice_of({"MEGATRON_RL_PATCHES": value})
-    problems = problems_of(choice, faults, FIRES, "2.5.2")
+def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: set[str]) -> None:
+    faults = [replace(FAULT, patch=patch) for patch in LEAN]
+    problems = problems_of(choice_of({NAME: value}), faults, FIRES, "2.5.2")
     (remedy,) = {problem.remedy for problem in problems}
     variable, _, value = remedy.removeprefix("export ").partition("=")
-    assert sorted(choice_of({variable: value}).patches) == selected
+    assert set(choice_of({variable: value}).patches) == selected
 
 
 def test_without_a_source_tree_the_package_is_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,52 +129,39 @@ def test_the_wrapt_range_is_the_one_that_is_required() -> None:
     assert f'"wrapt{doctor.WRAPT_RANGE}"' in (ROOT / "pyproject.toml").read_text()
 
 
-def install(site_packages: Path, **files: str) -> None:
-    """Install the distribution ``framework`` 1.2.3, with these files beside its METADATA."""
-    folder = site_packages / "framework-1.2.3.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: framework\nVersion: 1.2.3\n")
+def write(folder: Path, **files: str) -> Path:
+    """Write files of the package ``mrp_framework``."""
+    (folder / "mrp_framework").mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name).with_suffix(".json").write_text(text)
-
-
-def package(folder: Path) -> Path:
-    (folder / "framework").mkdir(parents=True)
-    (folder / "framework" / "__init__.py").touch()
+        (folder / "mrp_framework" / f"{name}.py").write_text(text)
     return folder
 
 
-class TestFramework:
-    def test_in_this_environment(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        install(package(tmp_path))
-        monkeypatch.syspath_prepend(tmp_path)
-        assert doctor.examine_framework("framework") == doctor.Framework(
-            "framework", str(tmp_path / "framework"), "1.2.3"
-        )
-        assert doctor.examine_framework("mrp_nowhere") == doctor.Framework("mrp_nowhere", None, None)
+def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that hides a package does not have its version, unless it is the one that is installed."""
+    site_packages, checkout = tmp_path / "site-packages", write(tmp_path / "a checkout", __init__="")
+    metadata = write(site_packages, __init__="") / "mrp_framework-1.2.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mrp_framework\nVersion: 1.2.3\n")
 
-    def test_a_folder_that_hides_a_package_does_not_have_its_version(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        install(package(tmp_path / "site-packages"))
-        monkeypatch.syspath_prepend(tmp_path / "site-packages")
-        monkeypatch.syspath_prepend(package(tmp_path / "checkout"))
-        found = doctor.examine_framework("framework")
-        assert found == doctor.Framework("framework", str(tmp_path / "checkout" / "framework"), None)
+    def found() -> tuple[str | None, str | None]:
+        framework = doctor.examine_framework("mrp_framework")
+        return framework.path, framework.version
 
-    def test_an_editable_install_has_its_version(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        checkout = package(tmp_path / "a checkout")
-        url = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
-        install(tmp_path / "site-packages", direct_url=json.dumps(url))
-        monkeypatch.syspath_prepend(tmp_path / "site-packages")
-        monkeypatch.syspath_prepend(checkout)
-        assert doctor.examine_framework("framework").version == "1.2.3"
+    assert found() == (None, None)
+    monkeypatch.syspath_prepend(site_packages)
+    assert found() == (str(site_packages / "mrp_framework"), "1.2.3")
+    monkeypatch.syspath_prepend(checkout)
+    assert found() == (str(checkout / "mrp_framework"), None)
+    url = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
+    (metadata / "direct_url.json").write_text(json.dumps(url))
+    assert found() == (str(checkout / "mrp_framework"), "1.2.3")
 
 
 def test_the_frameworks_are_those_of_the_patches() -> None:
-    patch = patch_with(("megatron.core.part", "f"), ("framework.model", "g"))
+    patch = Patch("test-patch", "for tests")
+    for module in ("megatron.core.part", "framework.model"):
+        patch.wrap(module, "f")(lambda call: None)
     statuses = judge_all(Environment(), [patch], Settings())
     assert doctor.framework_names([patch], statuses) == ["framework", "megatron.core"]
 
@@ -217,6 +171,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     return folder
+
+
+CODE = """
+import dataclasses, json, sys
+from megatron_rl_patches import doctor
+diagnosis = doctor.examine()
+assert not {'torch', 'wrapt', 'typer', 'rich', 'megatron'} & sys.modules.keys()
+print(json.dumps(dataclasses.asdict(diagnosis)))
+"""
 
 
 class TestStartup:
@@ -230,45 +193,30 @@ class TestStartup:
         return found
 
     def examine(self, environment: Path, *path: Path, **variables: str) -> dict[str, Any]:
-        code = (
-            "import dataclasses, json, sys\n"
-            "from megatron_rl_patches import doctor\n"
-            "diagnosis = doctor.examine()\n"
-            "assert not {'torch', 'wrapt', 'typer', 'rich', 'megatron'} & sys.modules.keys()\n"
-            "print(json.dumps(dataclasses.asdict(diagnosis)))"
-        )
-        ours = ("MEGATRON_RL_PATCHES", "PYTHON")
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith((NAME, "PYTHON"))}
         environ = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *path))), **variables}
-        command = [environment / "bin/python", "-c", code]
+        command = [environment / "bin/python", "-c", CODE]
         done = subprocess.run(
             command, env=environ, cwd=environment, capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def test_fires_from_site_packages(self, environment: Path, site_packages: Path) -> None:
-        file = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, site_packages)
-        found = self.examine(environment)
-        assert found["startup"] == {
-            "file": str(file),
-            "fires": True,
-            "reason": "a new process of this Python has the import trigger",
-        }
-
-    def test_does_not_fire_from_a_target_folder(
+    def test_fires_from_site_packages_alone(
         self, environment: Path, site_packages: Path, tmp_path: Path
     ) -> None:
         file = shutil.copy(ROOT / "startup" / doctor.STARTUP_FILE, tmp_path)
         found = self.examine(environment, tmp_path)["startup"]
         assert (found["file"], found["fires"]) == (str(file), False)
         assert "Python reads no .pth file there" in found["reason"]
+        file = shutil.copy(file, site_packages)
+        reason = "a new process of this Python has the import trigger"
+        assert self.examine(environment)["startup"] == {"file": str(file), "fires": True, "reason": reason}
 
     def test_a_startup_file_that_fails(self, environment: Path, site_packages: Path) -> None:
         (site_packages / doctor.STARTUP_FILE).write_text("import mrp_nowhere\n")
         found = self.examine(environment)["startup"]
-        assert found["fires"] is False
-        assert found["file"] == str(site_packages / doctor.STARTUP_FILE)
+        assert (found["fires"], found["file"]) == (False, str(site_packages / doctor.STARTUP_FILE))
         assert found["reason"]
 
     def test_on_pythonpath_without_torch_megatron_and_wrapt(
@@ -282,7 +230,7 @@ class TestStartup:
         assert not startup["fires"] and "source tree; install it with pip" in startup["reason"]
         assert [problem["message"] for problem in diagnosis["problems"]] == [
             "wrapt is not installed; needed: wrapt>=1.16,<3",
-            f"MEGATRON_RL_PATCHES is set, but the startup file does not fire: {startup['reason']}",
+            f"{NAME} is set, but the startup file does not fire: {startup['reason']}",
         ]
 
 
@@ -295,68 +243,55 @@ def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework must be named where the trigger does not know it; a name must be one of a package."""
-    (package(tmp_path) / "framework" / "loop.py").write_text("def train(model): ...")
+    monkeypatch.syspath_prepend(write(tmp_path, __init__=""))
+    status = SiteStatus("patch", "mrp_framework", "mrp_framework.loop.train", "fits", "")
+
+    def problems(roots: str = "") -> tuple[Problem, ...]:
+        monkeypatch.setenv(f"{NAME}_ROOTS", roots)
+        variables = {f"{NAME}_ROOTS": roots} if roots else {}
+        return tuple(problems_of(Choice(("patch",), Settings(), (), variables), [status], FIRES, "2.0"))
+
+    message = f"the import of mrp_framework does not activate anything: add it to {NAME}_ROOTS"
+    assert problems() == (Problem(message, f"export {NAME}_ROOTS=mrp_framework"),)
+    remedy = f"export {NAME}_ROOTS=json,mrp_framework"
+    assert [problem.remedy for problem in problems("json")] == [remedy]
+    absent, problem = problems("framwork,json")
+    assert absent.message == f"{NAME}_ROOTS names framwork, which is not in this environment"
+    assert absent.remedy == problem.remedy == remedy
+    assert problems("mrp_framework") == ()
+
+
+@pytest.mark.parametrize("is_package", [True, False])
+@pytest.mark.parametrize(
+    ("functions", "problem", "others"),
+    [
+        ("mrp_single:train,mrp_framework.loop:trian", "loop does not define trian", "mrp_single:train"),
+        ("mrp_framework.loop:Trainer.run", "loop does not define Trainer.run", "''"),
+        ("mrp_framework.lop:train", f"{NAME}_TRAIN_FUNCTIONS names it", "''"),
+        ("mrp_singel:train", f"no mrp_singel in this environment; {NAME}_TRAIN_FUNCTIONS names it", "''"),
+        ("mrp_framework.loop:train,mrp_framework.loop:Trainer.fit,mrp_single:train", "", ""),
+    ],
+)
+def test_configured_functions_of_a_framework_that_nobody_knows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_package: bool,
+    functions: str,
+    problem: str,
+    others: str,
+) -> None:
+    train = "def train(model): ...\n"
+    write(tmp_path, loop=f"{train}class Trainer:\n    def fit(self, model): ...")
+    if is_package:
+        write(tmp_path, __init__="")
+    (tmp_path / "mrp_single.py").write_text(train)
     monkeypatch.syspath_prepend(tmp_path)
-    status = SiteStatus("patch", "framework", "framework.loop.train", "fits", "")
-
-    def problems(**roots: str) -> tuple[Problem, ...]:
-        for name, value in roots.items():
-            monkeypatch.setenv(name, value)
-        return tuple(problems_of(Choice(("patch",), Settings(), (), roots), [status], FIRES, "2.0"))
-
-    message = "the import of framework does not activate anything: add it to MEGATRON_RL_PATCHES_ROOTS"
-    assert problems() == (Problem(message, "export MEGATRON_RL_PATCHES_ROOTS=framework"),)
-    (problem,) = problems(MEGATRON_RL_PATCHES_ROOTS="json")
-    assert problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=json,framework"
-    absent, problem = problems(MEGATRON_RL_PATCHES_ROOTS="framwork,json")
-    assert absent.message == "MEGATRON_RL_PATCHES_ROOTS names framwork, which is not in this environment"
-    assert absent.remedy == problem.remedy == "export MEGATRON_RL_PATCHES_ROOTS=json,framework"
-    assert problems(MEGATRON_RL_PATCHES_ROOTS="framework") == ()
-
-
-class TestConfiguredFunctions:
-    """What doctor says of ``MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS``, in a framework that nobody knows."""
-
-    @pytest.fixture(params=["__init__.py", "nothing.txt"], ids=["package", "bare folder"])
-    def problems(
-        self, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[[str], list[Problem]]:
-        (tmp_path / "mrp_framework").mkdir()
-        (tmp_path / "mrp_framework" / request.param).touch()
-        (tmp_path / "mrp_framework" / "loop.py").write_text(
-            "def train(model): ...\nclass Trainer:\n    def fit(self, model): ..."
-        )
-        (tmp_path / "mrp_single.py").write_text("def train(model): ...")
-        monkeypatch.syspath_prepend(tmp_path)
-
-        def examine(functions: str) -> list[Problem]:
-            environ = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS": functions}
-            choice = choice_of(environ)
-            patch = registry.patches()["reentrant-train"]
-            statuses = judge_all(Environment(), [patch], choice.settings)
-            monkeypatch.setenv("MEGATRON_RL_PATCHES_TRAIN_FUNCTIONS", functions)
-            return problems_of(choice, statuses, FIRES, "2.0")
-
-        return examine
-
-    @pytest.mark.parametrize(
-        ("functions", "problem", "others"),
-        [
-            ("mrp_single:train,mrp_framework.loop:trian", "loop does not define trian", "mrp_single:train"),
-            ("mrp_framework.loop:Trainer.run", "loop does not define Trainer.run", "''"),
-            ("mrp_framework.lop:train", f"{NAME}_TRAIN_FUNCTIONS names it", "''"),
-            ("mrp_singel:train", f"no mrp_singel in this environment; {NAME}_TRAIN_FUNCTIONS names it", "''"),
-        ],
-    )
-    def test_one_that_is_not_there(
-        self, problems: Callable[[str], list[Problem]], functions: str, problem: str, others: str
-    ) -> None:
-        (only,) = problems(functions)
-        assert problem in only.message
-        assert only.remedy == f"export {NAME}_TRAIN_FUNCTIONS={others}"
-
-    def test_those_that_are_there(self, problems: Callable[[str], list[Problem]]) -> None:
-        assert problems("mrp_framework.loop:train,mrp_framework.loop:Trainer.fit,mrp_single:train") == []
+    choice = choice_of({NAME: "1", f"{NAME}_TRAIN_FUNCTIONS": functions})
+    statuses = judge_all(Environment(), [registry.patches()["reentrant-train"]], choice.settings)
+    monkeypatch.setenv(f"{NAME}_TRAIN_FUNCTIONS", functions)
+    problems = problems_of(choice, statuses, FIRES, "2.0")
+    assert [one.remedy for one in problems] == [f"export {NAME}_TRAIN_FUNCTIONS={others}"] * bool(problem)
+    assert all(problem in one.message for one in problems)
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -369,12 +304,12 @@ def test_a_patch_whose_own_code_fails_is_alone(
     def notes(statuses: object) -> list[str]:
         sys.exit(0)
 
-    broken = Patch("broken", "", configured=configured, notes=notes)
-    broken.wrap("mrp_nowhere.model", "train")(lambda wrapped, instance, args, kwargs: None)
-    patches = {"test-patch": patch_with(("mrp_nowhere.model", "save")), "broken": broken}
+    broken, other = Patch("broken", "", configured=configured, notes=notes), Patch("other", "")
+    for patch, function in ((broken, "train"), (other, "save")):
+        patch.wrap("mrp_nowhere.model", function)(lambda call: None)
+    patches = {"other": other, "broken": broken}
     monkeypatch.setattr(registry, "patches", lambda: patches)
-    fresh = installer.Installer()
-    monkeypatch.setattr(installer, "installer", fresh)
+    monkeypatch.setattr(installer, "installer", installer.Installer())
     message = "patch 'broken' is left out: its function `configured` raised ValueError: not today"
     if required:
         with pytest.raises(PatchError, match=message):
@@ -382,7 +317,7 @@ def test_a_patch_whose_own_code_fails_is_alone(
     else:
         assert [site.target for site in apply()] == ["mrp_nowhere.model.save"]
         assert message in caplog.text
-    diagnosis = doctor.examine({"MEGATRON_RL_PATCHES": "1"})
+    diagnosis = doctor.examine({NAME: "1"})
     assert [problem.message for problem in diagnosis.problems if "broken" in problem.message] == [
         f"broken: broken.configured: failed: {message}"
     ]
@@ -390,29 +325,19 @@ def test_a_patch_whose_own_code_fails_is_alone(
 
 
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
+OF_VERL = "megatron_rl_patches.hooks.verl"
+IN_JSON = f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NAME}_STRICT": "1"}}}}'"""
 
 
 @pytest.mark.parametrize(
     ("command", "variables", "hook"),
     [
         (f"python train.py --custom-megatron-init-path {HOOK}", {}, HOOK),
-        (
-            "python3 -m verl x=1 a.external_lib=megatron_rl_patches.hooks.verl",
-            {},
-            "megatron_rl_patches.hooks.verl",
-        ),
+        (f"python3 -m verl x=1 a.external_lib={OF_VERL}", {}, OF_VERL),
         (f"{NAME}=all,-lean-loss torchrun train.py", {NAME: "all,-lean-loss"}, None),
-        ("python train.py +ray.env_vars.MEGATRON_RL_PATCHES=all", {NAME: "all"}, None),
-        (
-            f"""python train.py "+ray.env_vars.{NAME}='lean-loss,lean-head'" """,
-            {NAME: "lean-loss,lean-head"},
-            None,
-        ),
-        (
-            f"""ray submit --runtime-env-json='{{"env_vars": {{"{NAME}": "1", "{NAME}_STRICT": "1"}}}}'""",
-            {NAME: "1", f"{NAME}_STRICT": "1"},
-            None,
-        ),
+        (f"python train.py +ray.env_vars.{NAME}=all", {NAME: "all"}, None),
+        (f"""python train.py "+ray.env_vars.{NAME}='lean-loss,all'" """, {NAME: "lean-loss,all"}, None),
+        (IN_JSON, {NAME: "1", f"{NAME}_STRICT": "1"}, None),
         ("python train.py --lr 1e-6", {}, None),
     ],
 )

@@ -18,28 +18,28 @@ PATCHES = registry.patches()
 SITES = [site for patch in PATCHES.values() for site in patch.sites]
 _OWN_SAVINGS = "it holds more memory than it needs in every release"
 _SERVES_OTHERS = "it does nothing unless a framework above Megatron is patched, and that is judged by itself"
-_MODELS = "megatron.core.models"
-_VERL = "verl.utils.megatron.tensor_parallel"
 #: Sites without a reason against them: patch and target -> why they are wanted wherever they are.
 WANTED_EVERYWHERE = {
     ("inference-only", "megatron.training.training.get_model"): _SERVES_OTHERS,
     ("inference-only", "megatron.training.checkpointing.load_checkpoint"): _SERVES_OTHERS,
     ("inference-only", "megatron.core.optimizer.get_megatron_optimizer"): _SERVES_OTHERS,
     ("inference-only", "megatron.bridge.models.model_provider.get_model"): _SERVES_OTHERS,
-    ("lean-head", f"{_MODELS}.gpt.gpt_model.GPTModel.forward"): _OWN_SAVINGS,
-    ("lean-head", f"{_MODELS}.mamba.mamba_model.MambaModel.forward"): _OWN_SAVINGS,
-    ("lean-head", f"{_MODELS}.hybrid.hybrid_model.HybridModel.forward"): _OWN_SAVINGS,
-    ("lean-loss", "slime.utils.ppo_utils.calculate_log_probs_and_entropy"): _OWN_SAVINGS,
-    ("lean-loss", "vime.utils.ppo_utils.calculate_log_probs_and_entropy"): _OWN_SAVINGS,
-    (
-        "lean-loss",
-        "miles.backends.training_utils.loss_hub.math_utils.calculate_log_probs_and_entropy",
-    ): _OWN_SAVINGS,
-    ("lean-loss", "slime.utils.ppo_utils.compute_log_probs"): _OWN_SAVINGS,
-    ("lean-loss", "vime.utils.ppo_utils.compute_log_probs"): _OWN_SAVINGS,
-    ("lean-loss", f"{_VERL}.vocab_parallel_log_probs_from_logits"): _OWN_SAVINGS,
-    ("lean-loss", f"{_VERL}.vocab_parallel_entropy"): _OWN_SAVINGS,
-    ("lean-loss", f"{_VERL}.vocab_parallel_entropy_with_chunking"): _OWN_SAVINGS,
+    ("lean-head", "megatron.core.models.gpt.gpt_model.GPTModel.forward"): _OWN_SAVINGS,
+    ("lean-head", "megatron.core.models.mamba.mamba_model.MambaModel.forward"): _OWN_SAVINGS,
+    ("lean-head", "megatron.core.models.hybrid.hybrid_model.HybridModel.forward"): _OWN_SAVINGS,
+    **{
+        ("lean-loss", target): _OWN_SAVINGS
+        for target in (
+            "slime.utils.ppo_utils.calculate_log_probs_and_entropy",
+            "vime.utils.ppo_utils.calculate_log_probs_and_entropy",
+            "miles.backends.training_utils.loss_hub.math_utils.calculate_log_probs_and_entropy",
+            "slime.utils.ppo_utils.compute_log_probs",
+            "vime.utils.ppo_utils.compute_log_probs",
+            "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits",
+            "verl.utils.megatron.tensor_parallel.vocab_parallel_entropy",
+            "verl.utils.megatron.tensor_parallel.vocab_parallel_entropy_with_chunking",
+        )
+    },
 }
 TESTS = Path(__file__).parents[1]
 
@@ -47,23 +47,15 @@ by_patch = pytest.mark.parametrize("patch", PATCHES.values(), ids=list(PATCHES))
 
 
 @by_patch
-def test_has_a_file_and_a_test_file_of_its_name(patch: Patch) -> None:
+def test_says_what_it_is_for_in_a_file_with_a_test_file(patch: Patch) -> None:
     stem = patch.name.replace("-", "_")
     assert sys.modules[f"megatron_rl_patches.patches.{stem}"].patch is patch
     assert list(TESTS.rglob(f"test_{stem}.py"))
-
-
-@by_patch
-def test_says_what_it_is_for(patch: Patch) -> None:
     assert patch.summary == available()[patch.name] and "\n" not in patch.summary
     assert patch.upstream
-
-
-@by_patch
-def test_targets_are_distinct_and_none_is_in_a_root_package(patch: Patch) -> None:
     targets = [site.target for site in patch.sites]
     assert len(targets) == len(set(targets))
-    assert all("." in site.module for site in patch.sites)
+    assert all("." in site.module for site in patch.sites), "a site in a root package"
 
 
 def test_a_site_has_a_reason_against_it_or_names_the_sites_that_it_helps() -> None:

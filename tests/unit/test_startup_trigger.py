@@ -44,10 +44,10 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def activate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], list[int]]:
-    """Replaces the activation; the list that it returns counts the calls."""
+def arm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Arms the trigger with another activation; the list that it returns counts the calls of that."""
 
-    def replace(activation: Callable[[], None] = lambda: None) -> list[int]:
+    def arm(activation: Callable[[], object] = lambda: None) -> list[int]:
         calls: list[int] = []
 
         def counted() -> None:
@@ -57,9 +57,17 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], 
         module = ModuleType("megatron_rl_patches.engine.api")
         module.activate_from_environment = counted  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
+        startup.main()
         return calls
 
-    return replace
+    return arm
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 def armed() -> list[object]:
@@ -79,17 +87,16 @@ def test_words_that_mean_off_are_those_of_the_settings(framework, monkeypatch, v
     assert parse_selection(value) == ([], [])
 
 
-def test_arms_once_in_front_of_all_finders(framework):
-    startup.main()
+def test_fires_at_the_first_import_of_a_root_and_never_again(framework, arm):
+    calls = arm()
     startup.main()
     assert armed() == sys.meta_path[:1]
-
-
-def test_fires_at_the_first_import_of_a_root_and_never_again(framework, activate):
-    calls = activate()
-    startup.main()
     assert importlib.util.find_spec(framework).origin
     assert importlib.util.find_spec("no_framework_at_all") is None
+    # Names that are no framework, and frameworks that are not there, do not fire.
+    for name, missing in ((f"{framework}_extra", f"{framework}_extra"), ("somewhere.else", "somewhere")):
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{missing}'"):
+            importlib.import_module(name)
     assert not calls
     importlib.import_module(framework)
     importlib.import_module(f"{framework}.model")
@@ -100,31 +107,26 @@ def test_fires_at_the_first_import_of_a_root_and_never_again(framework, activate
     assert calls == [1]
 
 
-def test_names_that_are_no_framework_and_frameworks_that_are_not_there_do_not_fire(framework, activate):
-    calls = activate()
-    startup.main()
-    for name, missing in ((f"{framework}_extra", f"{framework}_extra"), ("somewhere.else", "somewhere")):
-        with pytest.raises(ModuleNotFoundError, match=f"No module named '{missing}'"):
-            importlib.import_module(name)
-    assert not calls
-
-
-def test_namespace_fires_at_the_first_package_in_it(framework, activate, tmp_path):
-    """`megatron` is one: several distributions share it."""
-    (tmp_path / framework / "__init__.py").unlink()
-    calls = activate()
-    startup.main()
+@pytest.mark.parametrize("is_namespace", [True, False])
+def test_fires_for_a_submodule_of_a_namespace_or_of_a_root_that_was_imported_before(
+    framework, arm, tmp_path, is_namespace
+):
+    """`megatron` is a namespace: several distributions share it."""
+    if is_namespace:
+        (tmp_path / framework / "__init__.py").unlink()
+    else:
+        importlib.import_module(framework)
+    calls = arm()
     importlib.import_module(framework)
     assert not calls
     importlib.import_module(f"{framework}.model")
     assert calls == [1]
 
 
-def test_leaves_no_mark_on_the_module(framework, activate):
+def test_leaves_no_mark_on_the_module(framework, arm):
     importlib.import_module(framework)
     before = vars(sys.modules.pop(framework))
-    activate()
-    startup.main()
+    arm()
     after = vars(importlib.import_module(framework))
     assert set(before) == set(after)
     assert type(before["__loader__"]) is type(after["__loader__"]) is type(after["__spec__"].loader)
@@ -132,47 +134,28 @@ def test_leaves_no_mark_on_the_module(framework, activate):
     assert after["__loader__"] is after["__spec__"].loader
 
 
-def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, activate):
-    calls = activate()
-    startup.main()
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_spec_of_a_mere_look_up_can_be_read_and_loaded(framework, arm, is_lazy):
+    calls = arm()
     spec = importlib.util.find_spec(framework)
     assert spec.loader.get_source(framework) == "" and not calls
-    module = importlib.util.module_from_spec(spec)
+    if is_lazy:
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = sys.modules[framework] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert calls == [1]
-
-
-def test_lazy_loader(framework, activate):
-    calls = activate()
-    startup.main()
-    spec = importlib.util.find_spec(f"{framework}")
-    lazy = importlib.util.LazyLoader(spec.loader)
-    spec.loader = lazy
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[framework] = module
-    lazy.exec_module(module)
     assert calls == [1] and module.__doc__ is None
 
 
-def test_fires_for_a_submodule_of_a_root_that_was_imported_before(framework, activate):
-    calls = activate()
-    importlib.import_module(framework)
-    startup.main()
-    importlib.import_module(f"{framework}.model")
-    assert calls == [1]
-
-
-def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, activate, mocker):
+def test_hook_that_the_activation_puts_on_the_root_itself_fires(framework, arm, mocker):
     listener = mocker.Mock(startup.Listener)
-    activate(lambda: startup.finder.watch(framework, listener))
-    startup.main()
+    arm(lambda: startup.finder.watch(framework, listener))
     importlib.import_module(framework)
     listener.loaded.assert_called_once_with(framework)
 
 
 @pytest.mark.parametrize("wrapt_before", [True, False])
 def test_root_that_the_activation_imports_is_executed_once(
-    framework, activate, tmp_path, monkeypatch, wrapt_before
+    framework, arm, tmp_path, monkeypatch, wrapt_before
 ):
     """As the entry point of a framework that ships its own patch does."""
     (tmp_path / framework / "__init__.py").write_text("class Base: ...\n")
@@ -182,26 +165,15 @@ def test_root_that_the_activation_imports_is_executed_once(
     if wrapt_before:  # another package's hooks, whose finder wraps our loader
         monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
         wrapt.register_post_import_hook(lambda module: None, framework)
-    activate(lambda: importlib.import_module(f"{framework}.model") and None)
-    startup.main()
+    calls = arm(lambda: importlib.import_module(f"{framework}.model"))
     root = importlib.import_module(framework)
     assert issubclass(importlib.import_module(f"{framework}.model").Model, root.Base)
-
-
-def test_activation_that_imports_a_framework_is_not_started_twice(framework, activate):
-    calls = activate(lambda: importlib.import_module(f"{framework}.model") and None)
-    startup.main()
-    importlib.import_module(framework)
     assert calls == [1]
 
 
 @pytest.mark.parametrize("kind", [ValueError, SystemExit])
-def test_failure_costs_one_line_and_disarms(framework, activate, capsys, kind):
-    def fail() -> None:
-        raise kind("two\nlines")
-
-    calls = activate(fail)
-    startup.main()
+def test_failure_costs_one_line_and_disarms(framework, arm, capsys, kind):
+    calls = arm(raising(kind("two\nlines")))
     importlib.import_module(framework)
     importlib.import_module(f"{framework}.model")
     assert calls == [1]
@@ -210,52 +182,34 @@ def test_failure_costs_one_line_and_disarms(framework, activate, capsys, kind):
 
 
 @pytest.mark.parametrize("closed", [False, True], ids=["no stderr", "closed stderr"])
-def test_failure_without_anybody_to_tell(framework, activate, monkeypatch, tmp_path, closed):
+def test_failure_without_anybody_to_tell(framework, arm, monkeypatch, tmp_path, closed):
     stream = (tmp_path / "stderr").open("w")
     stream.close()
     monkeypatch.setattr(sys, "stderr", stream if closed else None)
-    activate(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    startup.main()
+    arm(raising(ZeroDivisionError()))
     importlib.import_module(framework)
 
 
-def test_strict_failure_is_raised_at_every_import(framework, activate, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("drifted"), ModuleNotFoundError("No module named 'wrapt'"), SystemExit(0)]
+)
+def test_strict_failure_is_raised_at_every_import(framework, arm, monkeypatch, capsys, error):
+    """It cannot be mistaken for a missing framework, or for an end of the program."""
     monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
-    error = RuntimeError("drifted")
-
-    def fail() -> None:
-        raise error
-
-    calls = activate(fail)
-    startup.main()
+    calls = arm(raising(error))
+    is_raised = type(error) is RuntimeError
+    message = f"could not be activated: {type(error).__name__}: {error}$"
     for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
+        with pytest.raises(RuntimeError, match=str(error) if is_raised else message) as caught:
             importlib.import_module(framework)
-        assert caught.value is error
+        assert (caught.value if is_raised else caught.value.__cause__) is error
     assert calls == [1, 2] and framework not in sys.modules
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'wrapt'"), SystemExit(0)])
-def test_strict_error_cannot_be_mistaken_for_a_missing_framework_or_an_end(
-    framework, activate, monkeypatch, error
-):
-    monkeypatch.setenv("MEGATRON_RL_PATCHES_STRICT", "1")
-
-    def fail() -> None:
-        raise error
-
-    activate(fail)
-    startup.main()
-    message = f"could not be activated: {type(error).__name__}: {error}$"
-    with pytest.raises(RuntimeError, match=message) as caught:
-        importlib.import_module(framework)
-    assert caught.value.__cause__ is error
-
-
 @pytest.mark.parametrize("patience", [60.0, 0.05])
 def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
-    framework, activate, monkeypatch, tmp_path, patience
+    framework, arm, monkeypatch, tmp_path, patience
 ):
     """It may hold the import lock of something that the activation imports."""
     monkeypatch.setattr(startup, "_PATIENCE_SECONDS", patience)
@@ -266,8 +220,7 @@ def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
         inside.set()
         assert finish.wait(30)
 
-    calls = activate(slow)
-    startup.main()
+    calls = arm(slow)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(importlib.import_module, framework)
         assert inside.wait(30)
@@ -282,23 +235,23 @@ def test_second_thread_waits_until_the_activation_is_through_but_not_for_ever(
     assert calls == [1]
 
 
-def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(framework, activate, tmp_path):
+def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(
+    framework, arm, tmp_path, monkeypatch
+):
     """The other one needs the global import lock to go on: the activation must not hold it."""
     half_way, go_on = threading.Event(), threading.Event()
     (tmp_path / f"{framework}_needed.py").write_text(
-        f"import sys\nsys.{framework}_half_way.set()\nsys.{framework}_go_on.wait(30)\n"
-        f"import {framework}_other\n"
+        f"import sys\nsys.half_way.set()\nsys.go_on.wait(30)\nimport {framework}_other\n"
     )
     (tmp_path / f"{framework}_other.py").write_text("")
-    setattr(sys, f"{framework}_half_way", half_way)
-    setattr(sys, f"{framework}_go_on", go_on)
+    monkeypatch.setattr(sys, "half_way", half_way, raising=False)
+    monkeypatch.setattr(sys, "go_on", go_on, raising=False)
 
     def activation() -> None:
         threading.Timer(0.1, go_on.set).start()
         importlib.import_module(f"{framework}_needed")
 
-    calls = activate(activation)
-    startup.main()
+    calls = arm(activation)
     threads = [
         threading.Thread(target=importlib.import_module, args=(name,), daemon=True)
         for name in (f"{framework}_needed", framework)
@@ -353,14 +306,8 @@ os._exit(0)
         "MEGATRON_RL_PATCHES_STRICT": str(int("strict" in outcome)),
         "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parent}",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60, "check": True}
+    done = subprocess.run([sys.executable, "-c", script], **options)
     refusal = "this process was forked while another thread activated the patches"
     if outcome == "ends":
         assert (done.stdout, done.stderr) == ("1 None\n", "")

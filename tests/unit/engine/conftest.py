@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl_patches import apply
+from megatron_rl_patches import apply, status
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch, Site
 
-Framework = Callable[..., str]
-Tagged = Callable[..., str]
-Engine = dict[str, Patch]
-
+PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 MODEL = """
 def train(model, steps=1):
     '''Train it.'''
@@ -46,24 +43,44 @@ class Trainer(Base):
     def build(cls, x):
         return (cls.__name__, x)
 """
-ACTOR = "from .model import train\nfrom .model import train as run\n"
+ACTOR = "from .model import save, train\nfrom .model import train as run\n"
+#: For ``model``: its source does not show that somebody has replaced ``train``.
+REPLACED = f"{MODEL}\nimport posixpath\nglobals()['train'] = posixpath.join"
 
 _numbers = itertools.count()
 
 
+@dataclass(frozen=True)
+class Package:
+    """A framework on disk: its modules are attributes, imported when they are read."""
+
+    name: str
+
+    def __getattr__(self, module: str) -> Any:
+        if module.startswith("_"):
+            raise AttributeError(module)
+        return importlib.import_module(f"{self.name}.{module}")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Framework = Callable[..., Package]
+Engine = dict[str, Patch]
+
+
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Framework]:
-    """``framework(**files)`` writes a package with ``model`` and ``actor`` modules and gives its name."""
+    """``framework(**files)`` writes a package, with modules ``model`` and ``actor`` at least."""
     names = []
 
-    def write(**files: str) -> str:
-        name = f"framework{next(_numbers)}"
-        folder = tmp_path / name
+    def write(**files: str) -> Package:
+        names.append(f"framework{next(_numbers)}")
+        folder = tmp_path / names[-1]
         folder.mkdir()
         for module, text in {"__init__": "", "model": MODEL, "actor": ACTOR, **files}.items():
             (folder / f"{module}.py").write_text(text)
-        names.append(name)
-        return name
+        return Package(names[-1])
 
     monkeypatch.syspath_prepend(str(tmp_path))
     yield write
@@ -75,7 +92,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """A fresh engine; patches put into the dictionary are the registered ones."""
-    patches: dict[str, Patch] = {}
+    patches: Engine = {}
     fresh = installer.Installer()
     monkeypatch.setattr(installer, "installer", fresh)
     monkeypatch.setattr(registry, "patches", lambda: patches)
@@ -88,13 +105,8 @@ def tag(call: Call) -> Any:
     return ("patched", call())
 
 
-def roles(call: Call) -> Any:
-    """An adapter that shows an option in place of the result."""
-    return call.options.inference_roles
-
-
 def patch_of(
-    framework: str, *qualnames: str, name: str = "tagging", adapter: Any = tag, **options: Any
+    framework: Package | str, *qualnames: str, name: str = "tagging", adapter: Any = tag, **options: Any
 ) -> Patch:
     """A patch with one site per qualified name in ``framework.model``."""
     patch = Patch(name=name, summary="tags results", options=Options)
@@ -104,23 +116,32 @@ def patch_of(
 
 
 @pytest.fixture
-def tagged(framework: Framework, engine: Engine) -> Tagged:
-    """``tagged(qualname, ...)`` writes a framework, registers the patch "tagging" of it, gives its name."""
+def tagged(framework: Framework, engine: Engine) -> Framework:
+    """``tagged(qualname, ...)`` writes a framework and registers the patch "tagging" of it."""
 
-    def register(*qualnames: str, files: dict[str, str] | None = None, **options: Any) -> str:
-        name = framework(**files or {})
-        engine["tagging"] = patch_of(name, *qualnames, **options)
-        return name
+    def register(*qualnames: str, files: dict[str, str] | None = None, **options: Any) -> Package:
+        package = framework(**files or {})
+        engine["tagging"] = patch_of(package, *qualnames, **options)
+        return package
 
     return register
 
 
 @pytest.fixture
-def patched(tagged: Tagged) -> ModuleType:
+def patched(tagged: Framework) -> ModuleType:
     """The ``model`` module of a framework whose ``train`` is patched."""
-    name = tagged("train")
+    package = tagged("train")
     apply()
-    return importlib.import_module(f"{name}.model")
+    return package.model
+
+
+def verdicts() -> dict[str, tuple[str, str]]:
+    """Return state and reason of each site, by its target without the framework: "model.train"."""
+    return {site.target.partition(".")[2]: (site.state, site.reason) for site in status()}
+
+
+def states() -> dict[str, str]:
+    return {target: state for target, (state, _) in verdicts().items()}
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_rl_patches.engine import announce
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.statuses import SiteStatus
 
-from .conftest import Tagged
+from .conftest import Framework
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,52 +30,47 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-def test_one_summary_line_at_the_first_call(tagged: Tagged, caplog: pytest.LogCaptureFixture) -> None:
-    name = tagged("train", "save")
+def test_one_summary_line_at_the_first_call(tagged: Framework, caplog: pytest.LogCaptureFixture) -> None:
+    package = tagged("train", "save")
     caplog.set_level(logging.INFO, "megatron_rl_patches")
     apply()
-    module = importlib.import_module(f"{name}.model")
-    assert caplog.messages == []
+    assert package.model and caplog.messages == []
     for _ in range(3):
-        module.train("m")
+        package.model.train("m")
     [line] = caplog.messages
-    assert line.endswith(f"tagging ({name}: 2 applied)")
+    assert line.endswith(f"tagging ({package}: 2 applied)")
 
 
 @pytest.mark.parametrize("has_handler", [True, False])
 def test_stderr_when_no_handler_takes_the_line(
-    tagged: Tagged,
+    tagged: Framework,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     has_handler: bool,
 ) -> None:
-    name = tagged("train")
+    package = tagged("train")
     monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: has_handler)
     caplog.set_level(logging.WARNING if has_handler else logging.INFO)
     apply()
-    importlib.import_module(f"{name}.model").train("m")
+    package.model.train("m")
     assert capsys.readouterr().err.count("1 applied") == 1
 
 
-def test_a_level_of_our_logger_is_obeyed(
-    tagged: Tagged, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("level", [logging.ERROR, logging.WARNING])
+def test_a_skipped_site_is_warned_of_once_unless_our_logger_is_quiet(
+    tagged: Framework, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    name = tagged("train", "run")
-    caplog.set_level(logging.ERROR, "megatron_rl_patches")
-    apply()
-    importlib.import_module(f"{name}.model").train("m")
-    assert (capsys.readouterr().err, caplog.messages) == ("", [])
-
-
-def test_a_skipped_site_is_warned_of_once(tagged: Tagged, caplog: pytest.LogCaptureFixture) -> None:
-    name = tagged("run")
-    apply()
-    importlib.import_module(f"{name}.model")
-    apply()
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert f"skipped tagging: {name}.model.run: missing" in record.message
+    package = tagged("run")
+    caplog.set_level(level, "megatron_rl_patches")
+    for _ in range(2):
+        apply()
+        package.model.train("m")
+    assert capsys.readouterr().err == ""
+    assert len(caplog.records) == (level == logging.WARNING)
+    for record in caplog.records:
+        assert record.levelno == logging.WARNING
+        assert f"skipped tagging: {package}.model.run: missing" in record.message
 
 
 class Closed(io.StringIO):
@@ -157,11 +152,9 @@ def test_at_exit_a_line_is_said_or_lost_in_silence(
         timeout=60,
     )
     assert done.returncode == 0
-    assert "Logging error" not in done.stderr and "Traceback" not in done.stderr
-    assert "internal error" not in done.stderr
-    assert (
-        "exiting_framework.optional" not in done.stderr
-    )  # some releases do without it, and so may a program
+    # Some releases do without the optional module, and so may a program.
+    unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")
+    assert not [text for text in unwanted if text in done.stderr]
     assert (stderr in done.stderr) if stderr else (done.stderr == "")
 
 
@@ -183,39 +176,32 @@ def test_summary_counts_states_by_framework() -> None:
     assert summary([], "1.2") == "megatron_rl_patches 1.2: nothing selected"
 
 
-class TestOfUsedFrameworks:
-    @pytest.fixture(autouse=True)
-    def used(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
-        caplog.set_level(logging.INFO, "megatron_rl_patches")
+def test_what_is_said_of_used_frameworks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
+    caplog.set_level(logging.INFO, "megatron_rl_patches")
 
-    def test_nothing_was_in_place(self, caplog: pytest.LogCaptureFixture) -> None:
-        Announcer().at_exit([site("one", "slime", "waiting"), site("one", "used", "reverted")])
-        assert caplog.messages == []
+    def said(call: Callable[[list[SiteStatus]], object], *sites: SiteStatus) -> list[str]:
+        caplog.clear()
+        call(list(sites))
+        return [message.partition(": ")[2] for message in caplog.messages]
 
-    def test_a_framework_that_is_not_used_is_not_complained_of(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        Announcer().once([site("one", "used", "missing"), site("one", "unused", "missing")])
-        assert [line for line in caplog.messages if "skipped" in line] == [
-            "megatron_rl_patches: skipped one: used.train: missing: a reason"
-        ]
-
-    def test_summary_with_this_version(self, caplog: pytest.LogCaptureFixture) -> None:
-        Announcer().at_exit([site("one", "used", "applied"), site("one", "unused", "applied")])
-        assert caplog.messages == [f"megatron_rl_patches {__version__}: one (used: 1 applied)"]
-
-    def test_patched_modules_that_never_came(self, caplog: pytest.LogCaptureFixture) -> None:
-        functions = [("used", "train"), ("unused", "go"), ("used", "save")]
-        Announcer().at_exit([site("one", package, "waiting", name) for package, name in functions])
-        [line] = caplog.messages
-        assert line.endswith("nothing was patched there: used.train, used.save")
-
-
-def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # Nothing was in place.
+    assert said(Announcer().at_exit, site("one", "slime", "waiting"), site("one", "used", "reverted")) == []
+    _, *skipped = said(Announcer().once, site("one", "used", "missing"), site("one", "unused", "missing"))
+    assert skipped == ["skipped one: used.train: missing: a reason"]
+    assert said(Announcer().at_exit, site("one", "used", "applied"), site("one", "unused", "applied")) == [
+        "one (used: 1 applied)"
+    ]
+    assert caplog.messages[0].startswith(f"megatron_rl_patches {__version__}: ")
+    # Patched modules that never came.
+    functions = [("used", "train"), ("unused", "go"), ("used", "save")]
+    [line] = said(Announcer().at_exit, *(site("one", root, "waiting", name) for root, name in functions))
+    assert line.endswith("nothing was patched there: used.train, used.save")
+    # Other ranks are silent.
     monkeypatch.setattr(announce, "is_rank_0", lambda: False)
-    Announcer().warn([site("one", "framework", "missing")])
-    assert caplog.messages == []
+    assert said(Announcer().warn, site("one", "used", "missing")) == []
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,7 @@ def test_the_rank_by_its_variable(
 
 
 @pytest.mark.parametrize(
-    ("available", "initialized", "is_first"),
-    [(True, True, False), (True, False, True), (False, True, True)],
+    ("available", "initialized", "is_first"), [(True, True, False), (True, False, True), (False, True, True)]
 )
 def test_the_rank_by_the_process_group(
     available: bool, initialized: bool, is_first: bool, monkeypatch: pytest.MonkeyPatch

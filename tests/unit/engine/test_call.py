@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import weakref
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from megatron_rl_patches import apply
 from megatron_rl_patches.engine.call import Call
 
-from .conftest import Engine, Framework, patch_of
+from .conftest import Framework
 
 
 def target(model: Any, *rest: Any, steps: int = 1, **more: Any) -> tuple[Any, ...]:
@@ -39,22 +38,19 @@ def test_arguments_by_name() -> None:
 
 def test_the_original_runs_as_called_or_with_changes() -> None:
     call = Call(target, ("m", 2), {"other": 3})
-    assert call() == ("m", (2,), 1, {"other": 3})
-    assert call(steps=5) == ("m", (2,), 5, {"other": 3})
-    assert call(model="n") == ("n", (2,), 1, {"other": 3})
-    assert call() == ("m", (2,), 1, {"other": 3})
+    for _ in range(2):
+        assert call() == ("m", (2,), 1, {"other": 3})
+        assert call(steps=5) == ("m", (2,), 5, {"other": 3})
+        assert call(model="n") == ("n", (2,), 1, {"other": 3})
     assert Call(Trainer().fit, ("m",))(steps=2) == ("m", 2)
-
-
-def test_a_change_of_a_parameter_that_is_not_there_is_refused() -> None:
     with pytest.raises(TypeError, match="has no parameter modle"):
-        Call(target, ("m",))(modle="n")
+        Call(Trainer().fit, ("m",))(modle="n")
 
 
-def test_reading_arguments_does_not_keep_the_instance(framework: Framework, engine: Engine) -> None:
-    engine["tagging"] = patch_of(name := framework(), "Trainer.step", adapter=lambda call: call["x"])
+def test_reading_arguments_does_not_keep_the_instance(tagged: Framework) -> None:
+    package = tagged("Trainer.step", adapter=lambda call: call["x"])
     apply()
-    trainer = importlib.import_module(f"{name}.model").Trainer()
+    trainer = package.model.Trainer()
     assert trainer.step(3) == 3
     gone = weakref.ref(trainer)
     del trainer

@@ -9,7 +9,6 @@ name is the original, by ``id()``, gets a function in its place, which replaces 
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,7 @@ import pytest
 
 from megatron_rl_patches import PatchError, apply, revert, status
 
-from .conftest import Engine, Framework, patch_of
-
-PLAIN, SAVED = ("trained", "m", 1), ("saved", "m")
-ACTOR = "from .model import save, train\nfrom .model import train as run\n"
+from .conftest import PLAIN, Engine, Framework, patch_of
 
 
 def ours(result: Any) -> Any:
@@ -71,10 +67,10 @@ class MindSpeed:
 @pytest.fixture
 def world(framework: Framework, engine: Engine) -> tuple[Any, Any]:
     """A module, of which ``train`` and ``Trainer.step`` are patched and ``save`` is not; one with copies."""
-    name = framework(actor=ACTOR)
-    engine["tagging"] = patch_of(name, "train")
-    engine["methods"] = patch_of(name, "Trainer.step", name="methods")
-    return importlib.import_module(f"{name}.model"), importlib.import_module(f"{name}.actor")
+    package = framework()
+    engine["tagging"] = patch_of(package, "train")
+    engine["methods"] = patch_of(package, "Trainer.step", name="methods")
+    return package.model, package.actor
 
 
 def results(world: tuple[Any, Any]) -> list[Any]:
@@ -91,40 +87,28 @@ def target() -> tuple[str, str]:
 UNDER = f"in place, under code of {__name__}; in force only if that calls what it wraps"
 
 
-def test_liger_before(world: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_liger(world: tuple[Any, Any], is_first: bool) -> None:
     model, actor = world
     original = id(actor.train)
+    if not is_first:
+        apply()
     liger(model, "train")
     liger(model, "save")
     before = id(model.train), id(model.save)
-    apply()
-    assert results(world) == [
-        ours("replaced"),
-        PLAIN,
-        PLAIN,
-    ]  # without Liger's copies, as without this package
-    reason = f"in place, but not in {actor.__name__}, with a function that another package has replaced"
-    assert target() == ("applied", reason)
+    if is_first:
+        apply()
+        assert results(world) == [ours("replaced"), PLAIN, PLAIN]  # Liger has no copies, so nobody has
+        reason = f"in place, but not in {actor.__name__}, with a function that another package has replaced"
+        assert target() == ("applied", reason)
+    else:
+        assert results(world) == ["replaced", ours(PLAIN), ours(PLAIN)]
+        assert target() == ("applied", UNDER)
     revert()
     assert results(world) == ["replaced", PLAIN, PLAIN]
     assert (id(model.train), id(model.save)) == before
     assert id(actor.train) == id(actor.run) == original
-
-
-def test_liger_after(world: tuple[Any, Any]) -> None:
-    model, actor = world
-    original = id(model.train)
-    apply()
-    liger(model, "train")
-    liger(model, "save")
-    before = id(model.train), id(model.save)
-    assert results(world) == ["replaced", ours(PLAIN), ours(PLAIN)]
-    assert target() == ("applied", UNDER)
-    revert()
-    assert results(world) == ["replaced", PLAIN, PLAIN]
-    assert (id(model.train), id(model.save)) == before
-    assert id(actor.train) == id(actor.run) == original
-    assert actor.save("m") == SAVED
+    assert actor.save("m") == ("saved", "m")
 
 
 def test_mindspeed_replaces_before(world: tuple[Any, Any]) -> None:

@@ -75,7 +75,7 @@ def test_layouts(make: Make, root: str) -> None:
     assert not source.has_package("sub")
 
 
-def test_the_package_that_import_would_find_first_wins(make: Make) -> None:
+def test_the_package_that_import_would_find_wins(make: Make) -> None:
     source = make(
         {
             "framework/framework/__init__.py": "",
@@ -83,32 +83,21 @@ def test_the_package_that_import_would_find_first_wins(make: Make) -> None:
             "a/deeper/copy/framework/__init__.py": "",
             "a/deeper/copy/framework/model.py": "second\n",
             "a/deeper/copy/framework/removed.py": "only in the copy\n",
-        }
-    )
-    assert source.read("framework.model") == "first\n"
-    assert source.read("framework.removed") is None, "the copy must not fill a gap in the real one"
-
-
-def test_a_folder_of_the_same_name_inside_another_package_is_not_the_framework(make: Make) -> None:
-    source = make(
-        {"verl/__init__.py": "", "verl/utils/framework/__init__.py": "", "verl/utils/framework/model.py": ""}
-    )
-    assert not source.has_package("framework")
-    assert source.read("framework.model") is None
-
-
-def test_namespace_packages_are_put_together_from_all_places(make: Make) -> None:
-    source = make(
-        {
+            # A folder inside another package is another module.
+            "verl/__init__.py": "",
+            "verl/utils/miles/__init__.py": "",
+            "verl/utils/miles/model.py": "",
+            # Namespace packages are put together from all places; a bare folder is no package.
             "src/space/bridge/__init__.py": "",
             "3rdparty/lm/space/core/__init__.py": "",
             "3rdparty/lm/space/core/part.py": "core\n",
         }
     )
-    assert source.has_package("space.bridge")
-    assert source.read("space.core.part") == "core\n"
-    assert not source.has_package("space"), "a bare folder is no package"
-    assert not source.has_package("space.training")
+    assert source.read("framework.model") == "first\n"
+    assert source.read("framework.removed") is None, "the copy must not fill a gap in the real one"
+    assert not source.has_package("miles") and source.read("miles.model") is None
+    assert source.has_package("space.bridge") and source.read("space.core.part") == "core\n"
+    assert not source.has_package("space") and not source.has_package("space.training")
 
 
 def test_declared_encoding_and_line_ends(tmp_path: Path) -> None:
@@ -131,29 +120,31 @@ def test_a_bare_repository_will_do(tmp_path: Path) -> None:
     assert source.read("framework.sub.model") == "text = 1\n"
 
 
-@pytest.mark.parametrize("source", ["", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl"])
-def test_what_is_no_source(source: str) -> None:
-    with pytest.raises(MegatronRLPatchesError, match="neither a folder, nor"):
-        open_source(source)
+NO_PLACE = "neither a folder, nor"
+NO_REVISION = r"git -C .*fatal: "
 
 
-@pytest.mark.parametrize("revision", ["v2", "--output=stolen", "--help", "HEAD:framework"])
-def test_what_is_no_revision(tmp_path: Path, revision: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        *((source, NO_PLACE) for source in ("", "nowhere", "nowhere@v1", "name=nowhere", "missing.whl")),
+        ("broken.whl", r"broken\.whl: File is not a zip file"),
+        (".@HEAD", "not a git repository"),
+        *(
+            (f"repository@{revision}", NO_REVISION)
+            for revision in ("v2", "--output=stolen", "HEAD:framework")
+        ),
+    ],
+)
+def test_what_is_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     as_git_tree(tmp_path, FILES)
-    with pytest.raises(MegatronRLPatchesError, match=r"git -C .*fatal: "):
-        open_source(f"{tmp_path / 'repository'}@{revision}")
-    assert not list(tmp_path.rglob("stolen*"))
-
-
-def test_a_folder_that_is_no_repository(tmp_path: Path) -> None:
-    with pytest.raises(MegatronRLPatchesError, match="not a git repository"):
-        open_source(f"{tmp_path}@HEAD")
-
-
-def test_a_broken_wheel(tmp_path: Path) -> None:
     (tmp_path / "broken.whl").write_text("no archive")
-    with pytest.raises(MegatronRLPatchesError, match=r"broken\.whl: File is not a zip file"):
-        open_source(str(tmp_path / "broken.whl"))
+    with pytest.raises(MegatronRLPatchesError, match=message):
+        open_source(source)
+    assert not list(tmp_path.rglob("stolen*"))
 
 
 class TestEnvironment:
@@ -224,8 +215,8 @@ class TestEnvironment:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_instance: bool
     ) -> None:
         """They map names to files: setuptools' is a class, scikit-build-core's and Bazel's are instances."""
-        folder = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
-        package = folder / "mrp_editable"
+        package = write(tmp_path, {"mrp_editable/__init__.py": "", "mrp_editable/it.py": "text = 3\n"})
+        package /= "mrp_editable"
         places: dict[str, tuple[Path, list[str] | None]] = {
             "mrp_editable": (package / "__init__.py", [str(package)]),
             "mrp_space.tool": (package / "it.py", None),  # of a namespace
@@ -244,69 +235,28 @@ class TestEnvironment:
         # An instance may be an import hook, so it is not asked for names whose parent is not imported.
         assert Environment().read("mrp_space.tool") == (None if is_instance else "text = 3\n")
 
-    def test_a_finder_that_raises_and_one_of_the_old_kind_are_passed_over(
+    def test_passes_over_finders_and_loaders_that_do_not_answer(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """One that raises, one of the old kind, and one that rewrites modules, whose loaders have no text."""
+
         class Broken:
             def find_spec(self, *_: object) -> None:
                 raise ZeroDivisionError
 
-        monkeypatch.setattr(sys, "meta_path", [Broken(), object(), *sys.meta_path])
-        assert Environment().has_package("mrp_framework")
-
-    def test_the_text_of_a_module_whose_loader_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As that of a hook which rewrites modules."""
-
         class Rewriting:
             def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
                 spec = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
-                return spec and spec_from_file_location(
-                    name,
-                    spec.origin,
-                    loader=object(),
-                    submodule_search_locations=spec.submodule_search_locations,
-                )
+                if spec is not None:
+                    spec.loader = object()  # type: ignore[assignment]
+                return spec
 
-        monkeypatch.setattr(sys, "meta_path", [Rewriting(), *sys.meta_path])
+        monkeypatch.setattr(sys, "meta_path", [Broken(), object(), Rewriting(), *sys.meta_path])
         assert Environment().read("mrp_framework") == "raise AssertionError('imported')\n"
-
-    def test_a_loaded_module_without_a_spec(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert not Environment().has_package("__main__.nothing")
+        assert not Environment().has_package("__main__.nothing")  # a loaded module without a spec
         assert Environment().read("mrp_nowhere") is None
 
-
-class TestNames:
-    """What reports call a source."""
-
-    def test_by_its_place(self, tmp_path: Path) -> None:
-        (tmp_path / "at=home").mkdir()
-        assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
-        assert as_wheel(tmp_path, FILES).name == "framework 1.2"
-        assert as_git_tree(tmp_path, FILES).name == "repository v1"
-        assert open_source(f"{tmp_path}/repository/.git@v1").name == "repository v1"
-
-    def test_as_given(self, tmp_path: Path) -> None:
-        as_folder(tmp_path / "at=home", FILES), as_wheel(tmp_path, FILES), as_git_tree(tmp_path, FILES)
-        for place in ("at=home/checkout", "framework-1.2-py3-none-any.whl", "repository@v1"):
-            assert open_source(f"my framework={tmp_path}/{place}").name == "my framework"
-
-    def test_an_at_in_the_path(self, tmp_path: Path) -> None:
-        source = as_git_tree(tmp_path / "me@home", FILES)
-        assert (source.name, source.read("framework")) == ("repository v1", "")
-
-    def test_a_folder_within_the_repository(self, tmp_path: Path) -> None:
-        as_git_tree(tmp_path, FILES)
-        (tmp_path / "repository" / "docs").mkdir()
-        assert open_source(f"{tmp_path}/repository/docs@v1").has_package("framework")
-
-    def test_without_git(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PATH", "")
-        with pytest.raises(MegatronRLPatchesError, match=r"^git is not .*needed for REPOSITORY@REVISION$"):
-            open_source(f"{tmp_path}@v1")
-
-
-class TestPlaces:
-    @pytest.mark.parametrize("namespace", ["spread", "outer/inner"])
+    @pytest.mark.parametrize("namespace", ["mrp_spread", "mrp_outer/inner"])
     def test_portions_of_a_namespace_add_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
     ) -> None:
@@ -315,16 +265,32 @@ class TestPlaces:
             monkeypatch.syspath_prepend(str(tmp_path / part))
         names = [f"{namespace.replace('/', '.')}.{part}.it" for part in ("first", "second")]
         assert list(map(Environment().read, names)) == ["first", "second"]
-        assert namespace.partition("/")[0] not in sys.modules
 
-    def test_a_loaded_package_says_where_its_modules_are(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
-        monkeypatch.syspath_prepend(str(tmp_path))
-        package = importlib.import_module("moved")
-        monkeypatch.delitem(sys.modules, "moved")
-        monkeypatch.setitem(sys.modules, "moved", package)
-        assert package.__spec__ is not None
-        package.__spec__.submodule_search_locations = [str(tmp_path / "elsewhere")]
-        assert Environment().read("moved.it") == "new"
+
+def test_a_loaded_package_says_where_its_modules_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"moved/__init__.py": "", "moved/it.py": "old", "elsewhere/it.py": "new"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = importlib.import_module("moved")
+    monkeypatch.delitem(sys.modules, "moved")
+    monkeypatch.setitem(sys.modules, "moved", package)
+    assert package.__spec__ is not None
+    package.__spec__.submodule_search_locations = [str(tmp_path / "elsewhere")]
+    assert Environment().read("moved.it") == "new"
+
+
+def test_what_reports_call_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "at=home").mkdir()
+    assert as_folder(tmp_path / "at=home", FILES).name == "checkout"
+    assert as_wheel(tmp_path, FILES).name == "framework 1.2"
+    assert as_git_tree(tmp_path, FILES).name == "repository v1"
+    assert open_source(f"{tmp_path}/repository/.git@v1").name == "repository v1"
+    for place in ("at=home/checkout", "framework-1.2-py3-none-any.whl", "repository@v1"):
+        assert open_source(f"my framework={tmp_path}/{place}").name == "my framework"
+    in_the_path = as_git_tree(tmp_path / "me@home", FILES)
+    assert (in_the_path.name, in_the_path.read("framework")) == ("repository v1", "")
+    # A folder within the repository will do.
+    (tmp_path / "repository" / "docs").mkdir()
+    assert open_source(f"{tmp_path}/repository/docs@v1").has_package("framework")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(MegatronRLPatchesError, match=r"^git is not .*needed for REPOSITORY@REVISION$"):
+        open_source(f"{tmp_path}@v1")

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from megatron_rl_patches.engine.api import activate_from_environment
 from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.settings import VARIABLE, variable_of
 
-from .conftest import Engine, Framework, Tagged, patch_of, roles
-
-PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
+from .conftest import PATCHED, PLAIN, REPLACED, Engine, Framework, patch_of
 
 
 def states() -> dict[str, str]:
@@ -29,19 +26,22 @@ def states() -> dict[str, str]:
 
 
 class Pause:
-    """Where another thread waits until the main one is done, or has to wait for the lock that it holds."""
+    """Where another thread waits until the main one is done, or has to wait for the lock that it holds.
 
-    def __init__(self) -> None:
+    It stands in for the lock of the installer, and for a finder, which another thread asks for a module.
+    """
+
+    def __init__(self, module: str) -> None:
+        self.module = module
         self.reached, self.go_on = threading.Event(), threading.Event()
         self.lock = threading.RLock()
 
-    def __call__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self.module and threading.current_thread() is not threading.main_thread():
             self.reached.set()
             self.go_on.wait(30)
 
     def __enter__(self) -> None:
-        """Stand in for the lock of the installer."""
         if not self.lock.acquire(blocking=False):
             self.go_on.set()
             self.lock.acquire()
@@ -51,107 +51,50 @@ class Pause:
 
 
 @pytest.fixture
-def pause_at() -> Iterator[Callable[[str], Pause]]:
-    """``pause_at(module)``: another thread pauses when it looks for the source of the module."""
-    finders: list[Any] = []
-
-    def install(module: str) -> Pause:
-        pause = Pause()
-
-        class Finder:
-            @staticmethod
-            def find_spec(name: str, path: object = None, target: object = None) -> None:
-                if name == module:
-                    pause()
-
-        finders.append(Finder)
-        sys.meta_path.insert(0, Finder)  # in place: wrapt puts its finder into this very list
-        return pause
-
-    yield install
-    for finder in finders:
-        sys.meta_path.remove(finder)
-
-
-def conflict(framework: Framework) -> ModuleType:
-    """A module whose function somebody has replaced, which its source does not show."""
-    module: Any = importlib.import_module(f"{framework()}.model")
-    module.train = lambda model: "replaced"
-    return module
+def broken(framework: Framework, engine: Engine) -> Iterator[Pause]:
+    """A patch that fits by its source, and not when it is put in place; that is found out after the pause."""
+    replaced, late = framework(), framework()
+    replaced.model.train = lambda model: "replaced"  # which the source does not show
+    engine["broken"] = patch_of(replaced, "train", name="broken")
+    engine["broken"].wrap(f"{late}.model", "train")(lambda call: None)
+    pause: Any = Pause(f"{late}.model")
+    installer.installer._lock = pause
+    sys.meta_path.insert(0, type("Finder", (), {"find_spec": pause.find_spec}))  # type: ignore[arg-type]
+    finder = sys.meta_path[0]
+    yield pause
+    sys.meta_path.remove(finder)  # in place: wrapt puts its finder into this very list
 
 
 @pytest.fixture
-def broken(framework: Framework, engine: Engine, pause_at: Callable[[str], Pause]) -> Pause:
-    """A patch that fits by its source, and not when it is put in place; that is found out after the pause."""
-    name, late = conflict(framework).__name__.partition(".")[0], framework()
-    engine["broken"] = patch_of(name, "train", name="broken")
-    engine["broken"].wrap(f"{late}.model", "train")(lambda call: None)
-    pause = installer.installer._lock = pause_at(f"{late}.model")  # type: ignore[assignment]
-    return pause
+def good(framework: Framework, engine: Engine) -> Any:
+    """The module of a framework with a patch "good" that fits."""
+    package = framework()
+    engine["good"] = patch_of(package, "train", name="good")
+    return package.model
 
 
-def test_a_call_that_fails_erases_nothing_of_another_thread(
-    framework: Framework, engine: Engine, broken: Pause
+@pytest.mark.parametrize("first_out", ["this", "other", "alone"])
+def test_a_call_that_fails_takes_away_nothing_that_another_call_asked_for(
+    engine: Engine, broken: Pause, good: Any, first_out: str
 ) -> None:
-    name = framework()
-    engine["good"] = patch_of(name, "train", name="good")
-    module = importlib.import_module(f"{name}.model")
+    names = ("broken",) if first_out == "alone" else ("good", "broken")
+    patches = [engine[name] for name in names]
     with ThreadPoolExecutor(1) as other:
-        failing = other.submit(
-            installer.installer.add, [engine["broken"]], Settings(), Claim(True, lasts=True)
-        )
-        assert broken.reached.wait(10)
-        apply("good")
-        broken.go_on.set()
-        with pytest.raises(PatchError, match="conflict"):
-            failing.result(10)
-    assert module.train("m") == PATCHED
-    assert states() == {"good": "applied"}
-
-
-@pytest.mark.parametrize("first_out", ["this", "other"])
-def test_a_failing_call_does_not_take_away_what_two_calls_asked_for(
-    framework: Framework, engine: Engine, broken: Pause, first_out: str
-) -> None:
-    name = framework()
-    engine["good"] = patch_of(name, "train", name="good")
-    module = importlib.import_module(f"{name}.model")
-    with ThreadPoolExecutor(1) as other:
-        failing = other.submit(apply, "good", "broken")
+        failing = other.submit(installer.installer.add, patches, Settings(), Claim(True, lasts=True))
         assert broken.reached.wait(10)
         if first_out == "other":
             broken.go_on.set()
             assert failing.exception(10)
         apply("good")
         broken.go_on.set()
-        assert isinstance(failing.exception(10), PatchError)
-    assert module.train("m") == PATCHED
+        with pytest.raises(PatchError, match="conflict"):
+            failing.result(10)
+    assert good.train("m") == PATCHED
+    assert states() == {"good": "applied"}
 
 
-@pytest.mark.parametrize("by_failing", [True, False])
-def test_a_site_that_is_gone_again_holds_nobody_back(
-    framework: Framework, engine: Engine, by_failing: bool
-) -> None:
-    name = framework()
-    good, bad = patch_of(name, "train", name="same"), patch_of(name, "train", "no_such", name="same")
-    module = importlib.import_module(f"{name}.model")
-    installer.installer.add([good], Settings(), Claim(True, lasts=True))
-    if by_failing:
-        with pytest.raises(PatchError, match="no_such: missing"):
-            installer.installer.add([bad], Settings(), Claim(True, lasts=True))
-    else:
-        claim = Claim(False, lasts=False)
-        installer.installer.add([bad], Settings(), claim)
-        assert module.train("m") == PLAIN
-        installer.installer.release(claim)
-    assert module.train("m") == PATCHED
-
-
-def test_a_revert_meanwhile_is_not_undone(framework: Framework, engine: Engine, broken: Pause) -> None:
-    name = framework()
-    engine["good"] = patch_of(name, "train", name="good")
-    module = importlib.import_module(f"{name}.model")
-    original = module.train
+def test_a_revert_meanwhile_is_not_undone(broken: Pause, good: Any) -> None:
+    original = good.train
     apply("good")
     with ThreadPoolExecutor(1) as other:
         failing = other.submit(apply, "broken")
@@ -159,41 +102,50 @@ def test_a_revert_meanwhile_is_not_undone(framework: Framework, engine: Engine, 
         revert("good")
         broken.go_on.set()
         assert isinstance(failing.exception(10), PatchError)
-    assert module.train is original
+    assert good.train is original
     assert states() == {"good": "reverted"}
+
+
+@pytest.mark.parametrize("by_failing", [True, False])
+def test_a_site_that_is_gone_again_holds_nobody_back(engine: Engine, good: Any, by_failing: bool) -> None:
+    bad = patch_of(good.__name__.partition(".")[0], "train", "no_such", name="good")
+    installer.installer.add([engine["good"]], Settings(), Claim(True, lasts=True))
+    if by_failing:
+        with pytest.raises(PatchError, match="no_such: missing"):
+            installer.installer.add([bad], Settings(), Claim(True, lasts=True))
+    else:
+        claim = Claim(False, lasts=False)
+        installer.installer.add([bad], Settings(), claim)
+        assert good.train("m") == PLAIN
+        installer.installer.release(claim)
+    assert good.train("m") == PATCHED
 
 
 @pytest.fixture
 def train(framework: Framework, engine: Engine) -> Callable[[], Any]:
     """A function whose adapter returns an option."""
-    name = framework()
-    engine["roles"] = patch_of(name, "train", name="roles", adapter=roles)
-    engine["tagging"] = patch_of(name, "save")
-    module = importlib.import_module(f"{name}.model")
-    return lambda: module.train("m")
+    package = framework()
+    engine["roles"] = patch_of(
+        package, "train", name="roles", adapter=lambda call: call.options.inference_roles
+    )
+    engine["tagging"] = patch_of(package, "save")
+    return lambda: package.model.train("m")
 
 
 def chosen(role: str) -> Settings:
     return Settings(inference_roles=(role,))
 
 
-class TestOptions:
-    """Adapters get the options that their patch was last applied with."""
-
-    def test_the_last_that_were_given(self, train: Callable[[], Any]) -> None:
-        apply(settings=chosen("a"))
-        assert train() == ("a",)
-        apply(settings=chosen("b"))
-        assert train() == ("b",)
-        apply()  # says nothing of settings
-        assert train() == ("b",)
-        apply("tagging", settings=chosen("a"))  # of another patch
-        assert train() == ("b",)
-
-    def test_the_variable_leaves_those_of_a_call_in_force(self, train: Callable[[], Any]) -> None:
-        apply(settings=chosen("a"))
-        activate_from_environment({VARIABLE: "all", variable_of("inference_roles"): "b"})
-        assert train() == ("a",)
+def test_adapters_get_the_options_that_their_patch_was_last_applied_with(train: Callable[[], Any]) -> None:
+    apply(settings=chosen("a"))
+    # The variable leaves those of a call in force.
+    activate_from_environment({VARIABLE: "all", variable_of("inference_roles"): "b"})
+    assert train() == ("a",)
+    apply(settings=chosen("b"))
+    assert train() == ("b",)
+    apply()  # says nothing of settings
+    apply("tagging", settings=chosen("a"))  # of another patch
+    assert train() == ("b",)
 
 
 class TestApplied:
@@ -221,12 +173,10 @@ class TestApplied:
         def by(*names: str, **options: Any) -> None:
             blocks.enter_context(applied(*names, **options)) if is_block else apply(*names, **options)
 
+        message = r"roles is in an applied\(\) block .*'a'.*cannot .*'b'.*end of that block"
         with applied("roles", settings=chosen("a")):
             for names in ((), ("roles",), ("tagging", "roles")):
-                with pytest.raises(
-                    PatchError,
-                    match=r"roles is in an applied\(\) block .*'a'.*cannot .*'b'.*end of that block",
-                ):
+                with pytest.raises(PatchError, match=message):
                     by(*names, settings=chosen("b"))
                 assert train() == ("a",)
                 assert states() == {"roles": "applied"}
@@ -238,7 +188,7 @@ class TestApplied:
         blocks.close()
         assert train() == (PLAIN if is_block else ("a",))
 
-    def test_an_apply_inside_a_block_stays(self, train: Callable[[], Any]) -> None:
+    def test_calls_inside_a_block_stay(self, train: Callable[[], Any]) -> None:
         with applied("roles", settings=chosen("a")):
             apply("roles")
         assert train() == ("a",)
@@ -247,8 +197,7 @@ class TestApplied:
                 apply("roles")
             assert train() == ("b",)
         assert train() == ("a",)
-
-    def test_a_revert_inside_a_block_holds(self, train: Callable[[], Any]) -> None:
+        revert()
         with applied("roles"):
             revert("roles")
             assert train() == PLAIN
@@ -259,31 +208,29 @@ class TestApplied:
         self, engine: Engine, framework: Framework, train: Callable[[], Any]
     ) -> None:
         apply("roles")
-        replaced = framework(
-            model="def train(model): ...\nimport posixpath\nglobals()['train'] = posixpath.join"
-        )
+        replaced = framework(model=REPLACED)
         engine["late"] = patch_of(replaced, "train", name="late")
         apply()
         with applied("late"):
             assert installer.installer._records["late", f"{replaced}.model.train"].is_required
-        importlib.import_module(f"{replaced}.model")  # a warning, as it would have been before the block
+        assert replaced.model  # a warning, as it would have been before the block
         assert train() == ()
 
 
-def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Tagged) -> None:
+def test_no_thread_waits_for_the_engine_while_it_holds_the_import_lock(tagged: Framework) -> None:
     """Another one may hold the lock of the engine and import something."""
-    half = "import megatron_rl_patches\nmegatron_rl_patches.apply()\ndef train(model): ...\n"
-    name = tagged("train", files={"model": half, "later": "", "other": ""})
-    importlib.import_module(f"{name}.model")
+    half = "import megatron_rl_patches\nmegatron_rl_patches.apply()\ndef train(model): ...\nsave = train\n"
+    package = tagged("train", files={"model": half, "later": "", "other": ""})
+    assert package.model
     with installer.installer._lock:
         later, other = (
-            threading.Thread(target=importlib.import_module, args=(f"{name}.{module}",), daemon=True)
+            threading.Thread(target=importlib.import_module, args=(f"{package}.{module}",), daemon=True)
             for module in ("later", "other")
         )
         later.start()
         later.join(0.2)
         other.start()
-        importlib.import_module(f"{name}.actor")
+        assert package.actor
     later.join(10)
     other.join(10)
     assert not later.is_alive() and not other.is_alive()

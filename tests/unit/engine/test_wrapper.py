@@ -10,7 +10,6 @@ import pickle
 import py_compile
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,15 +22,14 @@ from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch
 from megatron_rl_patches.engine.target_source import layers
 
-from .conftest import MODEL, patch_of, tag
+from .conftest import MODEL, Engine, Framework, tag
 
 
 @pytest.fixture
-def module(framework: Callable[..., str], engine: dict[str, Patch]) -> Iterator[ModuleType]:
-    name = framework()
-    engine["tagging"] = patch_of(name, "train", "Base.fit", "Trainer.step", "Trainer.scale", "Trainer.build")
+def module(tagged: Framework) -> ModuleType:
+    package = tagged("train", "Base.fit", "Trainer.step", "Trainer.scale", "Trainer.build")
     apply()
-    yield importlib.import_module(f"{name}.model")
+    return package.model
 
 
 def test_looks_like_the_original(module: ModuleType) -> None:
@@ -60,74 +58,54 @@ def test_a_method_called_on_an_object_of_another_class_is_the_original(module: M
     assert trainer.build(2) == ("patched", ("Trainer", 2))
 
 
-def test_pickles_by_name(module: ModuleType) -> None:
-    data = pickle.dumps(module.train)
-    assert pickle.loads(data) is module.train
-    revert()
-    assert pickle.loads(data) is module.train
-
-
-def test_pickles_do_not_need_this_package(module: ModuleType) -> None:
-    trainer = module.Trainer
-    for function in (module.train, trainer.step, trainer.scale, trainer.build, trainer().step):
-        assert b"megatron_rl_patches" not in pickle.dumps(function)
-
-
-def test_a_method_that_others_call_through_the_class_binds_by_name(
-    framework: Callable[..., str], engine: dict[str, Patch]
-) -> None:
+def test_a_method_that_others_call_through_the_class_binds_by_name(tagged: Framework) -> None:
     """As miles does with ``MambaModel.forward``: the adapter gets the function bound to the instance."""
 
     def binding(call: Call) -> dict[str, Any]:
         assert call.function.__self__ is call.instance  # type: ignore[attr-defined]
         return call.arguments
 
-    name = framework()
-    engine["tagging"] = patch_of(name, "Trainer.step", adapter=binding)
+    package = tagged("Trainer.step", adapter=binding)
     apply()
-    trainer = importlib.import_module(f"{name}.model").Trainer
+    trainer = package.model.Trainer
     original = trainer.step
     trainer.step = lambda self, *args, **kwargs: original(self, *args, **kwargs)
     assert trainer().step(1) == trainer().step(x=1) == {"x": 1}
 
 
-def test_a_bound_method_pickles_with_its_instance(module: ModuleType) -> None:
-    step = pickle.loads(pickle.dumps(module.Trainer().step))
-    assert step(1) == ("patched", ("step", 1))
-
-
-def test_functions_read_from_a_class_pickle_and_copy_as_before(module: ModuleType) -> None:
+def test_functions_pickle_and_copy_as_before(module: ModuleType) -> None:
+    """By name, without this package."""
     trainer = module.Trainer
-    for function, argument in (
-        (trainer.step, trainer()),
-        (trainer.scale, None),
-        (trainer().scale, None),
-        (trainer.build, None),
+    for function, arguments in (
+        (module.train, ("m",)),
+        (trainer.step, (trainer(), 2)),
+        (trainer.scale, (2,)),
+        (trainer().scale, (2,)),
+        (trainer.build, (2,)),
+        (trainer().step, (1,)),
     ):
-        for copied in (pickle.loads(pickle.dumps(function)), copy.deepcopy(function)):
-            arguments = (argument, 2) if argument else (2,)
+        data = pickle.dumps(function)
+        assert b"megatron_rl_patches" not in data
+        for copied in (pickle.loads(data), copy.deepcopy(function)):
             assert copied(*arguments) == function(*arguments)
             assert copied(*arguments)[0] == "patched"
+    data = pickle.dumps(module.train)
+    partial = functools.partial(module.train, "m")
+    assert copy.copy(module.train) is copy.deepcopy([module.train])[0] is module.train
+    assert copy.deepcopy({"partial": partial})["partial"]() == ("patched", ("trained", "m", 1))
+    assert pickle.loads(data) is module.train
+    revert()
+    assert pickle.loads(data) is module.train
 
 
-def test_copies_are_the_same_function(module: ModuleType) -> None:
-    config = {"train": module.train, "partial": functools.partial(module.train, "m")}
-    assert copy.copy(module.train) is module.train
-    assert copy.deepcopy(config)["train"] is module.train
-    assert copy.deepcopy(config)["partial"]() == ("patched", ("trained", "m", 1))
-
-
-def test_a_deep_copied_bound_method_belongs_to_the_copied_instance(module: ModuleType) -> None:
-    trainer = module.Trainer()
-    config = {"trainer": trainer, "step": trainer.step}
-    copied = copy.deepcopy(config)
-    assert copied["step"].__self__ is copied["trainer"] is not trainer
-    assert copy.copy(trainer.step).__self__ is trainer
-
-
-def test_a_deep_copied_bound_method_is_that_of_the_class(module: ModuleType) -> None:
+def test_a_copied_bound_method_is_that_of_the_class_and_belongs_to_the_copied_instance(
+    module: ModuleType,
+) -> None:
     trainer = module.Trainer()
     step = trainer.step
+    copied = copy.deepcopy({"trainer": trainer, "step": step})
+    assert copied["step"].__self__ is copied["trainer"] is not trainer
+    assert copy.copy(step).__self__ is trainer
     trainer.step = lambda x: "of the instance"
     assert copy.deepcopy(step)(1) == ("patched", ("step", 1))
     assert copy.deepcopy(trainer.build)(1) == ("patched", ("Trainer", 1))
@@ -143,7 +121,7 @@ def test_a_cycle_of_layers_ends() -> None:
 
 
 def test_a_module_that_is_only_bytecode_in_a_zip_is_no_conflict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Patch]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
 ) -> None:
     (tmp_path / "zipped.py").write_text(MODEL)
     compiled = py_compile.compile(str(tmp_path / "zipped.py"), str(tmp_path / "zipped.pyc"))

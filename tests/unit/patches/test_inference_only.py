@@ -2,91 +2,78 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 
 from megatron_rl_patches import Settings
 from megatron_rl_patches.patches.inference_only import patch
 
-from .judging import judged
+from .judging import assert_judged
 
-verdict = partial(judged, patch)
-
-MODEL = "slime.backends.megatron_utils.model"
-
-
+SLIME = "slime.backends.megatron_utils.model"
+NEMO_RL = "nemo_rl.models.megatron.setup"
 INITIALIZE = """
     def initialize_model_and_optimizer(args, role="actor"):
         model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
-        return model, optimizer, opt_param_scheduler, 0
 """
-
-
-def test_a_framework_that_builds_all_roles_alike_needs_it() -> None:
-    assert verdict(f"{MODEL}.initialize_model_and_optimizer", INITIALIZE)[0] == "fits"
-
-
-def test_a_framework_with_a_way_of_its_own_does_not() -> None:
-    own = """
+OWN_WAY = """
     def _setup_inference_only_model(args, role):
         return get_model(get_model_provider_func(args, role), wrap_with_ddp=False)
-    """
-    state, reason = verdict(f"{MODEL}.initialize_model_and_optimizer", INITIALIZE + own)
-    assert (state, "way of its own" in reason) == ("not needed", True)
-
-
-def test_a_framework_that_wraps_in_ddp_itself_has_no_such_way() -> None:
-    own = """
+"""
+WRAPS_ITSELF = """
     def setup_model_and_optimizer(args, role="actor"):
         model = get_model(get_model_provider_func(args, role), wrap_with_ddp=False)
         model = [DDP(config, ddp_config, chunk) for chunk in model]
-    """
-    assert verdict(f"{MODEL}.initialize_model_and_optimizer", INITIALIZE + own)[0] == "fits"
-
-
-def test_a_framework_with_one_model_needs_nothing() -> None:
-    source = "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)"
-    state, reason = verdict(f"{MODEL}.initialize_model_and_optimizer", source)
-    assert (state, reason) == ("not needed", "it builds one model, and that one trains")
-
-
-def test_a_framework_that_names_roles_otherwise_has_drifted() -> None:
-    source = "def initialize_model_and_optimizer(args, model_name): ..."
-    assert verdict(f"{MODEL}.initialize_model_and_optimizer", source) == (
-        "drifted",
-        "it no longer takes role",
-    )
+"""
 
 
 @pytest.mark.parametrize(
-    ("body", "state"),
-    [("if args.num_rollout == 0: return model, None, None", "fits"), ("return model", "not needed")],
-)
-def test_evaluation_only(body: str, state: str) -> None:
-    source = f"def setup_model_and_optimizer(args, role='actor'):\n    {body}"
-    assert verdict(f"{MODEL}.setup_model_and_optimizer", source)[0] == state
-
-
-@pytest.mark.parametrize(
-    ("call", "state"),
+    ("source", "expected"),
     [
-        ("get_model(model, ddp)", "fits"),
-        ("get_model(model, ddp, wrap_with_ddp=load_optimizer)", "not needed"),
+        (INITIALIZE, "fits"),
+        (INITIALIZE + OWN_WAY, "not needed: way of its own"),
+        (INITIALIZE + WRAPS_ITSELF, "fits"),
+        (
+            "def initialize_model_and_optimizer(args): return setup_model_and_optimizer(args)",
+            "not needed: it builds one model, and that one trains",
+        ),
+        (
+            "def initialize_model_and_optimizer(args, model_name): ...",
+            "drifted: it no longer takes role",
+        ),
     ],
 )
-@pytest.mark.parametrize("function", ["setup_reference_model_state", "setup_model_and_optimizer"])
-def test_nemo_rl(function: str, call: str, state: str) -> None:
-    source = f"def {function}(config, load_optimizer=True):\n    model = {call}"
-    assert verdict(f"nemo_rl.models.megatron.setup.{function}", source)[0] == state
+def test_frameworks_that_build_roles(source: str, expected: str) -> None:
+    assert_judged(patch, f"{SLIME}.initialize_model_and_optimizer", source, expected)
 
 
-def test_areal() -> None:
-    target = "areal.engine.megatron_engine.MegatronEngine.initialize"
-    body = "self.model = make_mcore_model(mcore_config=self.mcore_config)"
-    assert verdict(target, f"def initialize(self, addr):\n    {body}")[0] == "fits"
-    decides = f"self.mcore_config.wrap_with_ddp = self.optimizer_config is not None\n    {body}"
-    assert verdict(target, f"def initialize(self, addr):\n    {decides}")[0] == "not needed"
+ROLE = "args, role='actor'"
+DDP = "return get_model(model, ddp{})"
+OWN_DDP = DDP.format(", wrap_with_ddp=load_optimizer")
+MAKE = "self.model = make_mcore_model(mcore_config=self.mcore_config)"
+DECIDES = "self.mcore_config.wrap_with_ddp = self.optimizer_config is not None"
+
+
+@pytest.mark.parametrize(
+    ("target", "parameters", "body", "state"),
+    [
+        (f"{SLIME}.setup_model_and_optimizer", ROLE, "return None if args.num_rollout == 0 else 1", "fits"),
+        (f"{SLIME}.setup_model_and_optimizer", ROLE, "return model", "not needed"),
+        *(
+            (f"{NEMO_RL}.{function}", "config, load_optimizer=True", body, state)
+            for function in ("setup_reference_model_state", "setup_model_and_optimizer")
+            for body, state in ((DDP.format(""), "fits"), (OWN_DDP, "not needed"))
+        ),
+        ("areal.engine.megatron_engine.MegatronEngine.initialize", "self, addr", MAKE, "fits"),
+        (
+            "areal.engine.megatron_engine.MegatronEngine.initialize",
+            "self, addr",
+            f"{DECIDES}\n    {MAKE}",
+            "not needed",
+        ),
+    ],
+)
+def test_frameworks_may_leave_ddp_out_themselves(target: str, parameters: str, body: str, state: str) -> None:
+    assert_judged(patch, target, f"def {target.rpartition('.')[2]}({parameters}):\n    {body}", state)
 
 
 def test_every_role_site_is_there_whatever_the_roles() -> None:

@@ -3,186 +3,156 @@
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 
 import pytest
 
 from megatron_rl_patches import Settings
 from megatron_rl_patches.patches.reentrant_train import patch
 
-from .judging import judged
+from .judging import assert_judged
 
-verdict = partial(judged, patch)
-
-FITS = ("fits", "has the bug that the patch fixes")
-
-
-DISABLE = (
-    "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.disable_forward_pre_hook"
-)
-ENABLE = DISABLE.replace("disable_", "enable_")
-
-
-def test_disable_as_upstream_has_it_is_needed() -> None:
-    source = """
-        def disable_forward_pre_hook(self, param_sync: bool = True):
-            assert self.use_forward_hook
-            for module in self.module.modules():
-                self.remove_forward_pre_hook_handles[module].remove()
-                del self.remove_forward_pre_hook_handles[module]
-            if param_sync:
-                self.start_param_sync(force_sync=True)
-    """
-    assert verdict(DISABLE, source) == FITS
+DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+TRAINING = "megatron.training.training"
+SLIME = "slime.backends.megatron_utils.model"
+VERL = "verl.utils.megatron_utils.register_megatron_training_hooks"
+FITS = "fits: has the bug that the patch fixes"
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("parameters", "body", "expected"),
     [
-        "for handle in self.remove_forward_pre_hook_handles.values(): handle.remove()",
-        """
+        (
+            "self, param_sync: bool = True",
+            """
+            assert self.use_forward_hook
+            for module in self.module.modules():
+                self.remove_forward_pre_hook_handles[module].remove()
+            """,
+            FITS,
+        ),
+        (
+            "self, param_sync=True",
+            "for handle in self.remove_forward_pre_hook_handles.values(): handle.remove()",
+            "not needed",
+        ),
+        (
+            "self, param_sync=True",
+            """
             if not self.remove_forward_pre_hook_handles:
                 return
             for module in self.module.modules():
                 self.remove_forward_pre_hook_handles[module].remove()
-        """,
-        """
+            """,
+            "not needed",
+        ),
+        (
+            "self, param_sync=True",
+            """
             for module in self.module.modules():
                 if module in self.remove_forward_pre_hook_handles:
                     self.remove_forward_pre_hook_handles[module].remove()
-        """,
-    ],
-)
-def test_disable_mended_upstream_is_not_needed(body: str) -> None:
-    source = "def disable_forward_pre_hook(self, param_sync=True):\n" + textwrap.indent(
-        textwrap.dedent(body), "    "
-    )
-    assert verdict(DISABLE, source)[0] == "not needed"
-
-
-def test_disable_without_the_parameter_is_drift() -> None:
-    source = """
-        def disable_forward_pre_hook(self):
-            assert self.use_forward_hook
+            """,
+            "not needed",
+        ),
+        (
+            "self",
+            """
             for module in self.module.modules():
                 del self.remove_forward_pre_hook_handles[module]
-    """
-    assert verdict(DISABLE, source) == ("drifted", "it no longer takes param_sync")
+            """,
+            "drifted: it no longer takes param_sync",
+        ),
+    ],
+)
+def test_disable(parameters: str, body: str, expected: str) -> None:
+    body = textwrap.indent(textwrap.dedent(body), "    ")
+    source = f"def disable_forward_pre_hook({parameters}):\n{body}"
+    assert_judged(patch, f"{DDP}.disable_forward_pre_hook", source, expected)
 
 
-def test_enable() -> None:
-    asserting = """
-        def enable_forward_pre_hook(self):
-            assert self.use_forward_hook
-            assert len(self.remove_forward_pre_hook_handles) == 0
-    """
-    assert verdict(ENABLE, asserting) == FITS
-    mended = """
-        def enable_forward_pre_hook(self):
-            assert self.use_forward_hook
-            if self.remove_forward_pre_hook_handles:
-                return
-    """
-    assert verdict(ENABLE, mended)[0] == "not needed"
+ENABLE = "def enable_forward_pre_hook(self):\n    assert self.use_forward_hook\n    {}"
+TRAIN = """
+def train(rollout_id, model, optimizer, opt_param_scheduler):
+    if overlap{condition}:
+        {asserts}config.no_sync_func = [chunk.no_sync for chunk in model]
+"""
+GUARDED = TRAIN.format(condition=" and config.no_sync_func is None", asserts="")
+CLEARS = """
+    try:
+        train_one_step(model)
+    finally:
+        config.no_sync_func = None
+"""
+SAVE = """
+def save(iteration, model, optimizer, opt_param_scheduler):
+    disable_forward_pre_hook(model)
+    {}
+        save_checkpoint(model)
+    {}
+        enable_forward_pre_hook(model)
+"""
+TIMED_SAVE = """
+def save_checkpoint_and_time(iteration, model):
+    force_param_sync(model)
+"""
+LOG = "def training_log(total_loss_dict, iteration, is_first_iteration=False):\n    should_reset = {}"
+VERL_HOOKS = """
+def register_megatron_training_hooks(model, optimizer):
+    for one_model in model:
+        assert config.no_sync_func is None
+"""
 
 
-@pytest.mark.parametrize("framework", ["slime", "vime", "miles"])
-def test_train_with_the_assertion_is_needed_and_without_it_is_not(framework: str) -> None:
-    target = f"{framework}.backends.megatron_utils.model.train"
-    needed = """
-        def train(rollout_id, model, optimizer, opt_param_scheduler):
-            if overlap:
-                assert config.no_sync_func is None, "must be None"
-                config.no_sync_func = [chunk.no_sync for chunk in model]
-    """
-    assert verdict(target, needed) == FITS
-    guarded = """
-        def train(rollout_id, model, optimizer, opt_param_scheduler):
-            if overlap and config.no_sync_func is None:
-                config.no_sync_func = [chunk.no_sync for chunk in model]
-    """
-    assert verdict(target, guarded) == FITS  # an exception still leaves everything behind
-    mended = (
-        guarded
-        + """
-            try:
-                train_one_step(model)
-            finally:
-                config.no_sync_func = None
-    """
-    )
-    assert verdict(target, mended)[0] == "not needed"
-
-
-def test_save_is_needed_until_it_restores_the_hooks() -> None:
-    target = "slime.backends.megatron_utils.model.save"
-    plain = """
-        def save(iteration, model, optimizer, opt_param_scheduler):
-            disable_forward_pre_hook(model)
-            save_checkpoint(model)
-            enable_forward_pre_hook(model)
-    """
-    assert verdict(target, plain) == FITS
-    safe = """
-        def save(iteration, model, optimizer, opt_param_scheduler):
-            disable_forward_pre_hook(model)
-            try:
-                save_checkpoint(model)
-            finally:
-                enable_forward_pre_hook(model)
-    """
-    assert verdict(target, safe)[0] == "not needed"
-
-
-def test_megatron_save_is_needed_for_the_timer_alone() -> None:
-    target = "megatron.training.training.save_checkpoint_and_time"
-    source = """
-        def save_checkpoint_and_time(iteration, model):
-            timers('interval-time').stop()
-            force_param_sync(model)
-            timers('interval-time', log_level=0).start(barrier=True)
-    """
-    assert verdict(target, source) == FITS
-    source = """
-        def save_checkpoint_and_time(iteration, model):
-            force_param_sync(model)
-    """
-    assert verdict(target, source) == ("not needed", "it does not switch forward pre-hooks")
-
-
-def test_megatron_log_is_needed_while_a_first_iteration_ends_no_interval() -> None:
-    target = "megatron.training.training.training_log"
-    source = "def training_log(total_loss_dict, iteration, is_first_iteration=False):\n    should_reset = {}"
-    assert verdict(target, source.format("not is_first_iteration")) == FITS
-    mended = source.format("not is_first_iteration or iteration % args.log_interval == 0")
-    assert verdict(target, mended)[0] == "not needed"
-    assert verdict(target, "def training_log(total_loss_dict, iteration): pass")[0] == "not needed"  # to 0.15
-    assert verdict(target, "def train(): pass")[0] == "not needed"
-    assert verdict(target, "def train(): is_first_iteration = True")[0] == "missing"
-
-
-def test_verl_is_needed_while_it_asserts_once_per_chunk() -> None:
-    target = "verl.utils.megatron_utils.register_megatron_training_hooks"
-    needed = """
-        def register_megatron_training_hooks(model, optimizer):
-            for one_model in model:
-                if overlap:
-                    assert config.no_sync_func is None
-    """
-    assert verdict(target, needed) == FITS
-    mended = """
-        def register_megatron_training_hooks(model, optimizer):
-            assert config.no_sync_func is None
-            for one_model in model:
-                pass
-    """
-    assert verdict(target, mended)[0] == "not needed"
-
-
-def test_a_verl_that_does_not_install_the_function_yet_has_nothing_to_mend() -> None:
-    target = "verl.utils.megatron_utils.register_megatron_training_hooks"
-    assert verdict(target, "def get_model(): pass")[0] == "not needed"
-    assert verdict(target, "def register(config): config.no_sync_func = None")[0] == "missing"
+@pytest.mark.parametrize(
+    ("target", "source", "expected"),
+    [
+        (
+            f"{DDP}.enable_forward_pre_hook",
+            ENABLE.format("assert len(self.remove_forward_pre_hook_handles) == 0"),
+            FITS,
+        ),
+        (
+            f"{DDP}.enable_forward_pre_hook",
+            ENABLE.format("if self.remove_forward_pre_hook_handles: return"),
+            "not needed",
+        ),
+        *(
+            (f"{framework}.backends.megatron_utils.model.train", source, expected)
+            for framework in ("slime", "vime", "miles")
+            for source, expected in (
+                (TRAIN.format(condition="", asserts="assert config.no_sync_func is None; "), FITS),
+                (GUARDED, FITS),  # an exception still leaves everything behind
+                (GUARDED + CLEARS, "not needed"),
+            )
+        ),
+        (f"{SLIME}.save", SAVE.format("if model:", "if model:"), FITS),
+        (f"{SLIME}.save", SAVE.format("try:", "finally:"), "not needed"),
+        (f"{TRAINING}.save_checkpoint_and_time", f"{TIMED_SAVE}    timers('interval-time').stop()", FITS),
+        (
+            f"{TRAINING}.save_checkpoint_and_time",
+            TIMED_SAVE,
+            "not needed: it does not switch forward pre-hooks",
+        ),
+        # The first iteration of a call ends no interval.
+        (f"{TRAINING}.training_log", LOG.format("not is_first_iteration"), FITS),
+        (
+            f"{TRAINING}.training_log",
+            LOG.format("not is_first_iteration or iteration % args.log_interval == 0"),
+            "not needed",
+        ),
+        # Up to 0.15.
+        (f"{TRAINING}.training_log", "def training_log(total_loss_dict, iteration): pass", "not needed"),
+        (f"{TRAINING}.training_log", "def train(): pass", "not needed"),
+        (f"{TRAINING}.training_log", "def train(): is_first_iteration = True", "missing"),
+        # verl asserts once per chunk; before, it did not install the function.
+        (VERL, VERL_HOOKS, FITS),
+        (VERL, VERL_HOOKS.replace("for one_model in model", "if model"), "not needed"),
+        (VERL, "def get_model(): pass", "not needed"),
+        (VERL, "def register(config): config.no_sync_func = None", "missing"),
+    ],
+)
+def test_judgements(target: str, source: str, expected: str) -> None:
+    assert_judged(patch, target, source, expected)
 
 
 def test_train_functions_of_unknown_frameworks_are_sites() -> None:

@@ -6,29 +6,31 @@ import pytest
 
 from megatron_rl_patches.patches.router_replay import patch
 
-from .judging import judged
+from .judging import assert_judged
 
 SLIME = "slime.backends.megatron_utils.actor.MegatronTrainRayActor.train_actor"
 ROUTER = "megatron.core.transformer.moe.router.TopKRouter.__init__"
+CLEARS = "RoutingReplay.clear_all()"
 
 
 @pytest.mark.parametrize(
-    ("body", "state"),
+    ("target", "source", "state"),
     [
-        ("train(self.model)\n    RoutingReplay.clear_all()", "fits"),
-        ("try:\n        train(self.model)\n    finally:\n        RoutingReplay.clear_all()", "not needed"),
-        ("train(self.model)", "not needed"),
+        (SLIME, f"def train_actor(self, rollout_id):\n    train(self.model)\n    {CLEARS}", "fits"),
+        (
+            SLIME,
+            "def train_actor(self, rollout_id):\n"
+            f"    try:\n        train(self.model)\n    finally:\n        {CLEARS}",
+            "not needed",
+        ),
+        (SLIME, "def train_actor(self, rollout_id):\n    train(self.model)", "not needed"),
+        # A slime without replay needs no function that clears routes.
+        (SLIME, f"def train(self, rollout_id): {CLEARS}", "missing"),
+        (SLIME, "def train(self, rollout_id): ...", "not needed"),
+        # Old routers replay nothing.
+        (ROUTER, "def __init__(self, config): self.router_replay = None", "fits"),
+        (ROUTER, "def __init__(self, config): self.topk = None", "not needed"),
     ],
 )
-def test_slime_may_clear_its_routes_when_it_raises(body: str, state: str) -> None:
-    assert judged(patch, SLIME, f"def train_actor(self, rollout_id):\n    {body}")[0] == state
-
-
-@pytest.mark.parametrize(("body", "state"), [("RoutingReplay.clear_all()", "missing"), ("...", "not needed")])
-def test_slime_without_replay_needs_no_function_that_clears_routes(body: str, state: str) -> None:
-    assert judged(patch, SLIME, f"def train(self, rollout_id):\n    {body}")[0] == state
-
-
-@pytest.mark.parametrize(("attribute", "state"), [("router_replay", "fits"), ("topk", "not needed")])
-def test_old_routers_replay_nothing(attribute: str, state: str) -> None:
-    assert judged(patch, ROUTER, f"def __init__(self, config):\n    self.{attribute} = None")[0] == state
+def test_judgements(target: str, source: str, state: str) -> None:
+    assert_judged(patch, target, source, state)

@@ -12,7 +12,7 @@ from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import scheduler_resume
 from megatron_rl_patches.patches.scheduler_resume import patch
 
-from .judging import judged
+from .judging import assert_judged
 
 TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
 
@@ -29,12 +29,10 @@ TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
 def test_needed_where_the_scheduler_is_advanced(ending: str, state: str) -> None:
     source = f"""
         def initialize_model_and_optimizer(args, role="actor"):
-            model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
             iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler)
             {ending}
-            return model, optimizer, opt_param_scheduler, iteration
     """
-    assert judged(patch, TARGET, source)[0] == state
+    assert_judged(patch, TARGET, source, state)
 
 
 @pytest.fixture(autouse=True)
@@ -44,20 +42,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scheduler() -> SimpleNamespace:
     """Megatron's schedule, linear from 1 to 0 in 100 steps."""
-    made = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler(
-        SimpleNamespace(param_groups=[{"lr": None, "weight_decay": None, "max_lr": 1.0, "min_lr": 0.0}]),
-        init_lr=0.0,
-        max_lr=1.0,
-        min_lr=0.0,
-        lr_warmup_steps=0,
-        lr_decay_steps=100,
-        lr_decay_style="linear",
-        start_wd=0.0,
-        end_wd=1.0,
-        wd_incr_steps=100,
-        wd_incr_style="linear",
-    )
-    return made
+    groups = [{"lr": None, "weight_decay": None, "max_lr": 1.0, "min_lr": 0.0}]
+    linear = {"lr_decay_style": "linear", "wd_incr_style": "linear"}
+    rates = {"init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 1.0}
+    steps = {"lr_warmup_steps": 0, "lr_decay_steps": 100, "wd_incr_steps": 100}
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    return module.OptimizerParamScheduler(SimpleNamespace(param_groups=groups), **linear, **rates, **steps)
 
 
 def state_of(schedule: SimpleNamespace) -> tuple[int, float, float]:

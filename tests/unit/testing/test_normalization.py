@@ -52,10 +52,7 @@ def loss_func(microbatch: Any, logits: Any) -> None:
         ({"batch": samples((2, 3), (4, 3))}, "same number of unmasked tokens"),
         ({"splits": {"none": Split(dp=0)}}, "sizes must be positive, and they are .*dp=0"),
         ({"splits": {"many": Split(dp=2, microbatches=2)}}, "6 samples, and .*dp=2.* needs a multiple of 4"),
-        (
-            {"splits": {"more": Split(microbatches=7, even=False)}},
-            "a multiple of 7, or as many at least",
-        ),
+        ({"splits": {"more": Split(microbatches=7, even=False)}}, "a multiple of 7, or as many at least"),
     ],
 )
 def test_bad_input_is_refused_before_a_rank_starts(
