@@ -33,6 +33,10 @@ TOPK = 4
 
 
 def global_batch() -> list[dict[str, torch.Tensor]]:
+    """Return samples, with a teacher whose tails are next to nothing.
+
+    Frameworks that leave the tail out have the same gradient then.
+    """
     generator = torch.Generator().manual_seed(0)
     batch = []
     for number, (prompt, response) in enumerate(LENGTHS):
@@ -41,7 +45,9 @@ def global_batch() -> list[dict[str, torch.Tensor]]:
             mask[1] = 0  # the output of a tool
         if number in MASKED:
             mask.zero_()
-        ids, log_probs, tail = teacher_of(response, generator)
+        tail = torch.full((response,), 1e-6).log()
+        ids = torch.rand(response, VOCABULARY, generator=generator).topk(TOPK, dim=1).indices
+        teacher_logits = torch.randn(response, TOPK, generator=generator)
         batch.append(
             {
                 "tokens": torch.randint(VOCABULARY, (prompt + response,), generator=generator),
@@ -51,22 +57,11 @@ def global_batch() -> list[dict[str, torch.Tensor]]:
                 "values": torch.zeros(response),
                 "returns": torch.randn(response, generator=generator),
                 "teacher_ids": ids,
-                "teacher_log_probs": log_probs,
+                "teacher_log_probs": teacher_logits.log_softmax(1) + torch.log1p(-tail.exp())[:, None],
                 "teacher_tail": tail,
             }
         )
     return batch
-
-
-def teacher_of(tokens: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, log-probs and tails of a teacher, whose tails are next to nothing.
-
-    Frameworks that leave the tail out have the same gradient then.
-    """
-    ids = torch.rand(tokens, VOCABULARY, generator=generator).topk(TOPK, dim=1).indices
-    tail = torch.full((tokens,), 1e-6).log()
-    logits = torch.randn(tokens, TOPK, generator=generator)
-    return ids, logits.log_softmax(1) + torch.log1p(-tail.exp())[:, None], tail
 
 
 def layout_of(microbatch: Microbatch) -> SequenceLayout:
@@ -91,20 +86,17 @@ def of_package(
         masks = [sample["loss_mask"] for sample in microbatch.batch]
         microbatches = microbatch.num_microbatches * microbatch.split.dp
         normalizer = mean_count(masks, microbatches, options.normalization)
-    groups = {
-        "cp_group": parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None,
-        "normalizer": normalizer,
-    }
-    layout = layout_of(microbatch)
+    cp_group = parallel_state.get_context_parallel_group() if microbatch.split.cp > 1 else None
+    groups = {"cp_group": cp_group, "normalizer": normalizer}
+    layout, samples = layout_of(microbatch), microbatch.samples
     if isinstance(options, DistillationOptions):
-        masks = [sample["loss_mask"] for sample in microbatch.samples]
         names = ("teacher_ids", "teacher_log_probs", "teacher_tail")
-        teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in microbatch.samples]
-        batch = DistillationBatch([teacher], masks)
+        teacher = [TopKDistribution(*(sample[name] for name in names)) for sample in samples]
+        batch = DistillationBatch([teacher], [sample["loss_mask"] for sample in samples])
         return make_distillation_loss_func(layout, batch, options, **groups)(logits)
-    names = [name for name in ("advantages", "loss_mask", "old_log_probs") if name in microbatch.batch[0]]
-    columns = [[sample[name] for sample in microbatch.samples] for name in names]
-    tokens = [sample["tokens"] for sample in microbatch.samples]
+    names = ("advantages", "loss_mask", "old_log_probs")
+    columns = [[sample[name] for sample in samples] for name in names if name in microbatch.batch[0]]
+    tokens = [sample["tokens"] for sample in samples]
     return make_loss_func(tokens, layout, PolicyBatch(*columns), options, **groups)(logits)
 
 
@@ -127,46 +119,30 @@ def _per_token(of: str, microbatch: Microbatch, logits: torch.Tensor) -> tuple[t
     return (log_probs_nk.exp() * difference).sum(1), layout
 
 
-def _sums(
-    microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss and number of the tokens of this rank, and the number on all CP ranks."""
-    losses, layout = _per_token(of, microbatch, logits)
+def with_its_count(microbatch: Microbatch, logits: torch.Tensor, forgets_cp: bool = False) -> Any:
+    """Right: the sum, and its share of the number of tokens. Wrong: with the number of all CP ranks."""
+    losses, layout = _per_token("likelihood", microbatch, logits)
     whole = torch.cat([sample["loss_mask"] for sample in microbatch.samples])
     mask = whole[layout.response_index]
-    return (losses * mask).sum(), mask.sum(), whole.sum()
+    return (losses * mask).sum(), (whole if forgets_cp else mask).sum().int(), {}
 
 
-def over_the_step(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Right: the sum, and its share of the number of tokens."""
-    loss, count, _ = _sums(microbatch, logits)
-    return loss, count.int(), {}
+def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
+    """Wrong: the mean over a part of the batch, which Megatron averages over microbatches.
 
-
-def over_its_microbatch(microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
-    """Wrong: the mean over the microbatch, which Megatron averages over microbatches."""
-    loss, _, count = _sums(microbatch, logits, of)
-    return loss / count.clamp(min=1), {}
-
-
-def over_its_samples(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: means of the samples, divided by their number in the microbatch."""
-    losses, layout = _per_token("likelihood", microbatch, logits)
+    Args:
+        part: "microbatch"; "samples", the mean of the means of its samples; or "rank", where each CP rank
+            averages over its own tokens, so that tokens of one sample weigh differently.
+    """
+    losses, layout = _per_token(of, microbatch, logits)
     masks = [sample["loss_mask"] for sample in microbatch.samples]
-    weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
-    return (losses * weights).sum() / len(masks), {}
-
-
-def without_context_parallelism(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: the sum of this CP rank with the number of tokens of all."""
-    loss, _, count = _sums(microbatch, logits)
-    return loss, count.int(), {}
-
-
-def over_its_rank(microbatch: Microbatch, logits: torch.Tensor) -> Any:
-    """Wrong: each CP rank averages over its own tokens, so tokens of one sample weigh differently."""
-    loss, count, _ = _sums(microbatch, logits)
-    return loss / count.clamp(min=1) / microbatch.split.cp, {}
+    whole = torch.cat(masks)
+    mask = whole[layout.response_index]
+    if part == "samples":
+        weights = torch.cat([mask / mask.sum().clamp(min=1) for mask in masks])[layout.response_index]
+        return (losses * weights).sum() / len(masks), {}
+    count = whole.sum() if part == "microbatch" else mask.sum() * microbatch.split.cp
+    return (losses * mask).sum() / count.clamp(min=1), {}
 
 
 def of_nothing(microbatch: Microbatch, logits: torch.Tensor) -> Any:

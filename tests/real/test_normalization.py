@@ -34,51 +34,44 @@ def test_own_losses_weigh_the_same(options: Any, normalization: Any, calculate_p
 @pytest.mark.slow
 def test_a_sum_with_its_count_needs_the_setting() -> None:
     """As the warning of ``reentrant-train`` says."""
-    assert check_normalization(
-        losses.over_the_step, losses.global_batch(), calculate_per_token_loss=True
-    ).same
-    assert check_normalization(losses.over_the_step, losses.global_batch()).different == list(SPLITS)
+    batch = losses.global_batch()
+    assert check_normalization(losses.with_its_count, batch, calculate_per_token_loss=True).same
+    assert check_normalization(losses.with_its_count, batch).different == list(SPLITS)
 
 
-@pytest.mark.parametrize("of", ["likelihood", "value", "distillation"])
-def test_a_mean_over_the_microbatch(of: str) -> None:
-    loss_func = partial(losses.over_its_microbatch, of=of)
-    report = check_normalization(loss_func, losses.global_batch(), ONE_RANK)
-    assert report.different == list(ONE_RANK)
+SAMPLES = ["uneven microbatches"]  # The others have the same number of samples each.
 
 
-def test_a_mean_over_the_samples_of_the_microbatch() -> None:
-    """Which shows where microbatches have different numbers of samples alone."""
-    report = check_normalization(losses.over_its_samples, losses.global_batch(), ONE_RANK)
-    assert report.different == ["uneven microbatches"]
+@pytest.mark.parametrize(
+    ("loss_func", "splits", "different"),
+    [
+        *(
+            (partial(losses.mean_over, "microbatch", of=of), ONE_RANK, list(ONE_RANK))
+            for of in ("likelihood", "value", "distillation")
+        ),
+        (partial(losses.mean_over, "samples"), ONE_RANK, SAMPLES),
+        pytest.param(partial(losses.mean_over, "rank"), ONLY_CP, ["CP 2"], marks=pytest.mark.slow),
+    ],
+)
+def test_means_over_a_part_of_the_batch(loss_func: Any, splits: Any, different: list[str]) -> None:
+    assert check_normalization(loss_func, losses.global_batch(), splits).different == different
 
 
 @pytest.mark.parametrize("calculate_per_token_loss", [True, False])
 def test_context_parallelism_that_is_forgotten(calculate_per_token_loss: bool) -> None:
-    report = check_normalization(
-        losses.without_context_parallelism,
-        losses.global_batch(),
-        ONLY_CP,
-        calculate_per_token_loss=calculate_per_token_loss,
-    )
+    forgetful = partial(losses.with_its_count, forgets_cp=True)
+    batch = losses.global_batch()
+    report = check_normalization(forgetful, batch, ONLY_CP, calculate_per_token_loss=calculate_per_token_loss)
     assert report.differences == {"CP 2": pytest.approx(0.5, rel=1e-4)}
-
-
-@pytest.mark.slow
-def test_a_mean_over_the_tokens_of_a_rank() -> None:
-    """Tokens of one sample weigh differently."""
-    report = check_normalization(losses.over_its_rank, losses.global_batch(), ONLY_CP)
-    assert report.different == ["CP 2"]
 
 
 @pytest.mark.slow
 def test_a_train_step() -> None:
     """One that forgets microbatches after the first, so that some samples have no weight."""
     split = {"2 microbatches": Split(microbatches=2)}
-    report = check_normalization(losses.train_step, losses.global_batch(), split, is_train_step=True)
-    assert report.same, report
-    report = check_normalization(losses.half_a_train_step, losses.global_batch(), split, is_train_step=True)
-    assert not report.same
+    for step, same in ((losses.train_step, True), (losses.half_a_train_step, False)):
+        report = check_normalization(step, losses.global_batch(), split, is_train_step=True)
+        assert report.same is same, report
 
 
 def test_a_loss_of_nothing() -> None:

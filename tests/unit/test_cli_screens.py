@@ -78,12 +78,9 @@ def test_where_the_variable_does_not_reach_is_shown_where_it_does_not_fire() -> 
     assert not any("python -S" in line for line in screen(show_diagnosis, replace(dead, selected=())))
 
 
-def test_problems_with_one_remedy_share_it() -> None:
+def test_problems_with_one_remedy_share_it_and_the_line_to_copy_is_not_broken() -> None:
     problems = [Problem("one", "unset A"), Problem("two", "unset B"), Problem("three", "unset A")]
     assert screen(show_problems, problems)[1:] == ["- one", "- three", "  unset A", "- two", "  unset B"]
-
-
-def test_the_line_to_copy_is_not_broken() -> None:
     remedy = "export MEGATRON_RL_PATCHES=all,-inference-only,-lean-head,-lean-loss"
     assert f"  {remedy}" in screen(show_problems, [Problem("why", remedy)], width=40, terminal=True)
 

@@ -25,8 +25,6 @@ from tests.lab.conformance.runs import Change, Result
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the patches have changed no outcome, and 1 otherwise; usage errors exit with 2."""
     options = _options(arguments)
-    # End on SIGTERM as on Ctrl-C, which ends the tests' own process, too.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     checkout, file, hang_after = options.checkout, options.results, options.hang_after
     changed: list[Change] = []
     differed_once: list[Change] = []
@@ -128,4 +126,6 @@ def _as_dict(change: Change) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    # End on SIGTERM as on Ctrl-C, which ends the tests' own process, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

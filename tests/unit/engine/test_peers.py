@@ -84,6 +84,7 @@ def target() -> tuple[str, str]:
     return site.state, site.reason
 
 
+REPLACING = f"{__name__}.replacing.<locals>.<lambda>"
 UNDER = f"in place, under code of {__name__}; in force only if that calls what it wraps"
 
 
@@ -100,10 +101,10 @@ def test_liger(world: tuple[Any, Any], is_first: bool) -> None:
         apply()
         assert results(world) == [ours("replaced"), PLAIN, PLAIN]  # Liger has no copies, so nobody has
         reason = f"in place, but not in {actor.__name__}, with a function that another package has replaced"
-        assert target() == ("applied", reason)
     else:
         assert results(world) == ["replaced", ours(PLAIN), ours(PLAIN)]
-        assert target() == ("applied", UNDER)
+        reason = UNDER
+    assert target() == ("applied", reason)
     revert()
     assert results(world) == ["replaced", PLAIN, PLAIN]
     assert (id(model.train), id(model.save)) == before
@@ -118,9 +119,7 @@ def test_mindspeed_replaces_before(world: tuple[Any, Any]) -> None:
     for _ in range(2):
         apply()
         state, reason = next((s.state, s.reason) for s in status() if s.patch == "tagging")
-        assert state == "conflict" and reason.startswith(
-            f"replaced by {__name__}.replacing.<locals>.<lambda>"
-        )
+        assert state == "conflict" and reason.startswith(f"replaced by {REPLACING}")
         with pytest.raises(PatchError, match="put this patch in place before it"):
             apply("tagging")
         assert results(world) == ["replaced", "replaced", PLAIN]
@@ -139,8 +138,8 @@ def test_mindspeed_replaces_after(world: tuple[Any, Any]) -> None:
     for _ in range(2):
         # A copy under another name is one that MindSpeed does not look for.
         assert results(world) == ["replaced", "replaced", ours(PLAIN)]
-        overwritten = f"overwritten by {__name__}.replacing.<locals>.<lambda>"
-        assert target() == ("lost", f"{overwritten}; in force only if that calls what it replaced")
+        only_if = "in force only if that calls what it replaced"
+        assert target() == ("lost", f"overwritten by {REPLACING}; {only_if}")
         apply()
     revert()
     assert results(world) == ["replaced", "replaced", PLAIN]

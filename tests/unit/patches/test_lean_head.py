@@ -13,46 +13,33 @@ from megatron_rl_patches.patches.lean_head import patch
 
 MODEL = "megatron.core.models.gpt.gpt_model.GPTModel.forward"
 SLIME = "slime.backends.megatron_utils.loss.get_log_probs_and_entropy"
+FRAMEWORKS, MATERIALIZED = ("slime", "verl"), "the logits are materialized"
 VERL = "verl.utils.megatron.tensor_parallel.vocab_parallel_log_probs_from_logits"
 
 
-def statuses(**states: Any) -> list[SiteStatus]:
-    sites = [
-        ("lean-head", "megatron.core", MODEL),
-        ("lean-loss", "slime", SLIME),
-        ("lean-loss", "verl", VERL),
-    ]
-    return [
-        SiteStatus(name, framework, target, states.get(framework.partition(".")[0], "fits"), "why")
-        for name, framework, target in sites
-    ]
-
-
 @pytest.mark.parametrize(
-    ("states", "notes"),
+    ("model", "slime", "verl", "notes"),
     [
+        ("fits", "fits", "fits", [f"{name}: its losses compute the logits in tiles" for name in FRAMEWORKS]),
+        ("fits", "drifted", "absent", [f"slime: {MATERIALIZED}: lean-loss: {SLIME}: drifted: why"]),
+        ("missing", "absent", "fits", [f"verl: {MATERIALIZED}: lean-head: {MODEL}: missing: why"]),
         (
-            {},
-            ["slime: its losses compute the logits in tiles", "verl: its losses compute the logits in tiles"],
+            "fits",
+            "absent",
+            "absent",
+            [f"{MATERIALIZED}, but for losses of this package; no others are known"],
         ),
-        (
-            {"slime": "drifted", "verl": "absent"},
-            [f"slime: the logits are materialized: lean-loss: {SLIME}: drifted: why"],
-        ),
-        (
-            {"megatron": "missing", "slime": "absent"},
-            [f"verl: the logits are materialized: lean-head: {MODEL}: missing: why"],
-        ),
-        (
-            {"slime": "absent", "verl": "absent"},
-            ["the logits are materialized, but for losses of this package; no others are known"],
-        ),
-        ({"megatron": "absent", "slime": "absent", "verl": "absent"}, []),
+        ("absent", "absent", "absent", []),
     ],
 )
-def test_whether_the_logits_are_materialized(states: dict[str, str], notes: list[str]) -> None:
+def test_whether_the_logits_are_materialized(model: Any, slime: Any, verl: Any, notes: list[str]) -> None:
+    statuses = [
+        SiteStatus("lean-head", "megatron.core", MODEL, model, "why"),
+        SiteStatus("lean-loss", "slime", SLIME, slime, "why"),
+        SiteStatus("lean-loss", "verl", VERL, verl, "why"),
+    ]
     assert patch.notes is not None
-    assert patch.notes(statuses(**states)) == notes
+    assert patch.notes(statuses) == notes
 
 
 def test_a_model_without_an_output_layer_computes_its_own_loss() -> None:

@@ -42,6 +42,16 @@ def test_redistribution(target: str, requires_grad: str, state: str) -> None:
     assert_judged(patch, target, f"def {target.rpartition('.')[2]}(res, *, args): {body}", state)
 
 
+SCORING = "def calculate_log_probs_and_entropy({}): ..."
+OPTIONS = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
+LOG_PROBS = "def compute_log_probs(logits, tokens, process_group):\n    return "
+CLONING = """
+def _lm_head_logits_processor(self, logits, label, *, calculate_entropy, distillation_only):
+    return vocab_parallel_log_probs_from_logits({}, label)
+"""
+CROSS_ENTROPY = "fused_vocab_parallel_cross_entropy"
+
+
 @pytest.mark.parametrize(
     ("target", "source", "expected"),
     [
@@ -55,37 +65,16 @@ def test_redistribution(target: str, requires_grad: str, state: str) -> None:
             "def loss_function(args): ...",
             "not needed: does not contain allgather_cp",
         ),
-        # The first slime scores in the module of its loss.
+        # The first slime scores in the module of its loss; then come three eras.
         (SCORES, "def compute_log_probs(logits): ...", "not needed"),
-        (SCORES, "def calculate_log_probs_and_entropy(hidden, weight, tokens): ...", "drifted"),
-        *(
-            (SCORES, f"def calculate_log_probs_and_entropy(logits, tokens, tp_group, {options}): ...", "fits")
-            for options in (
-                "with_entropy=False, chunk_size=-1",
-                "with_entropy=False, chunk_size=-1, need_entropy_grad=False",
-                "with_entropy=False, chunk_size=-1, log_prob_keep_mask=None, with_entropy_grad=True",
-            )
-        ),
-        *(
-            (
-                f"{PPO_UTILS}.compute_log_probs",
-                f"def compute_log_probs(logits, tokens, process_group):\n    return {body}",
-                state,
-            )
-            for body, state in (
-                ("-fused_vocab_parallel_cross_entropy(logits, tokens)", "fits"),
-                ("0\nother = fused_vocab_parallel_cross_entropy", "drifted"),
-            )
-        ),
-        *(
-            (
-                ENGINE,
-                "def _lm_head_logits_processor(self, logits, label, *, calculate_entropy, distillation_only):"
-                f"\n    return vocab_parallel_log_probs_from_logits({kept}, label)",
-                state,
-            )
-            for kept, state in (("logits.clone()", "fits"), ("logits", "not needed"))
-        ),
+        (SCORES, SCORING.format(OPTIONS), "fits"),
+        (SCORES, SCORING.format(f"{OPTIONS}, need_entropy_grad=False"), "fits"),
+        (SCORES, SCORING.format(f"{OPTIONS}, log_prob_keep_mask=None, with_entropy_grad=True"), "fits"),
+        (SCORES, SCORING.format("hidden, weight, tokens"), "drifted"),
+        (f"{PPO_UTILS}.compute_log_probs", f"{LOG_PROBS}-{CROSS_ENTROPY}(logits, tokens)", "fits"),
+        (f"{PPO_UTILS}.compute_log_probs", f"{LOG_PROBS}0\nother = {CROSS_ENTROPY}", "drifted"),
+        (ENGINE, CLONING.format("logits.clone()"), "fits"),
+        (ENGINE, CLONING.format("logits"), "not needed"),
     ],
 )
 def test_other_shapes(target: str, source: str, expected: str) -> None:

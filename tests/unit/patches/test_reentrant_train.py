@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
 from megatron_rl_patches import Settings
@@ -12,65 +10,39 @@ from megatron_rl_patches.patches.reentrant_train import patch
 from .judging import assert_judged
 
 DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
-TRAINING = "megatron.training.training"
+TIMED = "megatron.training.training.save_checkpoint_and_time"
+LOGS = "megatron.training.training.training_log"
 SLIME = "slime.backends.megatron_utils.model"
 VERL = "verl.utils.megatron_utils.register_megatron_training_hooks"
 FITS = "fits: has the bug that the patch fixes"
 
 
+HANDLES = "self.remove_forward_pre_hook_handles"
+ONE = f"{HANDLES}[module].remove()"
+REMOVES = f"for module in self.module.modules(): {ONE}"
+
+
 @pytest.mark.parametrize(
     ("parameters", "body", "expected"),
     [
-        (
-            "self, param_sync: bool = True",
-            """
-            assert self.use_forward_hook
-            for module in self.module.modules():
-                self.remove_forward_pre_hook_handles[module].remove()
-            """,
-            FITS,
-        ),
+        ("self, param_sync: bool = True", f"assert self.use_forward_hook\n    {REMOVES}", FITS),
+        ("self, param_sync=True", f"for handle in {HANDLES}.values(): handle.remove()", "not needed"),
+        ("self, param_sync=True", f"if not {HANDLES}: return\n    {REMOVES}", "not needed"),
         (
             "self, param_sync=True",
-            "for handle in self.remove_forward_pre_hook_handles.values(): handle.remove()",
+            f"for module in modules:\n        if module in {HANDLES}: {ONE}",
             "not needed",
         ),
-        (
-            "self, param_sync=True",
-            """
-            if not self.remove_forward_pre_hook_handles:
-                return
-            for module in self.module.modules():
-                self.remove_forward_pre_hook_handles[module].remove()
-            """,
-            "not needed",
-        ),
-        (
-            "self, param_sync=True",
-            """
-            for module in self.module.modules():
-                if module in self.remove_forward_pre_hook_handles:
-                    self.remove_forward_pre_hook_handles[module].remove()
-            """,
-            "not needed",
-        ),
-        (
-            "self",
-            """
-            for module in self.module.modules():
-                del self.remove_forward_pre_hook_handles[module]
-            """,
-            "drifted: it no longer takes param_sync",
-        ),
+        ("self", REMOVES, "drifted: it no longer takes param_sync"),
     ],
 )
 def test_disable(parameters: str, body: str, expected: str) -> None:
-    body = textwrap.indent(textwrap.dedent(body), "    ")
-    source = f"def disable_forward_pre_hook({parameters}):\n{body}"
+    source = f"def disable_forward_pre_hook({parameters}):\n    {body}"
     assert_judged(patch, f"{DDP}.disable_forward_pre_hook", source, expected)
 
 
 ENABLE = "def enable_forward_pre_hook(self):\n    assert self.use_forward_hook\n    {}"
+ENABLING = f"{DDP}.enable_forward_pre_hook"
 TRAIN = """
 def train(rollout_id, model, optimizer, opt_param_scheduler):
     if overlap{condition}:
@@ -106,16 +78,8 @@ def register_megatron_training_hooks(model, optimizer):
 @pytest.mark.parametrize(
     ("target", "source", "expected"),
     [
-        (
-            f"{DDP}.enable_forward_pre_hook",
-            ENABLE.format("assert len(self.remove_forward_pre_hook_handles) == 0"),
-            FITS,
-        ),
-        (
-            f"{DDP}.enable_forward_pre_hook",
-            ENABLE.format("if self.remove_forward_pre_hook_handles: return"),
-            "not needed",
-        ),
+        (ENABLING, ENABLE.format(f"assert len({HANDLES}) == 0"), FITS),
+        (ENABLING, ENABLE.format(f"if {HANDLES}: return"), "not needed"),
         *(
             (f"{framework}.backends.megatron_utils.model.train", source, expected)
             for framework in ("slime", "vime", "miles")
@@ -127,23 +91,15 @@ def register_megatron_training_hooks(model, optimizer):
         ),
         (f"{SLIME}.save", SAVE.format("if model:", "if model:"), FITS),
         (f"{SLIME}.save", SAVE.format("try:", "finally:"), "not needed"),
-        (f"{TRAINING}.save_checkpoint_and_time", f"{TIMED_SAVE}    timers('interval-time').stop()", FITS),
-        (
-            f"{TRAINING}.save_checkpoint_and_time",
-            TIMED_SAVE,
-            "not needed: it does not switch forward pre-hooks",
-        ),
+        (TIMED, f"{TIMED_SAVE}    timers('interval-time').stop()", FITS),
+        (TIMED, TIMED_SAVE, "not needed: it does not switch forward pre-hooks"),
         # The first iteration of a call ends no interval.
-        (f"{TRAINING}.training_log", LOG.format("not is_first_iteration"), FITS),
-        (
-            f"{TRAINING}.training_log",
-            LOG.format("not is_first_iteration or iteration % args.log_interval == 0"),
-            "not needed",
-        ),
+        (LOGS, LOG.format("not is_first_iteration"), FITS),
+        (LOGS, LOG.format("not is_first_iteration or iteration % args.log_interval == 0"), "not needed"),
         # Up to 0.15.
-        (f"{TRAINING}.training_log", "def training_log(total_loss_dict, iteration): pass", "not needed"),
-        (f"{TRAINING}.training_log", "def train(): pass", "not needed"),
-        (f"{TRAINING}.training_log", "def train(): is_first_iteration = True", "missing"),
+        (LOGS, "def training_log(total_loss_dict, iteration): pass", "not needed"),
+        (LOGS, "def train(): pass", "not needed"),
+        (LOGS, "def train(): is_first_iteration = True", "missing"),
         # verl asserts once per chunk; before, it did not install the function.
         (VERL, VERL_HOOKS, FITS),
         (VERL, VERL_HOOKS.replace("for one_model in model", "if model"), "not needed"),

@@ -13,17 +13,15 @@ ROUTER = "megatron.core.transformer.moe.router.TopKRouter.__init__"
 CLEARS = "RoutingReplay.clear_all()"
 
 
+TRAIN = "def train_actor(self, rollout_id):\n    "
+
+
 @pytest.mark.parametrize(
     ("target", "source", "state"),
     [
-        (SLIME, f"def train_actor(self, rollout_id):\n    train(self.model)\n    {CLEARS}", "fits"),
-        (
-            SLIME,
-            "def train_actor(self, rollout_id):\n"
-            f"    try:\n        train(self.model)\n    finally:\n        {CLEARS}",
-            "not needed",
-        ),
-        (SLIME, "def train_actor(self, rollout_id):\n    train(self.model)", "not needed"),
+        (SLIME, f"{TRAIN}train(self.model)\n    {CLEARS}", "fits"),
+        (SLIME, f"{TRAIN}try: train(self.model)\n    finally: {CLEARS}", "not needed"),
+        (SLIME, f"{TRAIN}train(self.model)", "not needed"),
         # A slime without replay needs no function that clears routes.
         (SLIME, f"def train(self, rollout_id): {CLEARS}", "missing"),
         (SLIME, "def train(self, rollout_id): ...", "not needed"),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
-from pytest_mock import MockerFixture
 
 from megatron_rl_patches import applied
 from megatron_rl_patches.errors import NonFiniteGradients
@@ -15,20 +13,15 @@ from megatron_rl_patches.reentry import finite_step
 from megatron_rl_patches.testing import MockConfig, MockDDP, MockDDPConfig, MockModule, MockOptimizer
 
 
-def test_a_forward_without_hooks_after_a_step_is_stale() -> None:
+def test_a_forward_without_hooks_after_a_step_is_stale_but_where_the_optimizer_gathers() -> None:
     ddp = MockDDP()
     ddp.disable_forward_pre_hook(param_sync=False)
-    MockOptimizer([ddp]).step()
-    ddp()
-    assert ddp.stale_forwards == 1
-
-
-def test_without_overlap_the_optimizer_gathers() -> None:
-    ddp = MockDDP(overlap_param_gather=False)
-    MockOptimizer([ddp]).step()
-    ddp()
-    assert ddp.stale_forwards == 0
-    assert ddp.calls == [("start_param_sync", {"force_sync": False, "force_dispatch": False})]
+    gathered = MockDDP(overlap_param_gather=False)
+    for chunk in (ddp, gathered):
+        MockOptimizer([chunk]).step()
+        chunk()
+    assert (ddp.stale_forwards, gathered.stale_forwards) == (1, 0)
+    assert gathered.calls == [("start_param_sync", {"force_sync": False, "force_dispatch": False})]
 
 
 def test_a_module_of_torch_trains_and_keeps_its_names() -> None:
@@ -55,26 +48,23 @@ def test_buckets() -> None:
     frozen = MockModule(MockModule(params=1), MockModule(params=1))
     next(frozen.parameters()).requires_grad = False
     assert len(MockDDP(module=frozen).bucket_groups) == 1
-
-
-@pytest.mark.parametrize("in_fp32", [True, False])
-def test_main_grad_has_the_dtype_that_gradients_are_reduced_in(in_fp32: bool) -> None:
-    ddp_config = MockDDPConfig(grad_reduce_in_fp32=in_fp32)
-    module = torch.nn.Linear(2, 1, bias=False).bfloat16()
-    MockDDP(MockConfig(), ddp_config, module)(torch.ones(1, 2).bfloat16()).sum().backward()
-    assert module.weight.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
-    assert module.weight.main_grad.sum() == 2
-
-
-def test_a_shared_parameter_is_in_one_bucket_group() -> None:
-    first, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
-    last.weight = first.weight
-    ddp = MockDDP(module=torch.nn.Sequential(first, last))
+    shared, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    last.weight = shared.weight
+    ddp = MockDDP(module=torch.nn.Sequential(shared, last))
     assert [len(group.params) for group in ddp.bucket_groups] == [1]
     for _ in range(2):
         ddp.zero_grad_buffer()
         ddp(torch.ones(1, 2)).sum().backward()
         ddp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+def test_main_grad_has_the_dtype_that_gradients_are_reduced_in(in_fp32: bool) -> None:
+    module = torch.nn.Linear(2, 1, bias=False).bfloat16()
+    ddp = MockDDP(MockConfig(), MockDDPConfig(grad_reduce_in_fp32=in_fp32), module)
+    ddp(torch.ones(1, 2).bfloat16()).sum().backward()
+    assert module.weight.main_grad.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert module.weight.main_grad.sum() == 2
 
 
 def test_optimizer() -> None:
@@ -144,27 +134,13 @@ def test_buffers_hold_gradients_and_parameters(distributed: bool) -> None:
             assert buffer.param_data is None
 
 
-def test_set_up_code_that_names_the_class(mocker: MockerFixture) -> None:
-    setup = ModuleType("setup")
-    exec(SETUP, vars(setup))
-    mocker.patch.multiple(setup, DDP=MockDDP, DistributedDataParallelConfig=MockDDPConfig)
-    model = setup.wrap([MockModule.tiny(), MockModule.tiny()], MockConfig())
-    assert [len(chunk.bucket_groups) for chunk in model] == [4, 1]
-    assert model[0].calls == [("broadcast_params", {})]
-
-
-SETUP = """
-DDP = DistributedDataParallelConfig = None  # as imported from Megatron
-
-def wrap(chunks, config):
-    ddp_config = DistributedDataParallelConfig(
-        overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
-    )
+def test_as_set_up_code_builds_it() -> None:
+    ddp_config = MockDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True)
     model = [
-        DDP(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0)
-        for index, chunk in enumerate(chunks)
+        MockDDP(config=MockConfig(), ddp_config=ddp_config, module=MockModule.tiny(), disable_bucketing=last)
+        for last in (False, True)
     ]
     for chunk in model:
         chunk.broadcast_params()
-    return model
-"""
+    assert [len(chunk.bucket_groups) for chunk in model] == [4, 1]
+    assert model[0].calls == [("broadcast_params", {})]

@@ -9,48 +9,38 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_rl_patches import MegatronRLPatchesError
 from megatron_rl_patches.testing import RanksFailed, spawn_ranks
 
 
-def sum_of_ranks(offset: int, *, scale: int = 1) -> tuple[int, dict[str, str]]:
-    import torch
-    import torch.distributed
-
-    total = torch.tensor(scale * torch.distributed.get_rank() + offset)
-    torch.distributed.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "INHERITED", "GIVEN")
+def on_a_rank(offset: int, *, scale: int = 1) -> tuple[int, int, dict[str, str]]:
+    total = torch.tensor(scale * dist.get_rank() + offset)
+    dist.all_reduce(total)
     assert torch.get_num_threads() == 1
-    return int(total), {name: os.environ[name] for name in names}
-
-
-def rendezvous_again() -> int:
-    import torch.distributed
-
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()  # or else a rank may be done, and gone, while another still connects to it
-    return torch.distributed.get_world_size()
+    # A rank may initialize torch.distributed itself.
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    dist.barrier()  # or else a rank may be done, and gone, while another still connects to it
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "INHERITED", "GIVEN")
+    return int(total), dist.get_world_size(), {name: os.environ[name] for name in names}
 
 
 def one_rank_raises() -> None:
-    import torch
-    import torch.distributed
-
-    if torch.distributed.get_rank() == 1:
+    if dist.get_rank() == 1:
         raise LookupError("the root cause")
-    torch.distributed.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1))
 
 
 def one_rank_is_stuck() -> None:
-    import torch.distributed
-
-    if torch.distributed.get_rank() == 1:
+    if dist.get_rank() == 1:
         waiting_for_godot()
 
 
@@ -79,22 +69,10 @@ def leave_a_thread() -> str:
 
 def test_results_come_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "yes")
-    results = spawn_ranks(sum_of_ranks, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=240)
-    assert [total for total, _ in results] == [22, 22]
-    assert [variables["RANK"] for _, variables in results] == ["0", "1"]
-    assert results[1][1] == {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "INHERITED": "yes",
-        "GIVEN": "too",
-    }
+    results = spawn_ranks(on_a_rank, 2, 10, scale=2, env={"GIVEN": "too"}, timeout=240)
+    ours = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "INHERITED": "yes", "GIVEN": "too"}
+    assert results == [(22, 2, {"RANK": rank, "LOCAL_RANK": rank, **ours}) for rank in "01"]
     assert "RANK" not in os.environ
-
-
-def test_a_rank_may_initialize_torch_distributed_itself() -> None:
-    assert spawn_ranks(rendezvous_again, 2, timeout=240) == [2, 2]
 
 
 def test_the_root_cause_comes_first() -> None:
@@ -129,15 +107,16 @@ def test_a_rank_does_not_wait_for_threads_that_it_leaves(patience: float) -> Non
     assert spawn_ranks(leave_a_thread, 1, timeout=patience) == ["done"]
 
 
-def test_a_crash_is_reported_with_its_stack() -> None:
-    with pytest.raises(RanksFailed, match="Segmentation fault") as error:
-        spawn_ranks(die_silently, 1, timeout=240)
-    assert "in die_silently" in str(error.value)
-
-
-def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
-    with pytest.raises(RanksFailed, match="pickle"):
-        spawn_ranks(unpicklable_result, 1, timeout=240)
+@pytest.mark.parametrize(
+    ("job", "messages"),
+    [(die_silently, ("Segmentation fault", "in die_silently")), (unpicklable_result, ("pickle",))],
+)
+def test_a_crash_is_reported_with_its_stack_and_so_is_a_result_that_cannot_travel(
+    job: Callable[[], object], messages: tuple[str, ...]
+) -> None:
+    with pytest.raises(RanksFailed) as error:
+        spawn_ranks(job, 1, timeout=240)
+    assert all(message in str(error.value) for message in messages)
 
 
 def test_no_process_outlives_the_call(tmp_path: Path, patience: float) -> None:
