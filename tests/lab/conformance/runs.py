@@ -90,9 +90,8 @@ def run(
 ) -> None:
     """Run tests of Megatron-LM at a number of ranks, and append what became of each to a file.
 
-    pytest runs in a process of its own, with the plugin ``conformance.plugin``; its
-    output goes to stderr. Tests for which ``results`` has a line already, at these ranks and patches, are
-    left out, so a run that was interrupted goes on where it was.
+    pytest runs in a process of its own, and its output goes to stderr. Tests for which ``results`` has a line
+    already, at these ranks and patches, are left out, so a run that was interrupted goes on where it was.
 
     Args:
         checkout: the folder of Megatron-LM.
@@ -123,14 +122,8 @@ def run(
         variables["PATH"] = os.pathsep.join([*own, variables.get("PATH", os.defpath)])
         before = filter(None, [variables.get("PYTHONPATH")])
         variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *before])
-        done = subprocess.run(
-            command,
-            cwd=checkout,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # the file descriptor of stderr
-            check=False,
-        )
+        # The file descriptor of stderr gets what goes to stdout.
+        done = subprocess.run(command, cwd=checkout, env=variables, stdin=subprocess.DEVNULL, stdout=2)
     if done.returncode not in (0, 1, 5):  # all tests passed, some failed, none was selected
         raise TestsNotRun(f"pytest ended with exit code {done.returncode}; its output above says why")
 

@@ -50,8 +50,9 @@ def test_configured(
     assert package.model.train("m") == PATCHED
     reason = f"patch 'broken' is left out: its function `configured` raised {shown}"
     assert caplog.messages == [f"megatron_rl_patches: {reason}"]
-    with pytest.raises(PatchError, match=reason):
-        apply("broken")
+    for must in (lambda: apply("broken"), lambda: apply(strict=True)):
+        with pytest.raises(PatchError, match=reason):
+            must()
 
 
 @EXITS

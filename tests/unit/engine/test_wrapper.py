@@ -131,11 +131,9 @@ def test_a_module_that_is_only_bytecode_in_a_zip_is_no_conflict(
     monkeypatch.syspath_prepend(tmp_path / "code.zip")
     engine["tagging"] = Patch("tagging", "")
     engine["tagging"].wrap("zipped", "train")(tag)
-    try:
-        apply()
-        assert importlib.import_module("zipped").train("m")[0] == "patched"
-    finally:
-        sys.modules.pop("zipped", None)
+    apply()
+    assert importlib.import_module("zipped").train("m")[0] == "patched"
+    monkeypatch.delitem(sys.modules, "zipped")
 
 
 def test_torch_compile_neither_breaks_nor_sees_the_layer(module: ModuleType) -> None:

@@ -16,15 +16,12 @@ import pytest
 import torch
 
 from megatron_rl_patches import PatchError, Settings, apply, revert, status
-from megatron_rl_patches.engine import installer, registry
+from megatron_rl_patches.engine import installer
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks.distillation_arguments import LOSS_PATH, LOSS_TYPE
 from megatron_rl_patches.frameworks.distillation_loss import placeholder_advantages, zero_reward
 
-from .judging import assert_judged
-
 NAME = "distillation"
-VERL_LOSS = "verl.trainer.distillation.megatron.losses.compute_forward_kl_topk"
 STAND_INS = Path(__file__).parents[2] / "frameworks" / "stand_in"
 Parse = Callable[..., Any]
 
@@ -146,25 +143,3 @@ def test_helpers_for_a_run_without_rewards() -> None:
     data = {"kl": [torch.ones(2), torch.ones(3)]}
     placeholder_advantages(SimpleNamespace(), data)
     assert [len(one) for one in data["advantages"]] == [2, 3] and not any(map(torch.any, data["returns"]))
-
-
-@pytest.mark.parametrize(
-    ("body", "parameters", "expected"),
-    [
-        ("_VocabParallelKLDivergence.apply(student)", "config, data_format", "fits"),
-        (
-            "_VocabParallelKLDivergence.apply(student, tail_log_prob)",
-            "config, data_format",
-            "not needed: verl counts the tail itself",
-        ),
-        ("_VocabParallelKLDivergence.apply(student)", "config", "drifted"),
-        ("topk_divergence(student)", "config, data_format", "drifted"),
-    ],
-)
-def test_how_verl_is_judged(body: str, parameters: str, expected: str) -> None:
-    source = f"""
-        def compute_forward_kl_topk(student_logits, teacher_topk_log_probs, teacher_topk_ids, {parameters}):
-            preprocess_thd_engine(teacher_topk_ids) or preprocess_bshd_engine(teacher_topk_ids)
-            return {body}
-    """
-    assert_judged(registry.patches()[NAME], VERL_LOSS, source, expected)

@@ -1,4 +1,4 @@
-"""``scheduler-resume``: its judgements, and its core on Megatron's scheduler."""
+"""The core of ``scheduler-resume`` on Megatron's scheduler."""
 
 from __future__ import annotations
 
@@ -10,29 +10,6 @@ import pytest
 
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.frameworks import scheduler_resume
-from megatron_rl_patches.patches.scheduler_resume import patch
-
-from .judging import assert_judged
-
-TARGET = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
-
-
-@pytest.mark.parametrize(
-    ("ending", "state"),
-    [
-        ("opt_param_scheduler.step(increment=iteration * args.global_batch_size)", "fits"),
-        ("if iteration > 0: opt_param_scheduler.step(increment=iteration)", "fits"),
-        ("optimizer.step()", "not needed"),
-        ("clear_memory()", "not needed"),
-    ],
-)
-def test_needed_where_the_scheduler_is_advanced(ending: str, state: str) -> None:
-    source = f"""
-        def initialize_model_and_optimizer(args, role="actor"):
-            iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler)
-            {ending}
-    """
-    assert_judged(patch, TARGET, source, state)
 
 
 @pytest.fixture(autouse=True)

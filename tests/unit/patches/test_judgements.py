@@ -1,0 +1,362 @@
+"""How the sites of patches are judged, on code in the shapes that upstream has or may have."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from megatron_rl_patches.engine import registry
+from megatron_rl_patches.engine.judge import judge
+from megatron_rl_patches.engine.target_source import from_source
+
+#: What stands in place of parameters where the text is that of the module, not of the function.
+MODULE = ""
+#: target, parameters of the function, its body (or the text of the module), state or "STATE: a reason".
+Case = tuple[str, str, str, str]
+FITS = "fits: has the bug that the patch fixes"
+
+DDP = "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel"
+MODEL = "slime.backends.megatron_utils.model"
+LOSS = "slime.backends.megatron_utils.loss"
+PPO_UTILS = "slime.utils.ppo_utils"
+MILES = "miles.backends.training_utils"
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+
+
+def expert_norm() -> list[Case]:
+    layers = "megatron.core.tensor_parallel.layers"
+    duplicate, copy = "param_is_not_tensor_parallel_duplicate", "copy_tensor_model_parallel_attributes"
+    module = f"def {duplicate}({{}}): ...\ndef {copy}(destination_tensor, source_tensor): ...\n"
+    optimizer = """
+        def _get_param_groups(model_chunks, config, config_overrides): ...
+        def _get_megatron_optimizer_based_on_param_groups(optimizer, group): optimizer.{} = group
+    """
+    groups = "megatron.core.optimizer._get_param_groups"
+    return [
+        *(
+            (f"{layers}.{name}", MODULE, module.format(parameters), state)
+            for name in (duplicate, copy)
+            for parameters, state in (
+                ("param", "fits"),  # up to 0.15
+                ("param, tp_group=None", "fits"),  # up to 0.18
+                ("param, tp_group=None, expert_tp_group=None", "not needed"),
+                ("p", "drifted" if name == duplicate else "fits"),
+            )
+        ),
+        (groups, MODULE, optimizer.format("tp_group"), "fits"),
+        (groups, MODULE, optimizer.format("expert_tp_group"), "not needed"),
+    ]
+
+
+def finite_loss() -> list[Case]:
+    kl = "return torch.clamp(log_ratio.exp() - 1, max=10)"  # clamped afterwards, so not bounded
+    policy = "args, batch, logits, sum_of_sample_mean"
+    difference = "old_log_probs - log_probs"
+    return [
+        *(
+            case
+            for utils in (PPO_UTILS, f"{MILES}.loss_hub.math_utils")
+            for case in (
+                *(
+                    (f"{utils}.compute_policy_loss", "ppo_kl, eps", body, expected)
+                    for body, expected in (
+                        ("ratio = (-ppo_kl).exp()\n    return ratio.clamp(1 - eps, 1 + eps)", "fits"),
+                        ("ratio = torch.exp(-ppo_kl)\n    return torch.clamp(ratio, 1 - eps)", "fits"),
+                        ("return torch.clamp(-ppo_kl, -20, 20).exp()", "not needed: bounds"),
+                        ("kl = (-ppo_kl).clip(max=20)\n    return kl.exp()", "not needed: bounds"),
+                        ("kl = _safe_clamp_log_ratio(-ppo_kl)\n    torch.exp(kl)", "not needed: bounds"),
+                        ("return _safe_exp(-ppo_kl)", "not needed: exponentiates nothing"),
+                    )
+                ),
+                (f"{utils}.compute_approx_kl", "log_probs, log_probs_base, kl_loss_type", kl, "fits"),
+                (f"{utils}.compute_approx_kl", "log_probs, ref, kl_loss_type", kl, "drifted"),
+            )
+        ),
+        *(
+            (f"{LOSS}.policy_loss_function", policy, f"return compute_policy_loss({ppo_kl}, 1)", state)
+            for ppo_kl, state in (
+                (difference, "fits"),
+                (f"torch.where(active, {difference}, 0.0)", "not needed"),
+                (f"({difference}).masked_fill(~active, 0.0)", "not needed"),
+            )
+        ),
+        # Releases without a value loss.
+        (f"{LOSS}.value_loss_function", MODULE, f"def policy_loss_function({policy}): ...", "not needed"),
+    ]
+
+
+def finite_step() -> list[Case]:
+    chained = "megatron.core.optimizer.optimizer.ChainedOptimizer.step"
+    slime, its = f"{MODEL}.train_one_step", "args, model, optimizer, opt_param_scheduler"
+    verl = f"{ENGINE}.MegatronEngine.optimizer_step"
+    nemo_rl = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorkerImpl.train"
+    norm = "grad_norm = self.get_grad_norm()\n    return (False if {} else self.step_with_ready_grads()), 0"
+    step = "update_successful, grad_norm, zeros = self.optimizer.step()\n    "
+    return [
+        (chained, "self", norm.format("found_inf"), "fits"),
+        (chained, "self", norm.format("math.isfinite(threshold) and grad_norm > threshold"), "fits"),
+        (chained, "self", norm.format("not math.isfinite(grad_norm)"), "not needed"),
+        (chained, "self", norm.format("math.isnan(grad_norm) or math.isinf(grad_norm)"), "not needed"),
+        (slime, its, f"{step}assert update_successful", "fits"),
+        (slime, its, f"{step}if update_successful: opt_param_scheduler.step(1)", "not needed"),
+        (verl, "self", f"{step}if not update_successful: raise NotImplementedError('failed')", "fits"),
+        (verl, "self", f"{step}if not update_successful: log(grad_norm)", "not needed"),
+        (nemo_rl, "self", f"{step}self.scheduler.step(increment=1)", "fits"),
+        (nemo_rl, "self", step, "not needed: it does not advance the schedule"),
+    ]
+
+
+def inference_only() -> list[Case]:
+    initialize = "initialize_model_and_optimizer"
+    builds = f"def {initialize}(args, role='actor'): return setup_model_and_optimizer(args, role)\n"
+    model = "model = get_model(get_model_provider_func(args, role), wrap_with_ddp=False)"
+    own_way = f"def _setup_inference_only_model(args, role):\n    return {model.partition(' = ')[2]}\n"
+    ddp = "model = [DDP(config, ddp_config, chunk) for chunk in model]"
+    wraps_itself = f"def setup_model_and_optimizer(args, role='actor'):\n    {model}\n    {ddp}\n"
+    role, setup = "args, role='actor'", f"{MODEL}.setup_model_and_optimizer"
+    areal = "areal.engine.megatron_engine.MegatronEngine.initialize"
+    make = "self.model = make_mcore_model(mcore_config=self.mcore_config)"
+    decides = "self.mcore_config.wrap_with_ddp = self.optimizer_config is not None"
+    return [
+        *(
+            (f"{MODEL}.{initialize}", MODULE, module, expected)
+            for module, expected in (
+                (builds, "fits"),
+                (builds + own_way, "not needed: way of its own"),
+                (builds + wraps_itself, "fits"),
+                (
+                    f"def {initialize}(args): return setup_model_and_optimizer(args)",
+                    "not needed: it builds one model, and that one trains",
+                ),
+                (f"def {initialize}(args, model_name): ...", "drifted: it no longer takes role"),
+            )
+        ),
+        (setup, role, "if args.num_rollout == 0: return model, None, None", "fits"),
+        (setup, role, "return model", "not needed"),
+        *(
+            (f"nemo_rl.models.megatron.setup.{name}", "config, load_optimizer=True", body, state)
+            for name in ("setup_reference_model_state", "setup_model_and_optimizer")
+            for body, state in (
+                ("model = get_model(model, ddp)", "fits"),
+                ("model = get_model(model, ddp, wrap_with_ddp=load_optimizer)", "not needed"),
+            )
+        ),
+        (areal, "self, addr", make, "fits"),
+        (areal, "self, addr", f"{decides}\n    {make}", "not needed"),
+    ]
+
+
+def lean_loss() -> list[Case]:
+    checkpoint = "if args.recompute_loss_function:\n        return "
+    entropy = "logits, tokens, tp_group, with_entropy=False, chunk_size=-1"
+    scores = f"{PPO_UTILS}.calculate_log_probs_and_entropy"
+    reduce = "dist.nn.all_reduce(torch.zeros(length, requires_grad={}))"
+    cross_entropy = "fused_vocab_parallel_cross_entropy"
+    verl = f"{ENGINE}.MegatronEngineWithLMHead._lm_head_logits_processor"
+    processor = "self, logits, label, *, calculate_entropy, distillation_only"
+    clones = "return vocab_parallel_log_probs_from_logits({}, label)"
+    return [
+        *(
+            (f"{module}.loss_function", "args, batch, logits", checkpoint + call, state)
+            for module in (LOSS, f"{MILES}.loss")
+            for call, state in (
+                ("checkpoint(func, args, batch, logits)", "fits"),
+                ("torch.utils.checkpoint.checkpoint(func, args, batch, logits)", "fits"),
+                ("checkpoint(func, args, batch, logits, use_reentrant=False)", "not needed"),
+                ("func(args, batch, logits)", "not needed"),
+            )
+        ),
+        (
+            f"{LOSS}.loss_function",
+            "args, batch, logits",
+            "return checkpoint(func, args) if args.recompute else 0",
+            "drifted: its body no longer uses recompute_loss_function",
+        ),
+        *(
+            (target, "res, *, args", reduce.format(requires_grad), state)
+            for target in (
+                f"{LOSS}._allgather_cp_redistribute",
+                f"{MILES}.cp_utils.allgather_cp_redistribute",
+            )
+            for requires_grad, state in (("True", "fits"), ("value.requires_grad", "not needed"))
+        ),
+        (
+            f"{LOSS}._allgather_cp_redistribute",
+            MODULE,
+            "def loss_function(args): ...",
+            "not needed: does not contain allgather_cp",
+        ),
+        # The first slime scores in the module of its loss; then come three eras.
+        (scores, MODULE, "def compute_log_probs(logits): ...", "not needed"),
+        (scores, entropy, "...", "fits"),
+        (scores, f"{entropy}, need_entropy_grad=False", "...", "fits"),
+        (scores, f"{entropy}, log_prob_keep_mask=None, with_entropy_grad=True", "...", "fits"),
+        (scores, "hidden, weight, tokens", "...", "drifted"),
+        *(
+            (f"{PPO_UTILS}.compute_log_probs", "logits, tokens, process_group", body, state)
+            for body, state in (
+                (f"return -{cross_entropy}(logits, tokens)", "fits"),
+                (f"return 0\nother = {cross_entropy}", "drifted"),
+            )
+        ),
+        (verl, processor, clones.format("logits.clone()"), "fits"),
+        (verl, processor, clones.format("logits"), "not needed"),
+    ]
+
+
+def reentrant_train() -> list[Case]:
+    handles = "self.remove_forward_pre_hook_handles"
+    removes = f"{handles}[module].remove()"
+    loop = f"for module in self.module.modules(): {removes}"
+    checked = f"for module in self.module.modules():\n        if module in {handles}: {removes}"
+    uses = "assert self.use_forward_hook\n    "
+    train = "if overlap{}:\n        {}config.no_sync_func = [chunk.no_sync for chunk in model]"
+    guarded = train.format(" and config.no_sync_func is None", "")
+    clears = "\n    try:\n        train_one_step(model)\n    finally:\n        config.no_sync_func = None"
+    save, saved = f"{MODEL}.save", "iteration, model, optimizer, opt_param_scheduler"
+    body = (
+        "disable_forward_pre_hook(model)\n    {}: save_checkpoint()\n    {}: enable_forward_pre_hook(model)"
+    )
+    timed = "megatron.training.training.save_checkpoint_and_time"
+    logs, logged = "megatron.training.training.training_log", "total_loss_dict, iteration, is_first_iteration"
+    verl = "verl.utils.megatron_utils.register_megatron_training_hooks"
+    per_chunk = "for one_model in model:\n        assert config.no_sync_func is None"
+    return [
+        (f"{DDP}.disable_forward_pre_hook", "self, param_sync: bool = True", uses + loop, FITS),
+        *(
+            (f"{DDP}.disable_forward_pre_hook", "self, param_sync=True", mended, "not needed")
+            for mended in (
+                f"for handle in {handles}.values(): handle.remove()",
+                f"if not {handles}: return\n    {loop}",
+                checked,
+            )
+        ),
+        (f"{DDP}.disable_forward_pre_hook", "self", loop, "drifted: it no longer takes param_sync"),
+        (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}assert len({handles}) == 0", FITS),
+        (f"{DDP}.enable_forward_pre_hook", "self", f"{uses}if {handles}: return", "not needed"),
+        *(
+            (
+                f"{framework}.backends.megatron_utils.model.train",
+                "rollout_id, model, optimizer, opt_param_scheduler",
+                trains,
+                expected,
+            )
+            for framework in ("slime", "vime", "miles")
+            for trains, expected in (
+                (train.format("", "assert config.no_sync_func is None; "), FITS),
+                (guarded, FITS),  # an exception still leaves everything behind
+                (guarded + clears, "not needed"),
+            )
+        ),
+        (save, saved, body.format("if 1", "if 1"), FITS),
+        (
+            f"{MODEL}.save",
+            "iteration, model, optimizer, scheduler",
+            save.format("try", "finally"),
+            "not needed",
+        ),
+        (timed, "iteration, model", "timers('interval-time').stop()\n    force_param_sync(model)", FITS),
+        (
+            timed,
+            "iteration, model",
+            "force_param_sync(model)",
+            "not needed: it does not switch forward pre-hooks",
+        ),
+        # The first iteration of a call ends no interval.
+        (logs, logged, "should_reset = not is_first_iteration", FITS),
+        (
+            logs,
+            logged,
+            "should_reset = not is_first_iteration or iteration % args.log_interval == 0",
+            "not needed",
+        ),
+        (logs, "total_loss_dict, iteration", "pass", "not needed"),  # up to 0.15
+        (logs, MODULE, "def train(): pass", "not needed"),
+        (logs, MODULE, "def train(): is_first_iteration = True", "missing"),
+        # verl asserts once per chunk; before, it did not install the function.
+        (verl, "model, optimizer", per_chunk, FITS),
+        (verl, "model, optimizer", per_chunk.replace("for one_model in", "if"), "not needed"),
+        (verl, MODULE, "def get_model(): pass", "not needed"),
+        (verl, MODULE, "def register(config): config.no_sync_func = None", "missing"),
+    ]
+
+
+def router_replay() -> list[Case]:
+    slime = "slime.backends.megatron_utils.actor.MegatronTrainRayActor.train_actor"
+    router = "megatron.core.transformer.moe.router.TopKRouter.__init__"
+    train, clears = "train(self.model)", "RoutingReplay.clear_all()"
+    return [
+        (slime, "self, rollout_id", f"{train}\n    {clears}", "fits"),
+        (slime, "self, rollout_id", f"try: {train}\n    finally: {clears}", "not needed"),
+        (slime, "self, rollout_id", train, "not needed"),
+        # A slime without replay needs no function that clears routes.
+        (slime, MODULE, f"def train(self, rollout_id): {clears}", "missing"),
+        (slime, MODULE, "def train(self, rollout_id): ...", "not needed"),
+        # Old routers replay nothing.
+        (router, "self, config", "self.router_replay = None", "fits"),
+        (router, "self, config", "self.topk = None", "not needed"),
+    ]
+
+
+def scheduler_resume() -> list[Case]:
+    """Needed where the scheduler is advanced."""
+    target = "miles.backends.megatron_utils.model.initialize_model_and_optimizer"
+    loads = "iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler)\n    "
+    return [
+        (target, "args, role='actor'", loads + ending, state)
+        for ending, state in (
+            ("opt_param_scheduler.step(increment=iteration * args.global_batch_size)", "fits"),
+            ("if iteration > 0: opt_param_scheduler.step(increment=iteration)", "fits"),
+            ("optimizer.step()", "not needed"),
+            ("clear_memory()", "not needed"),
+        )
+    ]
+
+
+def distillation() -> list[Case]:
+    target = "verl.trainer.distillation.megatron.losses.compute_forward_kl_topk"
+    inputs = "student_logits, teacher_topk_log_probs, teacher_topk_ids, config"
+    both = "preprocess_thd_engine(teacher_topk_ids) or preprocess_bshd_engine(teacher_topk_ids)\n    return "
+    kl = f"{both}_VocabParallelKLDivergence.apply(student_logits{{}})"
+    return [
+        (target, f"{inputs}, data_format", kl.format(""), "fits"),
+        (
+            target,
+            f"{inputs}, data_format",
+            kl.format(", tail_log_prob"),
+            "not needed: verl counts the tail itself",
+        ),
+        (target, inputs, kl.format(""), "drifted"),
+        (target, f"{inputs}, data_format", f"{both}topk_divergence(student_logits)", "drifted"),
+    ]
+
+
+TABLES = (
+    *(expert_norm, finite_loss, finite_step, inference_only, lean_loss, reentrant_train, router_replay),
+    *(scheduler_resume, distillation),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "parameters", "text", "expected"),
+    [(table.__name__.replace("_", "-"), *case) for table in TABLES for case in table()],
+)
+def test_a_site_is_judged_by_its_code(
+    name: str, target: str, parameters: str, text: str, expected: str
+) -> None:
+    """A method's class is put around it."""
+    [site] = [site for site in registry.patches()[name].sites if site.target == target]
+    owner, _, function = site.qualname.rpartition(".")
+    source = f"def {function}({parameters}):\n    {text}" if parameters else textwrap.dedent(text).strip()
+    if owner:
+        source = f"class {owner}:\n{textwrap.indent(source, '    ')}"
+    verdict = judge(site, from_source(site.module, site.qualname, source))
+    state, _, reason = expected.partition(": ")
+    assert verdict.state == state and reason in verdict.reason, verdict
+
+
+def test_verl_before_its_engine_has_nothing_to_clone() -> None:
+    target = f"{ENGINE}.MegatronEngineWithLMHead._lm_head_logits_processor"
+    [site] = [site for site in registry.patches()["lean-loss"].sites if site.target == target]
+    assert judge(site, None).state == "not needed"
