@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,10 @@ def test_one_rank_overlapped_and_plain_agree_bit_for_bit(bf16: bool) -> None:
 @on_ranks(1, megatron=False, timeout=240)
 def test_megatron_may_be_imported_before() -> None:
     """The backend is entered, left, and entered again."""
-    import megatron.core.distributed
-    import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401
     from torch._dynamo.eval_frame import _stance
 
+    for module in ("distributed", "models.gpt", "optimizer"):
+        importlib.import_module(f"megatron.core.{module}")
     runs = []
     for _ in range(2):
         with cpu_backend():
@@ -283,8 +282,7 @@ def test_adam_stands_in_for_fused_ones(name: str) -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
         optimizer = getattr(torch.optim, name)([parameter], lr=None if rate_later else 0.1)
         if rate_later:
-            moments = optimizer.state[parameter]
-            moments["exp_avg"], moments["exp_avg_sq"] = torch.zeros(3), torch.zeros(3)
+            optimizer.state[parameter].update(exp_avg=torch.zeros(3), exp_avg_sq=torch.zeros(3))
             optimizer.load_state_dict(optimizer.state_dict())
             assert optimizer.state_dict()["state"][0]["step"].item() == 0
             optimizer.param_groups[0]["lr"] = 0.1
@@ -332,16 +330,13 @@ def test_the_redirect_holds_in_backward() -> None:
 
 
 def test_other_threads_may_enter_and_leave_first() -> None:
-    seen: list[str] = []
+    def device() -> str:
+        return torch.ones(1, device="cuda").device.type
 
-    def in_a_thread() -> None:
+    def in_a_thread() -> str:
         with cpu_backend():
-            seen.append(torch.ones(1, device="cuda").device.type)
+            return device()
 
-    with cpu_backend():
-        thread = threading.Thread(target=in_a_thread)
-        thread.start()
-        thread.join()
+    with cpu_backend(), ThreadPoolExecutor(1) as thread:
+        assert thread.submit(in_a_thread).result() == device() == "cpu"
         assert torch.cuda.is_initialized()
-        assert torch.ones(1, device="cuda").device.type == "cpu"
-    assert seen == ["cpu"]

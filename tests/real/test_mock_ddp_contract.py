@@ -27,6 +27,7 @@ from tests.ranks import on_ranks
 
 State = dict[str, Any]
 
+WIDTH = 4
 WORDS = {
     "STEP": "zero_grad_buffer forward backward finish_grad_sync",
     "TO_BACKWARD": "zero_grad_buffer forward backward",
@@ -109,13 +110,25 @@ FAILING: dict[str, tuple[str, object]] = {
 }
 
 
-class Run:
-    """A script under way on either class; ``calls`` has those that are no methods of the class."""
+def _config() -> TransformerConfig:
+    return TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
 
-    def __init__(self, ddp: Any, calls: dict[str, Callable[[], object]]) -> None:
+
+class Run:
+    """A script under way on either class."""
+
+    def __init__(self, ddp: Any) -> None:
         self.ddp = ddp
         self._no_sync = ExitStack()
+        self._activations: list[torch.Tensor] = []
+        module = ddp.module
+        # Calls that are no methods of the class.
         self._calls: dict[str, Callable[[], object]] = {
+            "forward": lambda: self._activations.append(ddp(torch.ones(1, WIDTH))),
+            "backward": lambda: self._activations.pop().sum().backward(),
+            "forward_first_module": lambda: module[0](torch.ones(1, WIDTH)) is None or None,
+            "backward_of_last_module": self._cut_short,
+            "add_module": lambda: module.append(torch.nn.Identity()) is None or None,
             "enable": ddp.enable_forward_pre_hook,
             "disable": ddp.disable_forward_pre_hook,
             "disable_without_sync": lambda: ddp.disable_forward_pre_hook(param_sync=False),
@@ -129,8 +142,11 @@ class Run:
             "guarded_entry": lambda: reentrant_train(ddp, installs=False).__enter__(),
             "guarded_rollout": self._rollout,
             "interrupted": self._be_interrupted,
-            **calls,
         }
+
+    def _cut_short(self) -> None:
+        self._activations.pop()
+        self.ddp.module[2](torch.ones(1, WIDTH)).sum().backward()
 
     def _save(self) -> None:
         with preserved_hooks(self.ddp):
@@ -197,36 +213,13 @@ class Run:
 
 
 def _run(ddp_class: Any, kind: str, script: str) -> list[tuple[str, object, State]]:
-    width = 4
-    module = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(3)))
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
     module[1].weight.allreduce = kind != "experts"  # type: ignore[assignment]
     names = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
-    ddp = ddp_class(
-        TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1),
-        DistributedDataParallelConfig(bucket_size=1, **dict(zip(names, KINDS[kind][0], strict=True))),
-        module,
-    )
-    activations: list[torch.Tensor] = []
-
-    def forward() -> None:
-        activations.append(ddp(torch.ones(1, width)))
-
-    def backward() -> None:
-        activations.pop().sum().backward()
-
-    def backward_of_last_module() -> None:
-        activations.pop()
-        module[2](torch.ones(1, width)).sum().backward()
-
-    calls: dict[str, Callable[[], object]] = {
-        "forward": forward,
-        "backward": backward,
-        "forward_first_module": lambda: module[0](torch.ones(1, width)) is None or None,
-        "backward_of_last_module": backward_of_last_module,
-        "add_module": lambda: module.append(torch.nn.Identity()) is None or None,
-    }
+    overlap = dict(zip(names, KINDS[kind][0], strict=True))
     with applied("reentrant-train") if kind == "patched" else nullcontext():
-        return Run(ddp, calls).play(script)
+        ddp_config = DistributedDataParallelConfig(bucket_size=1, **overlap)
+        return Run(ddp_class(_config(), ddp_config, module)).play(script)
 
 
 @on_ranks(1, timeout=240)
@@ -245,7 +238,7 @@ def test_same_outcomes() -> None:
 
 def _two_models_on_one_config(ddp_class: Any) -> list[object]:
     """Train an actor and a critic on one config in guarded calls; return whether each installed its own."""
-    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    config = _config()
     ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
 
     @reentrant_train
@@ -262,7 +255,7 @@ def _steps(ddp_class: Any, patched: bool, forgetful: bool) -> list[object]:
     """Train three steps, the second with a NaN; the loop may forget to finish reductions."""
     module = torch.nn.Linear(4, 4, bias=False)
     ddp = ddp_class(
-        TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1),
+        _config(),
         DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=False),
         module,
     )

@@ -120,7 +120,7 @@ def test_one_line_leaves_out_all_patches_that_do_not_fit(value: str, selected: s
 
 
 def test_the_remedies_name_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a source tree the package is installed again; the range of wrapt is the one that is required."""
+    """Of wrapt the range that is required; where there is no source tree the package is installed again."""
     assert f'"wrapt{doctor.WRAPT_RANGE}"' in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr(doctor, "__file__", "/venv/site-packages/megatron_rl_patches/doctor.py")
     (problem,) = problems_of(Choice(("patch",), Settings(), (), {}), [], DEAD, "2.5.2")

@@ -264,12 +264,10 @@ def speak():
 """
 
 
-@pytest.fixture
-def third_party(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[None]:
-    text = THIRD_PARTY.replace("{taken}", getattr(request, "param", "opd_top_k"))
-    (tmp_path / "third_party_options.py").write_text(text)
+@pytest.fixture(params=["opd_top_k", "strict", "roots"])
+def taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of an option that exists already, and that a patch of another package has, too."""
+    (tmp_path / "third_party_options.py").write_text(THIRD_PARTY.replace("{taken}", request.param))
     monkeypatch.syspath_prepend(str(tmp_path))
     entries = [
         EntryPoint(name, f"third_party_options:{name}", registry.ENTRY_POINT_GROUP)
@@ -277,13 +275,21 @@ def third_party(
     ]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries)
     registry.patches.cache_clear()
-    yield
+    yield request.param
     registry.patches.cache_clear()
     sys.modules.pop("third_party_options", None)
 
 
-@pytest.mark.usefixtures("third_party")
-def test_options_of_a_third_partys_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_a_third_partys_patch(
+    taken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Options that cannot be are reported, and their patch is left out."""
+    names = set(registry.patches())
+    assert {"loud", "same"} <= names and not names & {"taken", "without-default", "no-dataclass"}
+    messages = "\n".join(caplog.messages)
+    assert f"an option named {taken!r} exists already" in messages
+    assert "options are declared as a dataclass" in messages
+    assert len(caplog.messages) == 3
     assert (Settings().loudness, Settings(loudness=5).loudness) == (3, 5)
     assert "MEGATRON_RL_PATCHES_LOUDNESS" in variables()
     with pytest.raises(PatchError, match="loudness='5': expected an integer"):
@@ -301,17 +307,3 @@ def test_options_of_a_third_partys_patch(monkeypatch: pytest.MonkeyPatch) -> Non
         assert third_party_options.speak().loudness == 7
     with applied("loud", settings=Settings(loudness=9)):
         assert third_party_options.speak().loudness == 9
-
-
-@pytest.mark.parametrize("third_party", ["opd_top_k", "strict", "roots"], indirect=True)
-@pytest.mark.usefixtures("third_party")
-def test_options_that_cannot_be_are_reported_and_their_patch_is_left_out(
-    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
-) -> None:
-    taken = request.node.callspec.params["third_party"]
-    names = set(registry.patches())
-    assert {"loud", "same"} <= names and not names & {"taken", "without-default", "no-dataclass"}
-    messages = "\n".join(caplog.messages)
-    assert f"an option named {taken!r} exists already" in messages
-    assert "options are declared as a dataclass" in messages
-    assert len(caplog.messages) == 3

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import itertools
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import wrapt
 
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches.engine.settings import parse_selection
+from tests.worlds.program import run_program
 
 _numbers = itertools.count()
 
@@ -268,8 +268,6 @@ def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(
 @pytest.mark.parametrize("outcome", ["ends", "never ends", "never ends, strict"])
 def test_fork_while_another_thread_activates(tmp_path, outcome):
     """The child has the patches; it never waits for a thread that it does not have."""
-    (tmp_path / "framework_a.py").write_text("")
-    (tmp_path / "framework_b.py").write_text("")
     script = f"""
 import os, sys, threading, types
 import _megatron_rl_patches_startup as startup
@@ -299,15 +297,13 @@ except RuntimeError as raised:
 print(len(activated), error, flush=True)
 os._exit(0)
 """
-    environment = {
-        **os.environ,
+    variables = {
         "MEGATRON_RL_PATCHES": "1",
         "MEGATRON_RL_PATCHES_ROOTS": "framework_a,framework_b",
         "MEGATRON_RL_PATCHES_STRICT": str(int("strict" in outcome)),
-        "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(startup.__file__).parent}",
     }
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 60, "check": True}
-    done = subprocess.run([sys.executable, "-c", script], **options)
+    files = {"framework_a.py": "", "framework_b.py": "", "program.py": script}
+    done = run_program(tmp_path, files, **variables)
     refusal = "this process was forked while another thread activated the patches"
     if outcome == "ends":
         assert (done.stdout, done.stderr) == ("1 None\n", "")

@@ -58,16 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.conformance", description=__doc__)
     parser.add_argument("checkout", type=Path, help="a folder of Megatron-LM")
-    parser.add_argument(
-        "--select", action="append", help="file, folder or test of the checkout; may be repeated"
-    )
+    parser.add_argument("--select", action="append", help="file, folder or test; may be repeated")
     parser.add_argument("--ranks", type=_numbers, default="1,2,4,8", help="numbers to try, with commas")
-    parser.add_argument(
-        "--patches", action="append", help="names to compare with none; may be repeated; empty: none [all]"
-    )
-    parser.add_argument(
-        "--hang-after", type=float, default=60.0, help="seconds after which a test is cut off"
-    )
+    parser.add_argument("--patches", action="append", help="names; may be repeated; empty: none [all]")
+    parser.add_argument("--hang-after", type=float, default=60.0, help="seconds until a test is cut off")
     parser.add_argument("--results", type=Path, help="a line per test; a run goes on where it ends")
     parser.add_argument("--json", type=Path, help="gets counts, failures and changes")
     options = parser.parse_args(arguments)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +15,9 @@ from megatron_rl_patches.common.ranks import is_rank_0
 from megatron_rl_patches.engine import announce
 from megatron_rl_patches.engine.announce import Announcer, summary
 from megatron_rl_patches.engine.statuses import SiteStatus
+from tests.worlds.program import run_program
 
 from .conftest import Framework
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -70,19 +66,6 @@ def test_a_skipped_site_is_warned_of_once_unless_our_logger_is_quiet(
     for record in caplog.records:
         assert record.levelno == logging.WARNING
         assert f"skipped tagging: {package}.model.run: missing" in record.message
-
-
-class Closed(io.StringIO):
-    def __init__(self) -> None:
-        super().__init__()
-        self.close()
-
-
-@pytest.mark.parametrize("stderr", [None, Closed()])
-def test_no_stderr_is_no_error(monkeypatch: pytest.MonkeyPatch, stderr: Closed | None) -> None:
-    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: False)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    Announcer().once([])
 
 
 AT_EXIT = """
@@ -137,19 +120,10 @@ SAID = "tagging (exiting_framework: 1 applied)"
 def test_at_exit_a_line_is_said_or_lost_in_silence(
     tmp_path: Path, handler: str, at_the_end: str, stderr: str
 ) -> None:
-    package = tmp_path / "exiting_framework"
-    package.mkdir()
-    for module in ("__init__", "model", "other", "optional"):
-        (package / f"{module}.py").write_text("def train(): ...")
-    (tmp_path / "program.py").write_text(AT_EXIT.format(handler=handler, at_the_end=at_the_end))
-    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"],
-        env={**environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        text=True,
-        capture_output=True,
-        timeout=60,
-    )
+    modules = ("__init__", "model", "other", "optional")
+    files = {f"exiting_framework/{module}.py": "def train(): ..." for module in modules}
+    program = AT_EXIT.format(handler=handler, at_the_end=at_the_end)
+    done = run_program(tmp_path, {**files, "program.py": program})
     assert done.returncode == 0
     # Some releases do without the optional module, and so may a program.
     unwanted = ("Logging error", "Traceback", "internal error", "exiting_framework.optional")

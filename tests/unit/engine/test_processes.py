@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +11,31 @@ import pytest
 
 from megatron_rl_patches import PatchError, apply, verify_ranks
 from megatron_rl_patches.testing import spawn_ranks
+from tests.worlds.program import run_program
+
+HOLDS_THE_LOCK = """
+import os, threading
+from megatron_rl_patches.engine import installer
+held = threading.Event()
+
+def hold():
+    with installer.installer._lock:
+        held.set()
+        threading.Event().wait(60)
+
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    installer.installer.status()
+    os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_forked_while_another_thread_holds_the_lock_goes_on() -> None:
-    script = textwrap.dedent("""
-        import os, sys, threading
-        from megatron_rl_patches.engine import installer
-        held = threading.Event()
-
-        def hold():
-            with installer.installer._lock:
-                held.set()
-                threading.Event().wait(60)
-
-        threading.Thread(target=hold, daemon=True).start()
-        held.wait()
-        pid = os.fork()
-        if pid == 0:
-            installer.installer.status()
-            os._exit(0)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    """)
-    subprocess.run([sys.executable, "-c", script], timeout=60, cwd=Path(__file__).parents[3], check=True)
+def test_a_child_forked_while_another_thread_holds_the_lock_goes_on(tmp_path: Path) -> None:
+    assert run_program(tmp_path, {"program.py": HOLDS_THE_LOCK}).returncode == 0
 
 
 def _verify(different_rank: int | None) -> str:

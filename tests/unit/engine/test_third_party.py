@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,9 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron_rl_patches import Patch, PatchError, apply, revert, status
+from tests.worlds.program import run_program
 
 from .conftest import PATCHED, PLAIN, Engine, Framework, Options
-
-ROOT = Path(__file__).parents[3]
 
 
 class Stop(BaseException):
@@ -162,14 +159,8 @@ def test_the_environment_variable_never_ends_the_process(tmp_path: Path) -> None
         "program.py": "import _megatron_rl_patches_startup; _megatron_rl_patches_startup.main()\n"
         "import exiting_framework; raise SystemExit(exiting_framework.train())",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
     ours = {"MEGATRON_RL_PATCHES": "1", "MEGATRON_RL_PATCHES_ROOTS": "exiting_framework"}
-    environ |= {**ours, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, tmp_path / "program.py"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(tmp_path, files, **ours)
     assert done.returncode == 6, done.stderr
     *lines, summary = [line.removeprefix("megatron_rl_patches: ") for line in done.stderr.splitlines()]
     assert "works (exiting_framework: 1 applied)" in summary

@@ -1,0 +1,22 @@
+"""A program in a Python of its own, with files of the test beside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_program(folder: Path, files: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Write the files and run ``program.py``, which finds them and this package, and is no rank of a run."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"}
+    environ |= {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **variables}
+    command = [sys.executable, folder / "program.py"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
