@@ -100,41 +100,30 @@ def of_package(
     return make_loss_func(tokens, layout, PolicyBatch(*columns), options, **groups)(logits)
 
 
-def _per_token(of: str, microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, SequenceLayout]:
-    """Return the loss of each response token of this rank: likelihood, value or distillation."""
+def _per_token(microbatch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, SequenceLayout]:
+    """Return minus the log-prob of each response token of this rank."""
     layout = layout_of(microbatch)
-
-    def local(name: str) -> torch.Tensor:
-        return torch.cat([sample[name] for sample in microbatch.samples])[layout.response_index]
-
-    if of == "likelihood":
-        tokens = [sample["tokens"] for sample in microbatch.samples]
-        log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
-        return -torch.cat(log_probs), layout
-    rows = layout.rows_of(logits)[layout.response_rows]
-    if of == "value":  # the first column stands for a value head
-        return (rows[:, 0] - local("returns")).square(), layout
-    log_probs_nk = local("teacher_log_probs")
-    difference = log_probs_nk - rows.log_softmax(1).gather(1, local("teacher_ids"))
-    return (log_probs_nk.exp() * difference).sum(1), layout
+    tokens = [sample["tokens"] for sample in microbatch.samples]
+    log_probs, _ = packed_log_probs_and_entropy(logits, tokens, layout, with_entropy=False)
+    return -torch.cat(log_probs), layout
 
 
 def with_its_count(microbatch: Microbatch, logits: torch.Tensor, forgets_cp: bool = False) -> Any:
     """Right: the sum, and its share of the number of tokens. Wrong: with the number of all CP ranks."""
-    losses, layout = _per_token("likelihood", microbatch, logits)
+    losses, layout = _per_token(microbatch, logits)
     whole = torch.cat([sample["loss_mask"] for sample in microbatch.samples])
     mask = whole[layout.response_index]
     return (losses * mask).sum(), (whole if forgets_cp else mask).sum().int(), {}
 
 
-def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor, of: str = "likelihood") -> Any:
+def mean_over(part: str, microbatch: Microbatch, logits: torch.Tensor) -> Any:
     """Wrong: the mean over a part of the batch, which Megatron averages over microbatches.
 
     Args:
         part: "microbatch"; "samples", the mean of the means of its samples; or "rank", where each CP rank
             averages over its own tokens, so that tokens of one sample weigh differently.
     """
-    losses, layout = _per_token(of, microbatch, logits)
+    losses, layout = _per_token(microbatch, logits)
     masks = [sample["loss_mask"] for sample in microbatch.samples]
     whole = torch.cat(masks)
     mask = whole[layout.response_index]

@@ -45,10 +45,7 @@ SAMPLES = ["uneven microbatches"]  # The others have the same number of samples 
 @pytest.mark.parametrize(
     ("loss_func", "splits", "different"),
     [
-        *(
-            (partial(losses.mean_over, "microbatch", of=of), ONE_RANK, list(ONE_RANK))
-            for of in ("likelihood", "value", "distillation")
-        ),
+        (partial(losses.mean_over, "microbatch"), ONE_RANK, list(ONE_RANK)),
         (partial(losses.mean_over, "samples"), ONE_RANK, SAMPLES),
         pytest.param(partial(losses.mean_over, "rank"), ONLY_CP, ["CP 2"], marks=pytest.mark.slow),
     ],

@@ -15,6 +15,7 @@ from megatron_rl_patches.cli.screens import check_writable
 from megatron_rl_patches.engine import registry
 from megatron_rl_patches.engine.patch import Patch
 from tests.worlds.command_line import invoke, invoke_json, refuse
+from tests.worlds.files import write
 
 TARGET = "mrp_framework.model.train"
 DRIFTED = "def train(chunks): ..."
@@ -31,10 +32,7 @@ def _one_patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def framework(folder: Path, text: str = "def train(model): ...") -> Path:
-    (folder / "mrp_framework").mkdir(parents=True)
-    (folder / "mrp_framework" / "__init__.py").touch()
-    (folder / "mrp_framework" / "model.py").write_text(text)
-    return folder
+    return write(folder, {"mrp_framework/__init__.py": "", "mrp_framework/model.py": text})
 
 
 def test_doctor_without_a_selection_has_no_problem() -> None:

@@ -24,6 +24,7 @@ from megatron_rl_patches.engine.settings import Settings
 from megatron_rl_patches.engine.sources import Environment
 from megatron_rl_patches.engine.statuses import SiteStatus
 from megatron_rl_patches.errors import InvalidInputError
+from tests.worlds.files import write
 
 ROOT = Path(__file__).parents[2]
 NAME = "MEGATRON_RL_PATCHES"
@@ -127,20 +128,14 @@ def test_the_remedies_name_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert problem.remedy.endswith(" -m pip install --no-deps --force-reinstall megatron-rl-patches")
 
 
-def write(folder: Path, **files: str) -> Path:
-    """Write files of the package ``mrp_framework``."""
-    (folder / "mrp_framework").mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / "mrp_framework" / f"{name}.py").write_text(text)
-    return folder
+PACKAGE = {"mrp_framework/__init__.py": ""}
 
 
 def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that hides a package does not have its version, unless it is the one that is installed."""
-    site_packages, checkout = tmp_path / "site-packages", write(tmp_path / "a checkout", __init__="")
-    metadata = write(site_packages, __init__="") / "mrp_framework-1.2.3.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mrp_framework\nVersion: 1.2.3\n")
+    site_packages, checkout = tmp_path / "site-packages", write(tmp_path / "a checkout", PACKAGE)
+    metadata = "Metadata-Version: 2.1\nName: mrp_framework\nVersion: 1.2.3\n"
+    write(site_packages, {**PACKAGE, "mrp_framework-1.2.3.dist-info/METADATA": metadata})
 
     def found() -> tuple[str | None, str | None]:
         framework = doctor.examine_framework("mrp_framework")
@@ -152,7 +147,7 @@ def test_frameworks_and_their_versions(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(checkout)
     assert found() == (str(checkout / "mrp_framework"), None)
     url = {"url": checkout.as_uri(), "dir_info": {"editable": True}}
-    (metadata / "direct_url.json").write_text(json.dumps(url))
+    write(site_packages, {"mrp_framework-1.2.3.dist-info/direct_url.json": json.dumps(url)})
     assert found() == (str(checkout / "mrp_framework"), "1.2.3")
 
 
@@ -241,7 +236,7 @@ def test_a_child_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_roots_and_the_frameworks_of_the_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A framework must be named where the trigger does not know it; a name must be one of a package."""
-    monkeypatch.syspath_prepend(write(tmp_path, __init__=""))
+    monkeypatch.syspath_prepend(write(tmp_path, PACKAGE))
     status = SiteStatus("patch", "mrp_framework", "mrp_framework.loop.train", "fits", "")
 
     def problems(roots: str = "") -> tuple[Problem, ...]:
@@ -279,11 +274,9 @@ def test_configured_functions_of_a_framework_that_nobody_knows(
     others: str,
 ) -> None:
     train = "def train(model): ...\n"
-    write(tmp_path, loop=f"{train}class Trainer:\n    def fit(self, model): ...")
-    if is_package:
-        write(tmp_path, __init__="")
-    (tmp_path / "mrp_single.py").write_text(train)
-    monkeypatch.syspath_prepend(tmp_path)
+    loop = f"{train}class Trainer:\n    def fit(self, model): ..."
+    files = {"mrp_framework/loop.py": loop, "mrp_single.py": train, **(PACKAGE if is_package else {})}
+    monkeypatch.syspath_prepend(write(tmp_path, files))
     choice = choice_of({NAME: "1", f"{NAME}_TRAIN_FUNCTIONS": functions})
     statuses = judge_all(Environment(), [registry.patches()["reentrant-train"]], choice.settings)
     monkeypatch.setenv(f"{NAME}_TRAIN_FUNCTIONS", functions)

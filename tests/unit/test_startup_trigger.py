@@ -19,6 +19,7 @@ import wrapt
 
 import _megatron_rl_patches_startup as startup
 from megatron_rl_patches.engine.settings import parse_selection
+from tests.worlds.files import write
 from tests.worlds.program import run_program
 
 _numbers = itertools.count()
@@ -28,10 +29,7 @@ _numbers = itertools.count()
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package that nobody has imported, configured as a root; no trigger is armed before or afterwards."""
     name = f"trigger_framework_{next(_numbers)}"
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "__init__.py").write_text("")
-    (tmp_path / name / "model.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(write(tmp_path, {f"{name}/__init__.py": "", f"{name}/model.py": ""}))
     finder = startup.Finder()
     monkeypatch.setattr(startup, "finder", finder)
     monkeypatch.setenv("MEGATRON_RL_PATCHES", "1")
@@ -158,10 +156,8 @@ def test_root_that_the_activation_imports_is_executed_once(
     framework, arm, tmp_path, monkeypatch, wrapt_before
 ):
     """As the entry point of a framework that ships its own patch does."""
-    (tmp_path / framework / "__init__.py").write_text("class Base: ...\n")
-    (tmp_path / framework / "model.py").write_text(
-        f"import {framework}\nclass Model({framework}.Base): ...\n"
-    )
+    model = f"import {framework}\nclass Model({framework}.Base): ...\n"
+    write(tmp_path / framework, {"__init__.py": "class Base: ...\n", "model.py": model})
     if wrapt_before:  # another package's hooks, whose finder wraps our loader
         monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
         wrapt.register_post_import_hook(lambda module: None, framework)
@@ -240,10 +236,8 @@ def test_activation_needs_a_module_that_another_thread_is_in_the_middle_of(
 ):
     """The other one needs the global import lock to go on: the activation must not hold it."""
     half_way, go_on = threading.Event(), threading.Event()
-    (tmp_path / f"{framework}_needed.py").write_text(
-        f"import sys\nsys.half_way.set()\nsys.go_on.wait(30)\nimport {framework}_other\n"
-    )
-    (tmp_path / f"{framework}_other.py").write_text("")
+    needed = f"import sys\nsys.half_way.set()\nsys.go_on.wait(30)\nimport {framework}_other\n"
+    write(tmp_path, {f"{framework}_needed.py": needed, f"{framework}_other.py": ""})
     monkeypatch.setattr(sys, "half_way", half_way, raising=False)
     monkeypatch.setattr(sys, "go_on", go_on, raising=False)
 

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.worlds.files import write
+
 ROOT = Path(__file__).parents[2]
 
 
 def run_program(folder: Path, files: Mapping[str, str], **variables: str) -> subprocess.CompletedProcess[str]:
     """Write the files and run ``program.py``, which finds them and this package, and is no rank of a run."""
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+    write(folder, files)
     environ = {name: value for name, value in os.environ.items() if name != "RANK"}
     environ |= {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **variables}
     command = [sys.executable, folder / "program.py"]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.lab.conformance import report, runs
 from tests.lab.conformance.__main__ import main
+from tests.worlds.files import write
 
 UTILITIES = """
 import os
@@ -115,7 +116,6 @@ def test_draws_what_a_new_process_draws_on_a_gpu(time):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("Megatron-LM")
     files = {
         "megatron/core/__init__.py": "",
         "tests/__init__.py": "",
@@ -126,10 +126,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tests/unit_tests/test_needs_a_package.py": "import no_such_package",
         "pyproject.toml": "[tool.pytest.ini_options]\naddopts = '-x'",
     }
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return write(tmp_path_factory.mktemp("Megatron-LM"), files)
 
 
 def _by_name(results: Iterable[runs.Result]) -> dict[str, runs.Result]:

@@ -17,6 +17,7 @@ from megatron_rl_patches import apply, status
 from megatron_rl_patches.engine import installer, registry
 from megatron_rl_patches.engine.call import Call
 from megatron_rl_patches.engine.patch import Patch, Site
+from tests.worlds.files import write
 
 PLAIN, PATCHED = ("trained", "m", 1), ("patched", ("trained", "m", 1))
 MODEL = """
@@ -74,16 +75,14 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frame
     """``framework(**files)`` writes a package, with modules ``model`` and ``actor`` at least."""
     names = []
 
-    def write(**files: str) -> Package:
+    def make(**files: str) -> Package:
         names.append(f"framework{next(_numbers)}")
-        folder = tmp_path / names[-1]
-        folder.mkdir()
-        for module, text in {"__init__": "", "model": MODEL, "actor": ACTOR, **files}.items():
-            (folder / f"{module}.py").write_text(text)
+        modules = {"__init__": "", "model": MODEL, "actor": ACTOR, **files}
+        write(tmp_path / names[-1], {f"{module}.py": text for module, text in modules.items()})
         return Package(names[-1])
 
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield write
+    yield make
     for module in list(sys.modules):
         if module.partition(".")[0] in names:
             del sys.modules[module]

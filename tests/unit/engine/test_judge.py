@@ -15,6 +15,7 @@ from megatron_rl_patches.engine.patch import Site
 from megatron_rl_patches.engine.records import Claim
 from megatron_rl_patches.engine.sources import open_source
 from megatron_rl_patches.engine.target_source import TargetSource, from_source, resolve
+from tests.worlds.files import write
 
 from .conftest import MODEL, Engine, Framework, patch_of, states, tag, verdicts
 
@@ -117,10 +118,8 @@ CONFIG = "def train(model): return model.config"
     ],
 )
 def test_words(text: str, options: Any, state: str, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "framework").mkdir()
-    (tmp_path / "framework" / "__init__.py").touch()
-    (tmp_path / "framework" / "model.py").write_text(text)
-    judgement = judge_site(Site("framework.model", "train", tag, **options), open_source(str(tmp_path)))
+    source = open_source(str(write(tmp_path, {"framework/__init__.py": "", "framework/model.py": text})))
+    judgement = judge_site(Site("framework.model", "train", tag, **options), source)
     assert len(judgement.fingerprint) in (0, 12)
     assert judgement.state == state and judgement.reason.startswith(reason)
 
@@ -226,8 +225,7 @@ def test_a_call_that_was_refused_leaves_no_must_behind(
     engine["tagging"].wrap(module.__name__, "train")(tag)
     with pytest.raises(PatchError, match="conflict: replaced by"):
         apply("tagging")
-    (tmp_path / "later_framework").mkdir()
-    (tmp_path / "later_framework" / "model.py").write_text("def save(model): ...")
+    write(tmp_path, {"later_framework/model.py": "def save(model): ..."})
     import later_framework.model  # noqa: F401  # a warning, as it was before
 
 

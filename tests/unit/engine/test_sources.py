@@ -16,18 +16,11 @@ import pytest
 
 from megatron_rl_patches.engine.sources import Environment, Source, open_source
 from megatron_rl_patches.errors import MegatronRLPatchesError
+from tests.worlds.files import write
 
 Files = dict[str, str]
 
 FILES: Files = {"framework/__init__.py": "", "framework/sub/model.py": "text = 1\n"}
-
-
-def write(folder: Path, files: Files) -> Path:
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
 
 
 def git(repository: Path, *arguments: str) -> None:
