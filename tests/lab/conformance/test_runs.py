@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -201,6 +202,26 @@ def test_the_command_compares_and_goes_on_after_a_run_that_was_cut_off(
     assert (counts["tests"], counts["passed"], counts["skipped"], counts["commit"]) == (12, 5, 1, None)
     assert counts["not_runnable"] == {"TransformerEngine": 2, "other package": 1}
     assert len(counts["failed"]) == 3 and len(counts["differed_once"]) == 1
+
+
+FOLDER_TEST = """
+import torch
+from tests.unit_tests.test_utilities import Utils
+
+def test_shares_a_folder(tmp_path_dist_ckpt):
+    (tmp_path_dist_ckpt / str(Utils.rank)).touch()
+    torch.distributed.barrier()
+    assert len(list(tmp_path_dist_ckpt.iterdir())) == 2
+"""
+
+
+def test_fixtures_without_the_conftest(checkout: Path, tmp_path: Path) -> None:
+    copy, test = shutil.copytree(checkout, tmp_path / "Megatron-LM"), "tests/unit_tests/test_some.py"
+    write(copy, {"tests/unit_tests/conftest.py": "import no_such_package", test: FOLDER_TEST})
+    write(copy, {"megatron/core/config.py": ""})
+    runs.run(copy, [test], ranks=2, results=tmp_path / "results.jsonl")
+    (result,) = runs.read_results(tmp_path / "results.jsonl")
+    assert result.outcome == "passed", result.message
 
 
 def test_refusals(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
