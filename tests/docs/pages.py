@@ -52,8 +52,12 @@ def blocks() -> tuple[Block, ...]:
     return tuple(block for path in paths() for block in _blocks(name_of(path), path.read_text("utf-8")))
 
 
-def in_language(*languages: str) -> list[Block]:
-    return [block for block in blocks() if block.language in languages]
+def in_language(language: str, page: str = "") -> list[Block]:
+    return [block for block in blocks() if block.language == language and page in ("", block.page)]
+
+
+def of_page(page: str) -> list[Block]:
+    return [block for block in blocks() if block.page == page]
 
 
 def inline_code() -> Iterator[tuple[str, str]]:

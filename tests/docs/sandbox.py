@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 STAND_IN_MEGATRON = ROOT / "tests" / "packaging" / "stand_in"
 RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
-OURS = re.compile(r"MEGATRON_RL_PATCHES\w*")
 
 _RECORD = """#!{python}
 import json, os, subprocess, sys
@@ -42,6 +40,11 @@ if name == "torchrun":
 """
 
 
+def without_ours() -> dict[str, str]:
+    """Return the environment without the variables of this package."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")}
+
+
 @dataclass(frozen=True)
 class Call:
     command: str
@@ -63,21 +66,26 @@ class Sandbox:
         self._path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def add_program(self, name: str) -> None:
-        """Add a framework's training script, which imports Megatron and prints the patches in place."""
+        """Add a framework's training script, which imports Megatron and prints the patches in place.
+
+        A folder above that begins with ``of_`` has the packages of a framework.
+        """
         program = self.folder / name
         program.parent.mkdir(parents=True, exist_ok=True)
         trainer = Path(__file__).with_name("trainer.py").read_text()
         program.write_text(f"import sys; sys.path.insert(0, {str(STAND_IN_MEGATRON)!r})\n{trainer}")
+        if name.startswith("of_"):
+            for package in [*Path(name).parents][:-2]:
+                (self.folder / package / "__init__.py").touch()
 
     def run(self, code: str, *, checkout: str = "", timeout: float = 200) -> subprocess.CompletedProcess[str]:
         """Run the lines in a shell; ``checkout`` is a folder whose packages they can import."""
-        inherited = {name: value for name, value in os.environ.items() if not OURS.match(name)}
         folders = (checkout and str(self.folder / checkout), str(ROOT), os.environ.get("PYTHONPATH"))
         path = os.pathsep.join(filter(None, folders))
         return subprocess.run(
             [shutil.which("bash") or "bash", "-eo", "pipefail", "-c", code],
             cwd=self.folder,
-            env={**inherited, "PATH": self._path, "PYTHONPATH": path, "COLUMNS": "200"},
+            env={**without_ours(), "PATH": self._path, "PYTHONPATH": path, "COLUMNS": "200"},
             text=True,
             capture_output=True,
             timeout=timeout,

@@ -13,29 +13,25 @@ import pytest
 
 from tests.docs import pages
 from tests.docs.pages import ROOT
+from tests.docs.sandbox import without_ours
 
 PAGE = "docs/adding-a-patch.md"
 FILES = {
     block.head.removeprefix("# "): block.code
-    for block in pages.in_language("python")
-    if block.page == PAGE and block.head.endswith(".py")
+    for block in pages.in_language("python", PAGE)
+    if block.head.endswith(".py")
 }
-ENTRY_POINT = next(block.code for block in pages.in_language("toml") if block.page == PAGE)
+ENTRY_POINT = pages.in_language("toml", PAGE)[0].code
 PATCH = "megatron_rl_patches/patches/quiet_eval.py"
 TEST = "tests/unit/patches/test_quiet_eval.py"
 OURS = "my_package/quiet_eval.py"
 
 
-def _run(*command: str | Path, path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL")}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=path,
-        env={**inherited, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)]), **variables},
-        text=True,
-        capture_output=True,
-        timeout=120,
-    )
+def _run(folder: Path, *command: str) -> str:
+    environ = {**without_ours(), "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = (sys.executable, "-m", *command)
+    done = subprocess.run(command, cwd=folder, env=environ, text=True, capture_output=True, timeout=120)
+    return done.stdout + done.stderr
 
 
 def _replace(file: Path, old: str, new: str) -> None:
@@ -58,28 +54,18 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _tests(repository: Path, chosen: str = "quiet or evaluate or root or arrows") -> str:
-    done = _run(
-        *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, TEST),
-        *("tests/unit/test_every_patch.py", "tests/unit/test_architecture.py"),
-        path=repository,
-    )
-    return done.stdout + done.stderr
-
-
-def test_every_file_of_the_page_is_used() -> None:
-    assert set(FILES) == {TEST, OURS}
-
-
 @pytest.mark.slow
 def test_the_example_is_a_patch_of_this_repository(repository: Path) -> None:
-    output = _tests(repository, "root")
+    assert set(FILES) == {TEST, OURS}
+    files = (TEST, "tests/unit/test_every_patch.py", "tests/unit/test_architecture.py")
+    pytest_on = ("pytest", "-q", "-p", "no:cacheprovider", *files, "-k")
+    output = _run(repository, *pytest_on, "root")
     assert "1 failed" in output and "test_the_startup_trigger_knows_every_root" in output, output
     startup = repository / "_megatron_rl_patches_startup.py"
     _replace(startup, '_ROOTS = ("megatron", ', '_ROOTS = ("megatron", "framework", ')
-    output = _tests(repository)
+    output = _run(repository, *pytest_on, "quiet or evaluate or root or arrows")
     assert re.search(r"^\d+ passed", output, re.MULTILINE), output
-    assert "quiet-eval" in _run("-m", "megatron_rl_patches", "check", path=repository).stdout
+    assert "quiet-eval" in _run(repository, "megatron_rl_patches", "check")
 
 
 def test_a_package_of_ones_own_registers_it_as_the_example_does() -> None:

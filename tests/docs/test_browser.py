@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,15 +13,9 @@ from typing import Any
 import pytest
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# In a page: is it wider than the window, and what is to be read of it besides code?
+# In a page: is it wider than the window, and which images are broken?
 SCROLLS = "document.documentElement.scrollWidth > window.innerWidth"
-PROSE = """() => {
-    const page = document.querySelector("article").cloneNode(true);
-    page.querySelectorAll("pre, code, script").forEach(node => node.remove());
-    return page.textContent;
-}"""
 BROKEN_IMAGES = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
-TEX = re.compile(r"\\[a-zA-Z(\[]|\$\$")
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -77,8 +70,6 @@ def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: 
         page.goto(address + place, wait_until="load")
         if page.evaluate(SCROLLS):
             object_to("is wider than the window")
-        if place != "404.html" and (tex := TEX.search(page.evaluate(PROSE))):
-            object_to(f"shows TeX: {tex[0]}")
         for image in page.evaluate(BROKEN_IMAGES):
             object_to(f"lacks {image}")
     scheme_of_page = page.evaluate("document.body.dataset.mdColorScheme")

@@ -1,4 +1,4 @@
-"""The numbers on the first page are those of the pages that measured them."""
+"""Numbers on the first page and in the table of objectives are those of the pages that measured them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from tests.docs.pages import ROOT
 DOCS = ROOT / "docs"
 
 
+def _table(page: str, before: str) -> list[dict[str, str]]:
+    """Return the rows of the first table after a line of a page, by the names of the columns."""
+    lines = (DOCS / page).read_text("utf-8").partition(f"\n{before}")[2].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[start:]]
+    header, _, *rows = cells[: cells.index([""])]
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
 def _cell(page: str, section: str, row: str, column: str) -> str:
-    """Return a cell of a table in a section of a page."""
-    _, found, text = (DOCS / page).read_text("utf-8").partition(f"\n## {section}\n")
-    assert found, f"{page} has no section {section}"
-    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("|")]
-    header, *rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
-    (cells,) = (cells for cells in rows if cells[0] == row)
-    return cells[header.index(column)]
+    table = _table(page, f"## {section}\n")
+    [cell] = [cells[column] for cells in table if next(iter(cells.values())) == row]
+    return cell
 
 
 def _cards() -> list[tuple[str, str, str]]:
@@ -42,6 +47,10 @@ def test_the_numbers_are_those_that_were_measured() -> None:
     column = "counted: Megatron-LM's `--bf16`"
     assert teacher[:2] == (_cell(*counted, "inference-only", column), _cell(*counted, "total", column))
     assert "(memory.md)" in teacher[2] and "(benchmarks/inference_memory.md)" in teacher[2]
+    (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
+    page = (DOCS / "benchmarks" / "inference_memory.md").read_text("utf-8").partition("\n## ")[0]
+    differences = [abs(float(number)) for number in re.findall(r"\| (-?[\d.]+)% ", page)]
+    assert differences and max(differences) <= float(claimed)
 
     measured = ("benchmarks/loss.md", "TP 1, float32 [2048, 32768]")
     for column in ("memory: ent", "memory: grad"):
@@ -56,27 +65,27 @@ def test_the_numbers_are_those_that_were_measured() -> None:
     assert "8,192 tokens and 65,536 ids" in head[2] and "(benchmarks/head.md)" in head[2]
 
 
+def test_bias_variance_and_memory_of_objectives() -> None:
+    measured = [
+        (f"{float(row['bias'].rstrip('%')):.0f}%, {float(row['variance']):g}", row["memory"])
+        for row in _table("benchmarks/objectives.md", "<!-- measured: objectives -->")
+    ]
+    table = [
+        (row["bias, variance"], row["memory; payload"].partition(";")[0])
+        for row in _table("distillation.md", "## Objectives in use")
+    ]
+    assert len(table) == 7 and table == measured
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_before_and_after_are_of_the_demo(page: str) -> None:
-    shown = [
-        block for block in pages.blocks() if block.page == page and "megatron-rl-patches demo" in block.code
-    ]
-    lines = [line for block in shown for line in block.code.splitlines()]
+    shown = [block.code for block in pages.of_page(page) if "megatron-rl-patches demo" in block.code]
     recorded = (DOCS / "demo.md").read_text("utf-8")
-    rollouts = [line for line in lines if line.startswith("rollout")]
+    rollouts = re.findall("^rollout.*$", "".join(shown), re.MULTILINE)
     assert len(rollouts) > 2 and all(f"\n{line}" in recorded for line in rollouts)
-    error = " ".join("\n".join(lines).split()).partition("AssertionError: ")[2].partition(" be None")[0]
+    error = " ".join("".join(shown).split()).partition("AssertionError: ")[2].partition(" be None")[0]
     assert error and error in " ".join(recorded.split())
 
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
-
-
-def test_the_estimate_is_as_near_to_what_was_measured_as_the_page_says() -> None:
-    _, teacher, *_ = _cards()
-    (claimed,) = re.findall(r"within ([\d.]+)%", " ".join(teacher[2].split()))
-    page = (DOCS / "benchmarks" / "inference_memory.md").read_text("utf-8").partition("\n## ")[0]
-    differences = [abs(float(number)) for number in re.findall(r"\| (-?[\d.]+)% ", page)]
-    assert differences
-    assert max(differences) <= float(claimed)

@@ -49,8 +49,6 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
         box.add_program(name)
     # Apart from the others: where a framework can be imported, its sites are judged.
     box.add_program("of_verl/verl/trainer/main_ppo.py")
-    for package in ("verl", "verl/trainer"):
-        (folder / "of_verl" / package / "__init__.py").touch()
     (folder / "gemma-3-27b").mkdir()
     for place in ("config.json", "gemma-3-27b/config.json"):
         (folder / place).write_text(json.dumps(GEMMA_3_27B))
@@ -62,11 +60,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
 
 def _make_checkouts(folder: Path) -> None:
     """A repository of a framework with a tag and a remote branch, and a folder that is a checkout."""
-    stand_in = ROOT / "tests" / "frameworks" / "stand_in" / "slime"
     for place in ("slime", "path/to/new/checkout"):
-        (folder / place).mkdir(parents=True)
-        package = folder / place / "slime"
-        shutil.copytree(stand_in, package)
+        shutil.copytree(ROOT / "tests/frameworks/stand_in/slime", folder / place / "slime")
     git = ["git", "-C", folder / "slime", "-c", "user.name=x", "-c", "user.email=x"]
     for command in (
         ["init", "-q", "-b", "main"],
@@ -85,13 +80,9 @@ def _pages_with(language: str) -> list[str]:
     return list(dict.fromkeys(block.page for block in pages.in_language(language)))
 
 
-def _blocks(page: str, language: str) -> list[Block]:
-    return [block for block in pages.in_language(language) if block.page == page]
-
-
 @pytest.mark.parametrize("page", _pages_with("bash"))
 def test_bash(page: str, sandbox: Sandbox) -> None:
-    for block in _blocks(page, "bash"):
+    for block in pages.in_language("bash", page):
         _check_bash(block, sandbox)
 
 
@@ -109,7 +100,9 @@ def _check_bash(block: Block, sandbox: Sandbox) -> None:
     for process in reached:
         assert process["patched"] == switched_on, (block.place, process)
         if switched_on and HOOKS not in block.code:
-            _check_variables(process["variables"])
+            patches, unknown = parse_selection(process["variables"][VARIABLE])
+            assert patches and not unknown
+            Settings.from_environment(process["variables"])
 
 
 def _run(sandbox: Sandbox, code: str, checkout: str = "") -> subprocess.CompletedProcess[str]:
@@ -120,12 +113,6 @@ def _run(sandbox: Sandbox, code: str, checkout: str = "") -> subprocess.Complete
 
 
 _run_once = cache(Sandbox.run)
-
-
-def _check_variables(variables: dict[str, str]) -> None:
-    patches, unknown = parse_selection(variables[VARIABLE])
-    assert patches and not unknown
-    Settings.from_environment(variables)
 
 
 def _check_demo(code: str) -> None:
@@ -141,9 +128,8 @@ def _check_call(call: Call) -> None:
     if command in ("pip", "uv"):
         _check_pip(arguments)
     elif command == "make":
-        subprocess.run(
-            ["make", "--dry-run", "--silent", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        dry = ["make", "--dry-run", "--silent", *arguments]
+        subprocess.run(dry, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     elif command == "torchrun":
         get_args_parser().parse_args(arguments)
     elif command == "pytest":
@@ -171,15 +157,14 @@ def _check_pip(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("page", _pages_with("console"))
 def test_console(page: str, sandbox: Sandbox) -> None:
-    sessions = [session for block in _blocks(page, "console") for session in _sessions(block.code)]
+    sessions = [session for block in pages.in_language("console", page) for session in _sessions(block.code)]
     for command, printed in sessions:
         _check_demo(command)
         done = _run(sandbox, command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
         if printed:
-            assert re.search(_pattern(printed), " ".join(done.stdout.split())), (
-                f"{printed}\n--- is not what is printed:\n{done.stdout}"
-            )
+            is_printed = re.search(_pattern(printed), " ".join(done.stdout.split()))
+            assert is_printed, f"{printed}\n--- is not what is printed:\n{done.stdout}"
     for call in sandbox.calls():
         _check_call(call)
 

@@ -75,6 +75,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
+#: For ranks on which frameworks would compile small functions at the first call.
+EAGER = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def prepare(paths: list[str], *packages: str) -> None:
+    """Make a framework importable, with stubs for further packages."""
+    # Ahead of an installed megatron-core: a checkout's megatron.training goes with its megatron.core.
+    sys.path[:0] = paths
+    install([*PACKAGES, *packages])
+
+
 def install(packages: Iterable[str] = PACKAGES, modules: Iterable[str] = ()) -> None:
     """Make ``import`` of those packages that are not installed succeed in this process, from now on.
 

@@ -1,7 +1,8 @@
 """What frameworks take besides a model (arguments, a scheduler, batches, a disk), and how each is called.
 
 Every :class:`Job` is a tiny GPT on real megatron-core with overlapped communication, driven through the
-functions of one stand-in. Import it on ranks only, inside ``cpu_backend()``, with the stand-ins on the path.
+functions of one framework, a stand-in or the real one. Import this on ranks only, inside ``cpu_backend()``,
+with the framework on the path.
 """
 
 from __future__ import annotations
@@ -16,12 +17,62 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
-from megatron.training.global_vars import get_timers, set_global_variables
+from megatron.training import global_vars
 
-from megatron_rl_patches.testing import TinyModel
+from megatron_rl_patches.testing import TinyModel, tiny_models
+from tests.frameworks.loss_jobs import Arguments, call
 from tests.references import tiny_gpt
 
 MICROBATCHES = 2  # per step
+SAMPLES = MICROBATCHES * tiny_gpt.BATCH  # per step and replica
+ROLLOUTS = 1000
+
+
+def arguments(**values: Any) -> Arguments:
+    """Arguments of a framework and of Megatron-LM, for the tiny model."""
+    defaults = {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "use_distributed_optimizer": True,
+        "ddp_bucket_size": tiny_models.BUCKET,
+        "hidden_size": tiny_gpt.HIDDEN,
+        "seq_length": tiny_gpt.SEQUENCE,
+        "micro_batch_size": tiny_gpt.BATCH,
+        "global_batch_size": SAMPLES,
+        "num_rollout": ROLLOUTS,
+        "forward_step_func": tiny_gpt.forward_step,
+        "lr": 5e-3,
+        "min_lr": 0.0,
+        "bf16": False,
+        "finetune": False,
+        "no_load_optim": False,
+        "no_load_rng": False,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "use_checkpoint_opt_param_scheduler": True,
+        "debug_disable_optimizer": False,
+        "timing_log_level": 0,
+    }
+    return Arguments(**{**defaults, **values})
+
+
+def train_rollout(module: ModuleType, state: Sequence[Any], iterator: Any, steps: int, samples: int) -> Any:
+    """One call of ``train`` of slime, vime or miles, with ``(model, optimizer, scheduler)``."""
+    model, optimizer, scheduler = state
+    return call(
+        module.train,
+        rollout_id=0,
+        model=model,
+        optimizer=optimizer,
+        opt_param_scheduler=scheduler,
+        data_iterator=[iterator],
+        num_microbatches=[MICROBATCHES] * steps,
+        global_batch_sizes=[samples] * steps,
+        num_rollouts=[samples] * steps,
+        witness_info=None,
+        attempt=0,
+    )
 
 
 class BrokenBatch(Exception):
@@ -59,7 +110,7 @@ class Disk:
         self.hooks_were_on: list[bool] = []
         self._model = model
 
-    def write(self, iteration: int, parameters: Sequence[torch.Tensor]) -> None:
+    def write(self, parameters: Sequence[torch.Tensor]) -> None:
         self.hooks_were_on.append(hooks_are_on(self._model))
         digest = hashlib.sha256()
         for parameter in parameters:
@@ -72,22 +123,24 @@ def hooks_are_on(model: Sequence[Any]) -> bool:
     return on
 
 
-def scheduler_for(optimizer: Any) -> OptimizerParamScheduler:
+def scheduler_for(optimizer: Any, args: Any) -> OptimizerParamScheduler:
     """A learning rate that changes with every step, so that a step too many or too few shows."""
     for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = 5e-3, 1e-3
+        group["max_lr"], group["min_lr"] = args.lr, args.min_lr
+    steps = args.num_rollout * args.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=5e-3,
-        min_lr=1e-3,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
         lr_warmup_steps=0,
-        lr_decay_steps=1000,
+        lr_decay_steps=steps,
         lr_decay_style="linear",
         start_wd=0.0,
         end_wd=0.0,
-        wd_incr_steps=1000,
+        wd_incr_steps=steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
     )
 
 
@@ -95,7 +148,7 @@ class Job:
     """A model under training through one framework; subclasses call the framework's functions.
 
     Attributes:
-        homes: modules that hold what is patched, the defining one first.
+        homes: modules that hold what is patched, the defining one first; the last one is called.
         patched: names of what is patched there.
     """
 
@@ -105,27 +158,27 @@ class Job:
     def __init__(self, **options: Any) -> None:
         self.options = TinyModel(**options)
         self.model, self.optimizer = self.options.build()
-        self.scheduler = scheduler_for(self.optimizer)
         self.config = get_model_config(self.model[0])
         self.batches = Batches()
         self.disk = Disk(self.model)
         self.steps = 0
-        self.args: Any = SimpleNamespace(
+        self.module = importlib.import_module(self.homes[-1])
+        self.args: Any = arguments(
             overlap_grad_reduce=self.options.overlap_grad_reduce,
             overlap_param_gather=self.options.overlap_param_gather,
             use_distributed_optimizer=self.options.use_distributed_optimizer,
             align_grad_reduce=True,
             align_param_gather=False,
             manual_gc=True,
-            seq_length=tiny_gpt.SEQUENCE,
-            micro_batch_size=tiny_gpt.BATCH,
+            num_rollout=250,
             num_microbatches=MICROBATCHES,
             timing_log_level=2,
-            forward_step_func=tiny_gpt.forward_step,
             eval_interval=0,
             save_interval=0,
             disk=self.disk,
         )
+        self.scheduler = scheduler_for(self.optimizer, self.args)
+        self.state = self.model, self.optimizer, self.scheduler
         self._set_global_variables()
 
     def train(self, steps: int = 2) -> Any:
@@ -138,9 +191,6 @@ class Job:
         """After a call that broke off in step ``steps_done``: give it the batches of that step again."""
         self.steps = steps_done
         self.batches.seek(steps_done * MICROBATCHES)
-
-    def save(self) -> None:
-        raise NotImplementedError
 
     @property
     def hooks_on(self) -> bool:
@@ -155,32 +205,32 @@ class Job:
         return dict.fromkeys(cls.patched, tuple(map(importlib.import_module, cls.homes)))
 
     def _set_global_variables(self) -> None:
-        set_global_variables(self.args)
+        global_vars.set_global_variables(self.args)
 
     def _train(self, steps: int) -> Any:
         raise NotImplementedError
 
 
-class _ActorJob(Job):
-    """slime and miles: through the actor, which holds copies of the functions."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        actor = importlib.import_module(self.homes[1])
-        self.actor = actor.MegatronTrainRayActor(self.args, self.model, self.optimizer, self.scheduler)
+class RolloutJob(Job):
+    """slime, vime and miles. The actors of the stand-ins hold copies of the functions."""
 
     def save(self) -> None:
-        self.actor.save_model(self.steps)
+        self.module.save(self.steps, *self.state)
 
     def _train(self, steps: int) -> Any:
-        return self.actor.train(0, [self.batches], [MICROBATCHES] * steps)
+        return train_rollout(
+            self.module, self.state, self._rollout(steps), steps, self.args.global_batch_size
+        )
+
+    def _rollout(self, steps: int) -> Any:
+        return self.batches
 
 
-class SlimeJob(_ActorJob):
+class SlimeJob(RolloutJob):
     homes = ("slime.backends.megatron_utils.model", "slime.backends.megatron_utils.actor")
 
 
-class MilesJob(_ActorJob):
+class MilesJob(RolloutJob):
     homes = ("miles.backends.megatron_utils.model", "miles.backends.megatron_utils.actor")
 
 
@@ -192,40 +242,32 @@ class MegatronJob(Job):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        [self.training] = map(importlib.import_module, self.homes)
         self.iterator = RerunDataIterator(self.batches)
 
     @property
     def timers_running(self) -> list[str]:
-        return [name for name, timer in get_timers()._timers.items() if timer._started]
+        return [name for name, timer in global_vars.get_timers()._timers.items() if timer._started]
 
     def save(self) -> None:
-        self.training.save_checkpoint_and_time(
-            self.steps, self.model, self.optimizer, self.scheduler, 0.0, checkpointing_context=None
-        )
+        self.module.save_checkpoint_and_time(self.steps, *self.state, 0.0, checkpointing_context=None)
 
     def _train(self, steps: int) -> Any:
         self.args.iteration, self.args.train_iters = self.steps, self.steps + steps
-        state = self.model, self.optimizer, self.scheduler
         iterators = self.iterator, self.iterator
-        return self.training.train(tiny_gpt.forward_step, *state, *iterators, None, self.config, {}, None)
+        return self.module.train(tiny_gpt.forward_step, *self.state, *iterators, None, self.config, {}, None)
 
 
 class BridgeJob(Job):
     """Megatron-Bridge: everything hangs on a global state, which its caller keeps up to date."""
 
+    homes = ("megatron.bridge.training.train",)
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.iterator = RerunDataIterator(self.batches)
-        self.state = SimpleNamespace(
-            cfg=SimpleNamespace(
-                model=self.config,
-                ddp=self.model[0].ddp_config,
-                train=self.args,
-            ),
-            timers=get_timers(),
-            train_state=SimpleNamespace(step=0),
-        )
+        cfg = SimpleNamespace(model=self.config, ddp=self.model[0].ddp_config, train=self.args)
+        state = {"timers": global_vars.get_timers(), "train_state": SimpleNamespace(step=0)}
+        self.global_state = SimpleNamespace(cfg=cfg, **state)
 
     def pretrain(self, steps: int) -> None:
         """Setup and training."""
@@ -235,10 +277,9 @@ class BridgeJob(Job):
         self._train(steps)
 
     def _train(self, steps: int) -> None:
-        self.args.train_iters = self.state.train_state.step + steps
-        train = importlib.import_module("megatron.bridge.training.train")
-        state = self.model, self.optimizer, self.scheduler
-        train.train(tiny_gpt.forward_step, *state, self.iterator, None, self.state, None, None)
+        self.args.train_iters = self.global_state.train_state.step + steps
+        iterators = self.iterator, None
+        self.module.train(tiny_gpt.forward_step, *self.state, *iterators, self.global_state, None, None)
 
 
 JOBS: dict[str, type[Job]] = {

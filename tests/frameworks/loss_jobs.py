@@ -17,6 +17,8 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from tests.references.dense import dense_log_probs_and_entropy
+
 _SLIME = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
 _MILES = "miles.backends.training_utils"
 SCORES = {name: f"{home}.loss" for name, home in _SLIME.items()}
@@ -43,8 +45,11 @@ def initialize(tp: int = 1, cp: int = 1) -> None:
 
 
 def set_parallel_state_of_miles() -> None:
-    """Hand Megatron's groups to miles; those that it has besides have one rank."""
-    home = importlib.import_module("miles.backends.training_utils.parallel")
+    """Hand Megatron's groups to miles, which has others besides, of one rank; its stand-in asks Megatron."""
+    try:
+        home = importlib.import_module("miles.backends.training_utils.parallel")
+    except ModuleNotFoundError:
+        return
     groups = {
         "tp": parallel_state.get_tensor_model_parallel_group(),
         "cp": parallel_state.get_context_parallel_group(),
@@ -52,14 +57,14 @@ def set_parallel_state_of_miles() -> None:
         "intra_dp": parallel_state.get_data_parallel_group(),
         "intra_dp_cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    one = home.GroupInfo(rank=0, size=1, group=None)
-    infos = {
-        name: home.GroupInfo(rank=groups[name].rank(), size=groups[name].size(), group=groups[name])
-        if name in groups
-        else one
-        for name, parameter in inspect.signature(home.ParallelState).parameters.items()
-        if parameter.default is inspect.Parameter.empty
-    }
+    parameters = inspect.signature(home.ParallelState).parameters.items()
+    infos = dict.fromkeys(
+        (name for name, parameter in parameters if parameter.default is inspect.Parameter.empty),
+        home.GroupInfo(rank=0, size=1, group=None),
+    )
+    for name in infos.keys() & groups:
+        group = groups[name]
+        infos[name] = home.GroupInfo(rank=group.rank(), size=group.size(), group=group)
     home.set_parallel_state(home.ParallelState(**infos))
 
 
@@ -77,12 +82,10 @@ class LossJob:
         **options: Any,
     ) -> None:
         self.totals, self.responses, self.vocabulary = totals, responses, vocabulary
-        self.deferred = deferred
-        self.framework = framework
+        self.framework, self.deferred = framework, deferred
         if framework == "miles":
             set_parallel_state_of_miles()
         self.args = Arguments(
-            framework=framework,
             qkv_format="thd",
             allgather_cp=False,
             rollout_temperature=1.0,
@@ -94,7 +97,6 @@ class LossJob:
             advantage_estimator="grpo",
             eps_clip=0.2,
             eps_clip_high=0.2,
-            custom_loss_function_path="tests.frameworks.loss_jobs.policy_loss",
             recompute_loss_function=False,
             calculate_per_token_loss=False,
             global_batch_size=3,
@@ -104,12 +106,10 @@ class LossJob:
         )
         vars(self.args).update(options)
         generator = torch.Generator().manual_seed(0)
-        self.whole = 3 * torch.randn(sum(self.totals), self.vocabulary, generator=generator)
-        self.tokens = [
-            torch.randint(self.vocabulary, (length,), generator=generator) for length in self.totals
-        ]
-        self.weights = torch.linspace(0.5, 1.5, sum(self.responses)).split(self.responses)
-        self.columns = _columns_of_rank(self.vocabulary)
+        self.whole = 3 * torch.randn(sum(totals), vocabulary, generator=generator)
+        self.tokens = [torch.randint(vocabulary, (length,), generator=generator) for length in totals]
+        self.weights = torch.linspace(0.5, 1.5, sum(responses)).split(responses)
+        self.columns = columns_of_rank(vocabulary)
         self.rows = _rows_of_rank(totals, self.args.allgather_cp)
 
     def logits(self, whole_vocabulary: bool = False) -> Tensor:
@@ -124,14 +124,12 @@ class LossJob:
         if parallel_state.get_context_parallel_world_size() == 1:
             return list(values)
         slice_with_cp = importlib.import_module(CP_UTILS[self.framework]).slice_log_prob_with_cp
-        return [
-            slice_with_cp(value, total, response)
-            for value, total, response in zip(values, self.totals, self.responses, strict=True)
-        ]
+        return list(map(slice_with_cp, values, self.totals, self.responses))
 
-    def scores(self, logits: Tensor, **options: Any) -> Any:
-        module = importlib.import_module(SCORES[self.framework])
-        return module.get_log_probs_and_entropy(
+    def result(self, backward: bool = True, **options: Any) -> dict[str, Any]:
+        """Return the framework's results, and the gradient of a loss with weights that differ."""
+        logits = self.logits()
+        returned = importlib.import_module(SCORES[self.framework]).get_log_probs_and_entropy(
             logits,
             args=self.args,
             unconcat_tokens=self.tokens,
@@ -140,16 +138,11 @@ class LossJob:
             with_entropy=True,
             **options,
         )
-
-    def result(self, backward: bool = True, **options: Any) -> dict[str, Any]:
-        """Return the framework's results, and the gradient of a loss with weights that differ."""
-        logits = self.logits()
-        returned = self.scores(logits, **options)
         # miles, and slime up to v0.2.2, have nothing beside them.
         scores = returned[1] if isinstance(returned, tuple) else returned
         log_probs, entropy = torch.cat(scores["log_probs"]), torch.cat(scores["entropy"])
         weights = torch.cat(self.local(self.weights))
-        loss = (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()
+        loss = self._loss_of(weights, log_probs, entropy)
         if backward:
             (loss + 0 * logits.sum()).backward()
         return {
@@ -169,9 +162,8 @@ class LossJob:
             [torch.arange(end - n - 1, end - 1) for end, n in zip(ends, self.responses, strict=True)]
         )
         tokens = torch.cat([tokens[-n:] for tokens, n in zip(self.tokens, self.responses, strict=True)])
-        log_probs, entropy = _dense_scores(logits[rows] / temperature, tokens)
-        weights = torch.cat(self.weights)
-        ((weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()).backward()
+        log_probs, entropy = dense_log_probs_and_entropy(logits, tokens, rows, temperature)
+        self._loss_of(torch.cat(self.weights), log_probs, entropy).backward()
         padded = torch.cat([logits.grad, torch.zeros(1, self.vocabulary)])
         return {
             "log_probs": torch.cat(self.local(log_probs.detach().split(self.responses))),
@@ -179,10 +171,14 @@ class LossJob:
             "gradient": padded[self.rows][:, self.columns],
         }
 
+    def _loss_of(self, weights: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
+        return (weights * log_probs).sum() - self.args.entropy_coef * (weights * entropy).sum()
+
     def batch(self) -> dict[str, Any]:
         """A microbatch for ``loss_function``, with ratios next to 1, so that hardly anything is clipped."""
         denominators = [torch.tensor(float(length)) for length in self.responses]
-        lengths = [len(weights) for weights in self.local(self.weights)]
+        weights = self.local(self.weights)
+        lengths = list(map(len, weights))
         log_probs = self.dense(self.args.rollout_temperature)["log_probs"].float().split(lengths)
         return {
             "unconcat_tokens": self.tokens,
@@ -191,11 +187,8 @@ class LossJob:
             "loss_masks": [torch.ones(length, dtype=torch.int) for length in self.responses],
             "rollout_mask_sums": denominators,
             "group_mask_sums": denominators,
-            "advantages": [weights - 0.9 for weights in self.local(self.weights)],
-            "log_probs": [
-                values + 0.3 * (weights - 1)
-                for values, weights in zip(log_probs, self.local(self.weights), strict=True)
-            ],
+            "advantages": [w - 0.9 for w in weights],
+            "log_probs": [x + 0.3 * (w - 1) for x, w in zip(log_probs, weights, strict=True)],
         }
 
     def loss(self, dense: bool = False, batch: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -233,15 +226,9 @@ def deferred(logits: Tensor) -> Any:
     return deferred_logits(logits, torch.eye(logits.shape[-1]), tile_bytes=256)
 
 
-def _dense_scores(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    log_softmax = logits.log_softmax(-1)
-    log_probs = log_softmax.gather(-1, tokens[..., None]).squeeze(-1)
-    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
-
-
 def _with_dense_scores(framework: str) -> Any:
     def calculate(logits: Tensor, tokens: Tensor, *unused: Any, with_entropy: bool, **unused_too: Any) -> Any:
-        log_probs, entropy = _dense_scores(logits.double(), tokens[: len(logits)])
+        log_probs, entropy = dense_log_probs_and_entropy(logits, tokens[: len(logits)])
         return log_probs[:, None], entropy if with_entropy else None
 
     return mock.patch.object(
@@ -249,24 +236,7 @@ def _with_dense_scores(framework: str) -> Any:
     )
 
 
-def policy_loss(args: Any, batch: dict[str, Any], logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What stand-ins compute: a policy gradient, with the entropy's mean beside it."""
-    returned = importlib.import_module(SCORES[args.framework]).get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-    )
-    scores = returned if args.framework == "miles" else returned[1]
-    ratio = (torch.cat(scores["log_probs"]) - torch.cat(batch["log_probs"])).exp()
-    entropy = torch.cat(scores["entropy"]).sum()
-    loss = -(ratio * torch.cat(batch["advantages"])).sum() - args.entropy_coef * entropy
-    return loss, {"loss": loss.detach(), "entropy": entropy.detach()}
-
-
-def _columns_of_rank(vocabulary: int) -> slice:
+def columns_of_rank(vocabulary: int) -> slice:
     width = vocabulary // parallel_state.get_tensor_model_parallel_world_size()
     first = parallel_state.get_tensor_model_parallel_rank() * width
     return slice(first, first + width)
@@ -294,7 +264,7 @@ class VerlJob:
 
     def __init__(self, rows: int = 10, vocabulary: int = VOCAB, deferred: bool = False) -> None:
         self.deferred = deferred
-        self.columns = _columns_of_rank(vocabulary)
+        self.columns = columns_of_rank(vocabulary)
         generator = torch.Generator().manual_seed(0)
         self.whole = 3 * torch.randn(1, rows, vocabulary, generator=generator)
         self.labels = torch.randint(vocabulary, (1, rows), generator=generator)
@@ -330,9 +300,7 @@ class VerlJob:
             batch=None,
             data_format="thd",
         )
-        loss = (self.weights * returned["log_probs"]).sum()
-        if entropy:
-            loss = loss - 0.1 * (self.weights * returned["entropy"]).sum()
+        loss = self._loss_of(returned)
         if distillation:
             loss = loss + returned["distillation"].mean()
         loss.backward()
@@ -345,13 +313,17 @@ class VerlJob:
 
     def dense(self, entropy: bool) -> dict[str, Tensor]:
         logits = self.whole.double().requires_grad_()
-        log_probs, entropies = _dense_scores(logits / 0.7, self.labels)
-        loss = (self.weights * log_probs).sum()
-        if entropy:
-            loss = loss - 0.1 * (self.weights * entropies).sum()
-        loss.backward()
-        seen = {"log_probs": log_probs.detach(), "gradient": logits.grad[..., self.columns]}
-        return seen | ({"entropy": entropies.detach()} if entropy else {})
+        scores = dense_log_probs_and_entropy(logits[0], self.labels[0], temperature=0.7)
+        values = {"log_probs": scores[0][None]} | ({"entropy": scores[1][None]} if entropy else {})
+        self._loss_of(values).backward()
+        seen = {name: value.detach() for name, value in values.items()}
+        return {**seen, "gradient": logits.grad[..., self.columns]}
+
+    def _loss_of(self, scores: dict[str, Tensor]) -> Tensor:
+        loss = (self.weights * scores["log_probs"]).sum()
+        if "entropy" in scores:
+            loss = loss - 0.1 * (self.weights * scores["entropy"]).sum()
+        return loss
 
 
 def takes_packed_tokens(gpt: Any) -> None:

@@ -6,12 +6,10 @@ Ranks import this by its name. Frameworks are imported when the first loss is co
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,10 +35,7 @@ class OfFramework:
         vars(self).update(state)
         # After the import of this module, as checkouts have packages called "tests", and before Megatron's.
         importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-        sys.path[:0] = self.paths
-        import_stubs.install(
-            [*import_stubs.PACKAGES, "accelerate", "cloudpickle", "datasets", "pandas", "peft"]
-        )
+        import_stubs.prepare(self.paths, "accelerate", "cloudpickle", "datasets", "pandas", "peft")
 
 
 def rollout_loss(
@@ -110,57 +105,32 @@ def verl_train_step(
         nested: masks, advantages and so on are nested tensors.
         others: those of verl's config of the actor or critic.
     """
-    from megatron.core.utils import get_model_config
-
-    from tests.frameworks.loss_jobs import VERL_ENGINE, Arguments
+    from tests.frameworks.loss_jobs import VERL_ENGINE
+    from tests.frameworks.verl_jobs import actor_config, distillation_loss, make_engine, on_the_cpu
 
     options = dict(options)
     of, nested = options.pop("of", "policy"), options.pop("nested", False)
-    module = importlib.import_module(VERL_ENGINE)
-    config = importlib.import_module("verl.workers.config")
-    engine = object.__new__(
-        module.MegatronEngineWithValueHead if of == "value" else module.MegatronEngineWithLMHead
+    engine = make_engine(
+        model, "ValueHead" if of == "value" else "LMHead", context_parallel_size=microbatches[0].split.cp
     )
-    engine.module, engine.tf_config = model, get_model_config(model[0])
-    split = microbatches[0].split
-    engine.engine_config = config.McoreEngineConfig(context_parallel_size=split.cp)
-    engine.enable_routing_replay = False
-    engine.model_config = SimpleNamespace(
-        mtp=Arguments(),
-        hf_config=SimpleNamespace(architectures=["GPT"]),
-        tokenizer=SimpleNamespace(pad_token_id=0),
-    )
-    loss = _verl_loss(of, {"strategy": "megatron", "ppo_micro_batch_size_per_gpu": 1, **options})
+    losses = importlib.import_module("verl.workers.utils.losses")
+    if of == "policy":
+        loss = partial(losses.ppo_loss, actor_config(**options))
+    elif of == "distillation":
+        loss = distillation_loss("forward_kl_topk", 4, **options)
+    else:
+        critic = importlib.import_module("verl.workers.config").CriticConfig
+        own = {"strategy": "megatron", "ppo_micro_batch_size_per_gpu": 1, "cliprange_value": 100.0}
+        loss = partial(losses.value_loss, critic(**own, **options))
     run_alone = partial(_isolated, model[0].module.forward, 1 if of == "value" else None)
     batch_of = partial(_verl_batch, nested=nested, is_distillation=of == "distillation")
+    cut = partial(_cut_as_given, microbatches, batch_of)
     with (
-        mock.patch.object(module, "get_device_id", lambda: "cpu"),
-        mock.patch.object(module, "prepare_micro_batches", partial(_cut_as_given, microbatches, batch_of)),
+        on_the_cpu(),
+        mock.patch.object(importlib.import_module(VERL_ENGINE), "prepare_micro_batches", cut),
         mock.patch.object(model[0].module, "forward", run_alone),
     ):
         engine.forward_backward_batch(batch_of(microbatches), loss)
-
-
-def _verl_loss(of: str, options: dict[str, Any]) -> Callable[..., Any]:
-    config = importlib.import_module("verl.workers.config")
-    losses = importlib.import_module("verl.workers.utils.losses")
-    if of == "value":
-        return partial(losses.value_loss, config.CriticConfig(cliprange_value=100.0, **options))
-    actor = config.ActorConfig(rollout_n=1, entropy_coeff=0.0, **options)
-    if of == "policy":
-        return partial(losses.ppo_loss, actor)
-    distillation = config.DistillationConfig(
-        distillation_loss=config.DistillationLossConfig(
-            loss_mode="forward_kl_topk",
-            topk=4,
-            use_task_rewards=False,
-            use_policy_gradient=False,
-            loss_max_clamp=None,
-            log_prob_min_clamp=None,
-        )
-    )
-    loss = importlib.import_module("verl.trainer.distillation.losses").distillation_ppo_loss
-    return partial(loss, config=actor, distillation_config=distillation)
 
 
 def _cut_as_given(
@@ -197,38 +167,39 @@ def _verl_batch(microbatches: list[Microbatch], *, nested: bool, is_distillation
 
     ``nested``: these have no padding either.
     """
-    tu = importlib.import_module("verl.utils.tensordict_utils")
+    from tests.frameworks.verl_jobs import tensordict
+
     samples = [sample for microbatch in microbatches for sample in microbatch.samples]
+    lengths = [len(sample["loss_mask"]) for sample in samples]
     longest = max(len(sample["loss_mask"]) for sample in microbatches[0].batch)
-    tokens = [(sample["tokens"], len(sample["loss_mask"])) for sample in samples]
-    unpadded = {
-        "input_ids": [sample["tokens"] for sample in samples],
-        "prompts": [sample[:-response] for sample, response in tokens],
-        "responses": [sample[-response:] for sample, response in tokens],
-    }
-    names = {"loss_mask": "loss_mask", "response_mask": "loss_mask"}
-    names |= {name: name for name in ("old_log_probs", "advantages", "values", "returns")}
-    columns = {name: [sample[key] for sample in samples] for name, key in names.items()}
-    if is_distillation:
-        unpadded["teacher_logprobs"] = [_of_all_tokens(sample, "teacher_log_probs") for sample in samples]
-        unpadded["teacher_ids"] = [_of_all_tokens(sample, "teacher_ids").int() for sample in samples]
-    padded = {}
-    if nested:
-        unpadded |= columns
-    else:
-        padded = {
-            name: torch.stack([torch.nn.functional.pad(value, (0, longest - len(value))) for value in values])
-            for name, values in columns.items()
-        }
+    tokens = [sample["tokens"] for sample in samples]
     jagged = {
-        name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in unpadded.items()
+        "input_ids": tokens,
+        "prompts": [sample[:-length] for sample, length in zip(tokens, lengths, strict=True)],
+        "responses": [sample[-length:] for sample, length in zip(tokens, lengths, strict=True)],
     }
-    numbers = {"calculate_entropy": False, "use_dynamic_bsz": False}
-    numbers |= {"distillation_use_topk": is_distillation, "distillation_only": is_distillation}
-    numbers["global_batch_size"] = len(microbatches[0].batch)
-    if not nested:
-        numbers["max_response_len"] = longest
-    return tu.get_tensordict({"temperature": torch.ones(len(samples)), **jagged, **padded}, numbers)
+    if is_distillation:
+        jagged["teacher_logprobs"] = [_of_all_tokens(sample, "teacher_log_probs") for sample in samples]
+        jagged["teacher_ids"] = [_of_all_tokens(sample, "teacher_ids").int() for sample in samples]
+    names = ("loss_mask", "old_log_probs", "advantages", "values", "returns")
+    columns = {name: [sample[name] for sample in samples] for name in names}
+    columns["response_mask"] = columns["loss_mask"]
+    numbers = {
+        "calculate_entropy": False,
+        "use_dynamic_bsz": False,
+        "distillation_use_topk": is_distillation,
+        "distillation_only": is_distillation,
+        "global_batch_size": len(microbatches[0].batch),
+    }
+    temperature = torch.ones(len(samples))
+    if nested:
+        return tensordict(jagged | columns, numbers, temperature=temperature)
+    padded = {
+        name: torch.stack([torch.nn.functional.pad(value, (0, longest - len(value))) for value in values])
+        for name, values in columns.items()
+    }
+    numbers["max_response_len"] = longest
+    return tensordict(jagged, numbers, temperature=temperature, **padded)
 
 
 def _of_all_tokens(sample: Any, name: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.training import arguments, global_vars
 
-from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob
+from tests.frameworks.jobs import MICROBATCHES, Job, MegatronJob, RolloutJob
 from tests.frameworks.loss_jobs import (
     SCORES,
     Arguments,
@@ -31,30 +31,30 @@ from tests.frameworks.loss_jobs import (
 from tests.references import tiny_gpt
 
 PROMPT = tiny_gpt.SEQUENCE // 2
+#: Of a model whose floating-point operations are counted.
+SIZES = {
+    "num_layers": tiny_gpt.LAYERS,
+    "hidden_size": tiny_gpt.HIDDEN,
+    "num_attention_heads": tiny_gpt.HEADS,
+}
 
 
 def _write(job: Job, iteration: int, model: Any, *unused: Any, **options: Any) -> None:
-    job.disk.write(
-        iteration, [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
-    )
+    job.disk.write([parameter.detach().clone() for chunk in model for parameter in chunk.parameters()])
 
 
-class _RolloutJob(Job):
+class _RolloutJob(RolloutJob):
     """slime, vime and miles: supervised loss on the second half of each sequence."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         for chunk in self.model:
             takes_packed_tokens(chunk.module)
-        [self.module] = map(importlib.import_module, self.homes)
-        self.module.save_checkpoint = partial(_write, self)
-
-    def save(self) -> None:
-        self.module.save(self.steps, self.model, self.optimizer, self.scheduler)
+        self.module.save_checkpoint = partial(_write, self)  # type: ignore[attr-defined]
 
     def _set_global_variables(self) -> None:
-        self.args = Arguments(
-            **vars(self.args),
+        vars(self.args).update(
+            SIZES,
             rollout_temperature=1.0,
             rollout_top_p=1.0,
             data_pad_size_multiplier=tiny_gpt.SEQUENCE,
@@ -65,13 +65,13 @@ class _RolloutJob(Job):
             calculate_per_token_loss=False,
             check_for_nan_in_loss_and_grad=True,
             global_batch_size=MICROBATCHES * mpu.get_data_parallel_world_size(),
-            # of a model whose floating-point operations are counted
-            num_layers=tiny_gpt.LAYERS,
-            hidden_size=tiny_gpt.HIDDEN,
-            num_attention_heads=tiny_gpt.HEADS,
         )
-        self.args.overlap_param_gather = self.options.overlap_param_gather
         global_vars.set_args(self.args)
+
+    def use_policy_loss(self) -> None:
+        """Train with the framework's policy loss from now on; the old policy is the uniform one."""
+        clip = {"eps_clip": 0.2, "eps_clip_high": 0.2}
+        vars(self.args).update(loss_type="policy_loss", advantage_estimator="grpo", entropy_coef=0.01, **clip)
 
     def log_probs(self) -> list[torch.Tensor]:
         """Of the responses of the next step, through ``forward_only`` as the actor calls it."""
@@ -88,38 +88,23 @@ class _RolloutJob(Job):
         values: list[torch.Tensor] = returned["old_log_probs"]
         return values
 
-    def _train(self, steps: int) -> Any:
-        samples_per_step = [self.args.global_batch_size] * steps
-        return call(
-            self.module.train,
-            rollout_id=0,
-            model=self.model,
-            optimizer=self.optimizer,
-            opt_param_scheduler=self.scheduler,
-            data_iterator=[self._rollout(steps)],
-            num_microbatches=[MICROBATCHES] * steps,
-            global_batch_sizes=samples_per_step,
-            num_rollouts=samples_per_step,
-            witness_info=None,
-            attempt=0,
-        )
-
     def _rollout(self, steps: int) -> Any:
-        microbatches = steps * MICROBATCHES
-        self.batches.seek(self.steps * MICROBATCHES)
-        tokens = [next(self.batches)["tokens"][0] for _ in range(microbatches)]
-        response = tiny_gpt.SEQUENCE - PROMPT
-        rollout = {
-            "tokens": tokens,
-            "total_lengths": [tiny_gpt.SEQUENCE] * microbatches,
-            "response_lengths": [response] * microbatches,
-            "loss_masks": [torch.ones(response, dtype=torch.int)] * microbatches,
-            "rollout_mask_sums": [torch.tensor(float(response))] * microbatches,
-        }
-        return self._data_iterator(rollout, [[number] for number in range(microbatches)])
+        samples = [[number] for number in range(steps * MICROBATCHES)]
+        return self.module.DataIterator(self._rollout_data(len(samples)), micro_batch_indices=samples)
 
-    def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-        return self.module.DataIterator(rollout, micro_batch_indices=indices)
+    def _rollout_data(self, samples: int) -> dict[str, Any]:
+        self.batches.seek(self.steps * MICROBATCHES)
+        response = tiny_gpt.SEQUENCE - PROMPT
+        of_each = {
+            "total_lengths": tiny_gpt.SEQUENCE,
+            "response_lengths": response,
+            "loss_masks": torch.ones(response, dtype=torch.int),
+            "rollout_mask_sums": torch.tensor(float(response)),
+            "advantages": torch.linspace(-1, 1, response),
+            "log_probs": torch.full((response,), -math.log(tiny_gpt.VOCABULARY)),
+        }
+        tokens = [next(self.batches)["tokens"][0] for _ in range(samples)]
+        return {"tokens": tokens, **{name: [value] * samples for name, value in of_each.items()}}
 
 
 class RealSlimeJob(_RolloutJob):
@@ -141,54 +126,30 @@ class RealMilesJob(_RolloutJob):
         set_parallel_state_of_miles()
 
 
-def with_policy_loss(framework: str) -> type[Job]:
-    """Return the job of slime, vime or miles with their policy loss; its old policy is the uniform one."""
-
-    class PolicyJob(JOBS[framework]):  # type: ignore[misc]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-            vars(self.args).update(
-                loss_type="policy_loss",
-                advantage_estimator="grpo",
-                eps_clip=0.2,
-                eps_clip_high=0.2,
-                entropy_coef=0.01,
-            )
-
-        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-            lengths = rollout["response_lengths"]
-            rollout["advantages"] = [torch.linspace(-1, 1, length) for length in lengths]
-            old = -math.log(tiny_gpt.VOCABULARY)
-            rollout["log_probs"] = [torch.full((length,), old) for length in lengths]
-            return super()._data_iterator(rollout, indices)
-
-    return PolicyJob
-
-
 class RealMegatronJob(MegatronJob):
     """Megatron-LM's own training loop, with the defaults of its command line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.training.save_checkpoint = partial(_write, self)
+        self.module.save_checkpoint = partial(_write, self)  # type: ignore[attr-defined]
 
     def _set_global_variables(self) -> None:
-        replicas = mpu.get_data_parallel_world_size()
-        self.args = set_megatron_arguments(
+        of_job = {
             **vars(self.args),
-            ffn_hidden_size=4 * tiny_gpt.HIDDEN,
-            num_query_groups=tiny_gpt.HEADS,
-            kv_channels=tiny_gpt.HIDDEN // tiny_gpt.HEADS,
-            global_batch_size=MICROBATCHES * tiny_gpt.BATCH * replicas,
-            expert_tensor_parallel_size=1,
-            num_floating_point_operations_so_far=0,
-            iteration=0,
-            log_interval=1000,
-            eval_iters=1,
-            do_valid=False,
-            use_megatron_fsdp=False,
-            params_dtype=torch.float32,
-        )
+            "ffn_hidden_size": 4 * tiny_gpt.HIDDEN,
+            "num_query_groups": tiny_gpt.HEADS,
+            "kv_channels": tiny_gpt.HIDDEN // tiny_gpt.HEADS,
+            "global_batch_size": MICROBATCHES * tiny_gpt.BATCH * mpu.get_data_parallel_world_size(),
+            "expert_tensor_parallel_size": 1,
+            "num_floating_point_operations_so_far": 0,
+            "iteration": 0,
+            "log_interval": 1000,
+            "eval_iters": 1,
+            "do_valid": False,
+            "use_megatron_fsdp": False,
+            "params_dtype": torch.float32,
+        }
+        self.args = set_megatron_arguments(**of_job)
         global_vars._set_timers(self.args)
         if hasattr(global_vars, "_set_energy_monitor"):
             global_vars._set_energy_monitor(self.args)
@@ -199,30 +160,27 @@ def set_megatron_arguments(**values: Any) -> Arguments:
     with mock.patch.object(sys, "argv", ["train"]):
         args = Arguments(**vars(arguments.parse_args(ignore_unknown_args=True)))
     replicas = mpu.get_data_parallel_world_size()
-    vars(args).update(
-        num_layers=tiny_gpt.LAYERS,
-        hidden_size=tiny_gpt.HIDDEN,
-        num_attention_heads=tiny_gpt.HEADS,
-        max_position_embeddings=tiny_gpt.SEQUENCE,
-        padded_vocab_size=tiny_gpt.VOCABULARY,
-        micro_batch_size=tiny_gpt.BATCH,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        data_parallel_size=replicas,
-        gtp_weight_remat_size=1,
-    )
-    vars(args).update(values)
+    of_model = {
+        **SIZES,
+        "max_position_embeddings": tiny_gpt.SEQUENCE,
+        "padded_vocab_size": tiny_gpt.VOCABULARY,
+        "micro_batch_size": tiny_gpt.BATCH,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "skipped_train_samples": 0,
+        "data_parallel_size": replicas,
+        "gtp_weight_remat_size": 1,
+    }
+    vars(args).update({**of_model, **values})
     global_vars.unset_global_variables()
     destroy_num_microbatches_calculator()
-    init_num_microbatches_calculator(
-        torch.distributed.get_rank(), None, args.global_batch_size, args.micro_batch_size, replicas
-    )
+    batch = args.global_batch_size, args.micro_batch_size
+    init_num_microbatches_calculator(torch.distributed.get_rank(), None, *batch, replicas)
     global_vars.set_args(args)
     return args
 
 
-JOBS: dict[str, type[Job]] = {
+JOBS: dict[str, Any] = {
     "slime": RealSlimeJob,
     "vime": RealVimeJob,
     "miles": RealMilesJob,

@@ -25,13 +25,15 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.training import checkpointing, global_vars
 
-from megatron_rl_patches.testing import TinyModel, tiny_models
-from tests.frameworks.jobs import MICROBATCHES, Batches
+from megatron_rl_patches.testing import TinyModel
+from tests.frameworks import jobs
+from tests.frameworks.jobs import SAMPLES, Batches
 from tests.frameworks.loss_jobs import Arguments
 from tests.references import tiny_gpt
 from tests.references.live_bytes import reachable_bytes
 
-ITERATION, SAMPLES_PER_ITERATION, ROLLOUTS = 7, MICROBATCHES * tiny_gpt.BATCH, 1000
+ITERATION = 7
+WEIGHTS = Path(f"iter_{ITERATION:07d}", "mp_rank_00", "model_optim_rng.pt")
 
 
 def provider(pre_process: bool = True, post_process: bool = True, **unused: Any) -> torch.nn.Module:
@@ -42,33 +44,7 @@ def provider(pre_process: bool = True, post_process: bool = True, **unused: Any)
 
 def arguments(**values: Any) -> Arguments:
     """A fresh process' global arguments, installed."""
-    args = Arguments(
-        load=None,
-        finetune=False,
-        no_load_optim=False,
-        no_load_rng=False,
-        consumed_train_samples=0,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        use_checkpoint_opt_param_scheduler=True,
-        debug_disable_optimizer=False,
-        model_provider=provider,
-        hidden_size=tiny_gpt.HIDDEN,
-        num_rollout=ROLLOUTS,
-        global_batch_size=SAMPLES_PER_ITERATION,
-        micro_batch_size=tiny_gpt.BATCH,
-        seq_length=tiny_gpt.SEQUENCE,
-        forward_step_func=tiny_gpt.forward_step,
-        lr=5e-3,
-        min_lr=0.0,
-        bf16=False,
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
-        use_distributed_optimizer=True,
-        ddp_bucket_size=tiny_models.BUCKET,
-        timing_log_level=0,
-    )
-    vars(args).update(values)
+    args = jobs.arguments(**{"load": None, "model_provider": provider, **values})
     global_vars.set_global_variables(args)
     return args
 
@@ -88,49 +64,32 @@ def framework_model(framework: str) -> ModuleType:
 
 def train(framework: str, state: Sequence[Any], steps: int, batches: Batches) -> None:
     """One call of the framework's ``train`` with ``(model, optimizer, scheduler)``."""
-    further: dict[str, tuple[Any, ...]] = {
-        "slime": ([SAMPLES_PER_ITERATION] * steps,),
-        "miles": ([SAMPLES_PER_ITERATION] * steps, None, 0),
-    }
-    framework_model(framework).train(0, *state, [batches], [MICROBATCHES] * steps, *further[framework])
-
-
-def save(folder: Path, model: Sequence[Any], optimizer: Any, scheduler: Any, iteration: int) -> Path:
-    """A checkpoint of a run that has come to the iteration, as the stand-in of Megatron-LM loads it."""
-    home = folder / f"iter_{iteration:07d}" / "mp_rank_00"
-    home.mkdir(parents=True)
-    consumed = iteration * SAMPLES_PER_ITERATION
-    state_dict = {
-        "checkpoint_version": 3.0,
-        "iteration": iteration,
-        "args": SimpleNamespace(
-            hidden_size=tiny_gpt.HIDDEN,
-            consumed_train_samples=consumed,
-            consumed_valid_samples=1,
-            skipped_train_samples=2,
-        ),
-        "model": model[0].module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "opt_param_scheduler": scheduler.state_dict() | {"num_steps": consumed},
-        "rng_state": torch.Generator().manual_seed(99).get_state(),
-    }
-    torch.save(state_dict, home / "model_optim_rng.pt")
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    return folder
+    jobs.train_rollout(framework_model(framework), state, batches, steps, SAMPLES)
 
 
 def checkpoints(framework: str, folder: Path) -> tuple[str, str]:
-    """Of a former policy and of a teacher."""
-    paths = []
+    """Of a former policy and of a teacher, at the iteration, as the stand-in of Megatron-LM loads them."""
     for seed, name in ((5, "policy"), (6, "teacher")):
         process(seed)
-        arguments()
         state = framework_model(framework).setup_model_and_optimizer(arguments())
         # Adam's moments are there from the first step on.
         train(framework, state, 1, Batches())
-        paths.append(str(save(folder / name, *state, ITERATION)))
+        model, optimizer, scheduler = state
+        consumed = {"consumed_train_samples": ITERATION * SAMPLES, "consumed_valid_samples": 1}
+        state_dict = {
+            "checkpoint_version": 3.0,
+            "iteration": ITERATION,
+            "args": SimpleNamespace(hidden_size=tiny_gpt.HIDDEN, skipped_train_samples=2, **consumed),
+            "model": model[0].module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "opt_param_scheduler": scheduler.state_dict() | {"num_steps": ITERATION * SAMPLES},
+            "rng_state": torch.Generator().manual_seed(99).get_state(),
+        }
+        (folder / name / WEIGHTS).parent.mkdir(parents=True)
+        torch.save(state_dict, folder / name / WEIGHTS)
+        (folder / name / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     process()
-    return paths[0], paths[1]
+    return str(folder / "policy"), str(folder / "teacher")
 
 
 def build_teacher(initialize: Callable[..., Any], args: Any, role: str) -> Any:
@@ -146,11 +105,8 @@ def build_teacher(initialize: Callable[..., Any], args: Any, role: str) -> Any:
 
 
 def has_weights(chunk: Any, state_dict: Mapping[str, Any]) -> bool:
-    return all(
-        torch.equal(value, state_dict[name])
-        for name, value in chunk.state_dict().items()
-        if torch.is_tensor(value)
-    )
+    weights = ((name, value) for name, value in chunk.state_dict().items() if torch.is_tensor(value))
+    return all(torch.equal(value, state_dict[name]) for name, value in weights)
 
 
 def globals_of(args: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ K, TEMPERATURE = 24, 0.8
 TOTALS, RESPONSES = [9, 7, 12], [4, 3, 6]
 TEACHERS = ("math", "code")
 SOURCES = ["math", "code", "math"]
+MICROBATCHES = [[2], [0, 1]]
 
 
 def _rollout() -> dict[str, Any]:
@@ -34,7 +35,7 @@ def _rollout() -> dict[str, Any]:
         "total_lengths": TOTALS,
         "response_lengths": RESPONSES,
         "loss_masks": [torch.ones(response, dtype=torch.int) for response in RESPONSES],
-        "micro_batch_indices": [[2], [0, 1]],
+        "micro_batch_indices": MICROBATCHES,
         "source_names": list(SOURCES),
     }
 
@@ -43,60 +44,16 @@ def _arguments(framework: str) -> argparse.Namespace:
     """Of the framework's command line."""
     arguments = importlib.import_module(f"{framework}.utils.arguments")
     provider = getattr(arguments, f"get_{framework}_extra_args_provider")()
-    parser = provider(argparse.ArgumentParser())
     options = ["--loss-type", "opd_loss", "--rollout-temperature", str(TEMPERATURE)]
-    args = parser.parse_args(options)
+    args = provider(argparse.ArgumentParser()).parse_args(options)
     getattr(arguments, f"{framework}_validate_args")(args)
     return args
-
-
-def _dense_loss(probs: dict[str, Any], top_k: int | str, combine: str) -> Any:
-    """Sum over samples of the mean reverse KL, from whole distributions ``[n, V]``."""
-    if top_k != "full":
-        ids = probs["actor"].topk(int(top_k), dim=1).indices
-        top = {name: p.gather(1, ids) for name, p in probs.items()}
-        probs = {name: torch.cat([p, 1 - p.sum(1, keepdim=True)], 1) for name, p in top.items()}
-
-    def kl(q: Any) -> Any:
-        return (probs["actor"] * (probs["actor"] / q).log()).sum(1)
-
-    order = [2, 0, 1]
-    lengths = [RESPONSES[i] for i in order]
-    teachers = [probs[name] for name in TEACHERS]
-    if combine == "mixture":
-        values = kl(sum(teachers) / len(teachers))
-    elif combine == "average":
-        values = sum(map(kl, teachers)) / len(teachers)
-    else:
-        parts = {name: kl(probs[name]).split(lengths) for name in TEACHERS}
-        values = torch.cat([parts[SOURCES[sample]][place] for place, sample in enumerate(order)])
-    return sum(part.mean() for part in values.split(lengths))
-
-
-def _probabilities(model: Any, rollout: dict[str, Any]) -> Any:
-    """Of all response tokens, over the whole vocabulary."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from rl_framework import logits_of
-
-    parts = []
-    for indices in rollout["micro_batch_indices"]:
-        tokens = torch.cat([rollout["tokens"][index] for index in indices])
-        with torch.no_grad():
-            logits = gather_from_tensor_model_parallel_region(logits_of(model, tokens[None]))[0]
-        end = 0
-        for index in indices:
-            end += TOTALS[index]
-            parts.append(logits[end - RESPONSES[index] - 1 : end - 1])
-    return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
 
 
 class Student:
     """A job of a framework, its actor, and checkpoints of two teachers."""
 
     def __init__(self, framework: str, folder: Path, top_k: int | str = K, combine: str = "mixture") -> None:
-        import rl_framework
-        from megatron.core import parallel_state
-
         from tests.frameworks.jobs import JOBS
 
         # Of a checkpoint each rank has its own part.
@@ -106,31 +63,16 @@ class Student:
         teachers = tuple((name, str(path)) for name, path in self.paths.items())
         chosen = {"opd_top_k": top_k, "opd_combine": combine, "opd_teachers": teachers}
         apply(NAME, "reentrant-train", settings=Settings(**chosen))
-        self.job = job = cast("Any", JOBS[framework](tp=torch.distributed.get_world_size()))
-        vars(job.args).update(vars(_arguments(framework)))
-        model = importlib.import_module(f"{framework}.backends.megatron_utils.model")
+        job = cast("Any", JOBS[framework](tp=torch.distributed.get_world_size()))
+        self.args, self.rollout = job.args, _rollout()
+        vars(self.args).update(vars(_arguments(framework)), forward_step_func=self._forward_step)
+        self.get_batch = importlib.import_module(job.homes[0]).get_batch
         self.losses: list[float] = []
-
-        def forward_step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
-            keys = ["tokens", "total_lengths", "response_lengths", "loss_masks"]
-            batch = model.get_batch(iterator, keys)
-
-            def loss_of(logits: Any) -> Any:
-                loss, metrics = opd_loss(
-                    job.args, batch, logits, lambda x: sum(part.mean() for part in x.split(lengths))
-                )
-                self.losses[-1] += float(metrics["loss"])
-                return loss, metrics
-
-            lengths = batch["response_lengths"]
-            return rl_framework.logits_of(chunk, batch["tokens"]), loss_of
-
-        job.args.forward_step_func = forward_step
-        [self.chunk], self.rollout = job.model, _rollout()
-        self.probs = {"actor": _probabilities(self.chunk, self.rollout)}
-        self.actor = job.actor
+        [self.chunk] = job.model
+        self.probs = {"actor": self._probabilities()}
+        self.actor = job.module.MegatronTrainRayActor(self.args, *job.state)
         self.own = self.weights()
-        generator = torch.Generator().manual_seed(parallel_state.get_tensor_model_parallel_rank())
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         for name, path in self.paths.items():
             weights = {n: w + 0.1 * torch.randn(w.shape, generator=generator) for n, w in self.own.items()}
             # What is whole on every rank must be the same there.
@@ -139,9 +81,62 @@ class Student:
                     torch.distributed.broadcast(weights[n], 0)
             torch.save(weights, path / "weights.pt")
             self.chunk.module.load_state_dict(weights, strict=False)
-            self.probs[name] = _probabilities(self.chunk, self.rollout)
+            self.probs[name] = self._probabilities()
         self.chunk.module.load_state_dict(self.own, strict=False)
         self._options = {"witness_info": None, "attempt": 0} if framework == "miles" else {}
+
+    def _forward_step(self, iterator: Any, chunk: Any) -> tuple[Any, Any]:
+        import rl_framework
+
+        batch = self.get_batch(iterator, ["tokens", "total_lengths", "response_lengths", "loss_masks"])
+
+        def sum_of_sample_mean(x: torch.Tensor) -> Any:
+            return sum(part.mean() for part in x.split(batch["response_lengths"]))
+
+        def loss_of(logits: Any) -> Any:
+            loss, metrics = opd_loss(self.args, batch, logits, sum_of_sample_mean)
+            self.losses[-1] += float(metrics["loss"])
+            return loss, metrics
+
+        return rl_framework.logits_of(chunk, batch["tokens"]), loss_of
+
+    def _probabilities(self) -> Any:
+        """Of all response tokens, over the whole vocabulary."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+        from rl_framework import logits_of
+
+        parts = []
+        for indices in MICROBATCHES:
+            tokens = torch.cat([self.rollout["tokens"][index] for index in indices])
+            with torch.no_grad():
+                logits = logits_of(self.chunk, tokens[None])
+                logits = gather_from_tensor_model_parallel_region(logits)[0]
+            samples = logits.split([TOTALS[index] for index in indices])
+            parts += [rows[-RESPONSES[i] - 1 : -1] for i, rows in zip(indices, samples, strict=True)]
+        return (torch.cat(parts).double() / TEMPERATURE).softmax(1)
+
+    def dense_loss(self, top_k: int | str, combine: str) -> Any:
+        """Sum over samples of the mean reverse KL, from whole distributions ``[n, V]``."""
+        probs = self.probs
+        if top_k != "full":
+            ids = probs["actor"].topk(int(top_k), dim=1).indices
+            top = {name: p.gather(1, ids) for name, p in probs.items()}
+            probs = {name: torch.cat([p, 1 - p.sum(1, keepdim=True)], 1) for name, p in top.items()}
+
+        def kl(q: Any) -> Any:
+            return (probs["actor"] * (probs["actor"] / q).log()).sum(1)
+
+        order = [*MICROBATCHES[0], *MICROBATCHES[1]]
+        lengths = [RESPONSES[i] for i in order]
+        teachers = [probs[name] for name in TEACHERS]
+        if combine == "mixture":
+            values = kl(sum(teachers) / len(teachers))
+        elif combine == "average":
+            values = sum(map(kl, teachers)) / len(teachers)
+        else:
+            parts = {name: kl(probs[name]).split(lengths) for name in TEACHERS}
+            values = torch.cat([parts[SOURCES[sample]][place] for place, sample in enumerate(order)])
+        return sum(part.mean() for part in values.split(lengths))
 
     def weights(self) -> dict[str, torch.Tensor]:
         state = self.chunk.module.state_dict()
@@ -173,7 +168,7 @@ def test_the_student_approaches_its_teachers(
         student.train()
     assert set(states_of(framework, patch=NAME).values()) == {"applied"}
     losses = student.losses
-    assert losses[0] == pytest.approx(float(_dense_loss(student.probs, top_k, combine)), rel=1e-4)
+    assert losses[0] == pytest.approx(float(student.dense_loss(top_k, combine)), rel=1e-4)
     assert losses[-1] < 0.8 * losses[0]
     assert all(other == losses for other in everywhere(losses))
     assert not set(KEYS) & set(student.rollout)
@@ -184,7 +179,7 @@ def test_the_student_approaches_its_teachers(
 def test_what_happens_around_the_training(tmp_path: Path) -> None:
     """Teachers are loaded once, without the actor's iteration, and nothing of them is left behind."""
     student = Student("slime", tmp_path)
-    args, load, seen = student.job.args, student.actor.load_other_checkpoint, []
+    args, load, seen = student.args, student.actor.load_other_checkpoint, []
     args.ckpt_step = 7
 
     def watched(tag: str, path: str) -> None:
@@ -220,4 +215,4 @@ def test_what_happens_around_the_training(tmp_path: Path) -> None:
         for parameter in student.chunk.module.parameters():
             parameter.zero_()
     student.train()
-    assert student.losses[-1] == pytest.approx(float(_dense_loss(student.probs, K, "mixture")), rel=1e-4)
+    assert student.losses[-1] == pytest.approx(float(student.dense_loss(K, "mixture")), rel=1e-4)

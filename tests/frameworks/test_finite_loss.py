@@ -14,24 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl_patches import applied, apply, revert
+from megatron_rl_patches import applied, apply
 from tests.frameworks.rollouts import states_of
-from tests.frameworks.test_real_lean_loss import EAGER
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "finite-loss"
 KL = {"use_kl_loss": True, "kl_loss_type": "low_var_kl"}
-#: For all of them; the stand-in then takes its own policy loss.
-OPTIONS = {
-    "custom_loss_function_path": "",
-    "eps_clip_c": None,
-    "kl_loss_coef": 0.1,
-    "opsm_delta": 1e-4,
-    "tis_clip": 2.0,
-    "tis_clip_low": 0.0,
-}
+#: For all of them.
+OPTIONS = {"kl_loss_coef": 0.1, "opsm_delta": 1e-4, "tis_clip": 2.0, "tis_clip_low": 0.0}
 #: Options of the policy loss, by what they are about.
 LOSSES: dict[str, dict[str, Any]] = {
     "policy gradient alone": {},
@@ -49,25 +41,32 @@ LOSSES: dict[str, dict[str, Any]] = {
     "TIS": {"use_tis": True, **KL, "use_unbiased_kl": True},
     "old policy of the rollout": {"use_rollout_logprobs": True, **KL, "use_unbiased_kl": True},
 }
+#: What the stand-in has.
+IN_SHORT = ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS")
 NOT_COMPARABLE = (math.inf, -math.inf, math.nan, 1e3, -1e3, -1e30)
+SCORES = ("log_probs", "ref_log_probs", "rollout_log_probs")
 #: What may be wrong with masked tokens: values of tensors of the batch.
-SPOILT: list[dict[str, float]] = [
-    *[
-        {name: value}
-        for name in ("log_probs", "ref_log_probs", "rollout_log_probs")
-        for value in NOT_COMPARABLE
-    ],
-    *[{"advantages": value} for value in (math.inf, math.nan)],
+SPOILT = [
+    *({name: value} for name, value in itertools.product(SCORES, NOT_COMPARABLE)),
+    *({"advantages": value} for value in (math.inf, math.nan)),
 ]
 SPOILT_TOGETHER = [
-    {"log_probs": one, "ref_log_probs": other, "rollout_log_probs": third, "advantages": math.nan}
-    for one, other, third in zip(NOT_COMPARABLE, NOT_COMPARABLE[1:], NOT_COMPARABLE[2:], strict=False)
+    {**dict(zip(SCORES, values, strict=True)), "advantages": math.nan}
+    for values in zip(NOT_COMPARABLE, NOT_COMPARABLE[1:], NOT_COMPARABLE[2:], strict=False)
 ]
+#: Response tokens: sample, place.
+MASKED, COUNTED = [(0, 1), (1, 5), (2, 0)], [(1, 2)]
+
+
+def make_job(framework: str, **options: Any) -> Any:
+    from tests.frameworks.loss_jobs import LossJob
+
+    return LossJob(framework, **{**OPTIONS, **options})
 
 
 def microbatch(job: Any) -> dict[str, Any]:
     """Return a batch with masked tokens, a sample that is wholly masked, and all log-probs."""
-    batch = job.batch()
+    batch: dict[str, Any] = job.batch()
     masks = [mask.clone() for mask in batch["loss_masks"]]
     masks[0][1] = masks[1][5] = 0
     masks[2][:] = 0
@@ -79,7 +78,7 @@ def microbatch(job: Any) -> dict[str, Any]:
 
 
 def spoilt(job: Any, values: dict[str, float], places: list[tuple[int, int]]) -> dict[str, Any]:
-    """Return the batch with other values at response tokens (sample, place), on the ranks that have them."""
+    """Return the batch with other values at response tokens, on the ranks that have them."""
     batch = microbatch(job)
     marks = [torch.zeros(length) for length in job.responses]
     for sample, place in places:
@@ -90,31 +89,23 @@ def spoilt(job: Any, values: dict[str, float], places: list[tuple[int, int]]) ->
     return batch
 
 
-MASKED, COUNTED = [(0, 1), (1, 5), (2, 0)], [(1, 2)]
-
-
 def is_finite(run: dict[str, Any]) -> bool:
     return bool(run["gradient"].isfinite().all() and run["loss"].isfinite())
 
 
 def is_same(run: dict[str, Any], other: dict[str, Any]) -> bool:
     """Bit for bit, metrics included."""
-    return (
-        torch.equal(run["gradient"], other["gradient"])
-        and torch.equal(run["loss"], other["loss"])
-        and run["metrics"] == other["metrics"]
-    )
+    same = all(torch.equal(run[name], other[name]) for name in ("gradient", "loss"))
+    return same and run["metrics"] == other["metrics"]
 
 
 def check_masked_tokens(
     framework: str, losses: dict[str, Any] = LOSSES, spoilt_by: Any = SPOILT_TOGETHER, **layout: Any
 ) -> int:
     """Check all losses and all values of masked tokens; return how many were not finite without the patch."""
-    from tests.frameworks.loss_jobs import LossJob
-
     poisoned = 0
     for label, options in losses.items():
-        job = LossJob(framework, **{**OPTIONS, **layout, **options})
+        job = make_job(framework, **layout, **options)
         unpatched = job.loss(batch=microbatch(job))
         batches = [spoilt(job, values, MASKED) for values in spoilt_by]
         poisoned += sum(not is_finite(job.loss(batch=dict(batch))) for batch in batches)
@@ -131,12 +122,10 @@ def check_policy(
 
     slime's own entropy of logits that are minus infinity has no gradient but NaN; that of ``lean-loss`` has.
     """
-    from tests.frameworks.loss_jobs import LossJob
-
     with applied("lean-loss") if with_lean_loss else nullcontext():
         for label, options in losses.items():
             for value in (-1e3, -math.inf) if with_lean_loss or "entropy_coef" not in options else (-1e3,):
-                job = LossJob(framework, **{**OPTIONS, **layout, **options})
+                job = make_job(framework, **layout, **options)
                 batch = microbatch(job)
                 clean = job.loss(batch=batch)
                 ends = torch.tensor(job.totals).cumsum(0).tolist()
@@ -152,12 +141,10 @@ def check_policy(
 
 def check_counted_tokens(framework: str, losses: dict[str, Any] = LOSSES, **layout: Any) -> None:
     """A ratio that overflows at a token that counts is bounded there, and changes nothing elsewhere."""
-    from tests.frameworks.loss_jobs import LossJob
-
     for label, options in losses.items():
-        job = LossJob(framework, **{**OPTIONS, **layout, **options})
+        job = make_job(framework, **layout, **options)
         clean = job.loss(batch=microbatch(job))
-        for name, value in (("log_probs", -500.0), ("ref_log_probs", 500.0), ("rollout_log_probs", -500.0)):
+        for name, value in zip(SCORES, (-500.0, 500.0, -500.0), strict=True):
             with applied(PATCH):
                 run = job.loss(batch=spoilt(job, {name: value}, COUNTED))
             assert is_finite(run), (label, name)
@@ -168,9 +155,7 @@ def check_counted_tokens(framework: str, losses: dict[str, Any] = LOSSES, **layo
 
 def check_value_loss(framework: str) -> None:
     """Returns and old values of masked tokens may be anything."""
-    from tests.frameworks.loss_jobs import LossJob
-
-    job = LossJob(framework, vocabulary=1, **OPTIONS, loss_type="value_loss", value_clip=0.2)
+    job = make_job(framework, vocabulary=1, loss_type="value_loss", value_clip=0.2)
 
     def run(spoilt_value: float | None = None) -> dict[str, Any]:
         batch = microbatch(job) | {name: [w.clone() for w in job.weights] for name in ("returns", "values")}
@@ -187,15 +172,7 @@ def check_value_loss(framework: str) -> None:
             assert is_same(run(), clean)
 
 
-#: What the stand-in has.
-IN_SHORT = ("with the entropy", "KL with the coefficient 0", "low_var_kl", "unbiased k3", "TIS")
-
-
-def states() -> set[str]:
-    return set(states_of("slime", patch=PATCH).values())
-
-
-@on_ranks(1, env=EAGER)
+@on_ranks(1)
 def test_tokens() -> None:
     from tests.frameworks.loss_jobs import initialize
 
@@ -207,5 +184,4 @@ def test_tokens() -> None:
     check_masked_tokens("slime", losses, deferred=True, recompute_loss_function=True)
     check_value_loss("slime")
     apply(PATCH)
-    assert states() == {"applied"}
-    revert(PATCH)
+    assert set(states_of("slime", patch=PATCH).values()) == {"applied"}

@@ -9,7 +9,6 @@ the same of the frameworks themselves.
 from __future__ import annotations
 
 import importlib
-import sys
 import warnings
 from typing import Any
 from unittest import mock
@@ -26,22 +25,7 @@ pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
 PATCH = "lean-loss"
 slow = pytest.mark.slow
-of_each = pytest.mark.parametrize("framework", [pytest.param("slime", marks=slow), "miles"])
 BFLOAT16 = 4e-3  # what Megatron's fused cross entropy rounds gradients to
-
-
-def _names(package: str) -> dict[str, Any]:
-    """Objects under all names of the framework's modules that are imported."""
-    return {
-        f"{module}.{name}": value
-        for module, home in sorted(sys.modules.items())
-        if module.partition(".")[0] == package
-        for name, value in vars(home).items()
-        if callable(value)
-    }
-
-
-# --- slime and miles: values and gradients ------------------------------------------------------------------
 
 
 def check_scores(framework: str, **options: Any) -> float:
@@ -107,39 +91,39 @@ def test_values_and_gradients(framework: str, order: str, tp: int) -> None:
     initialize(tp=tp)
     if order == "before":
         apply(PATCH)
-    else:
-        for home in (SCORES, LOSSES):
-            importlib.import_module(home[framework])
-    names = _names(framework)
+    homes = [importlib.import_module(home[framework]) for home in (SCORES, LOSSES)] * (order == "after")
+    names = [dict(vars(home)) for home in homes]
     assert 1e-4 < check_scores(framework) < BFLOAT16
-    if order == "after":
-        now = _names(framework)
-        assert all(now[name] is value for name, value in names.items())
+    assert [dict(vars(home)) for home in homes] == names
 
 
-@of_each
+@pytest.mark.parametrize("framework", [pytest.param("slime", marks=slow), "miles"])
 @on_ranks(1)
 def test_policy_loss(framework: str) -> None:
-    from tests.frameworks import loss_jobs
+    from tests.frameworks.loss_jobs import LOSSES, LossJob, distance, initialize
 
-    loss_jobs.initialize()
+    initialize()
     check_policy_loss(framework, tolerance=1e-6)
     apply(PATCH)
-    job = loss_jobs.LossJob(framework, recompute_loss_function=True)
-    with mock.patch.object(loss_jobs, "policy_loss", wraps=loss_jobs.policy_loss) as policy_loss:
-        run = job.loss()
+    recomputing, module = {"recompute_loss_function": True}, importlib.import_module(LOSSES[framework])
+    own = module.policy_loss_function
+    with mock.patch.object(module, "policy_loss_function", wraps=own) as policy_loss:
+        run = LossJob(framework, **recomputing).loss()
         assert policy_loss.call_count == 2
         for deferred in (False, True):
-            job = loss_jobs.LossJob(framework, recompute_loss_function=True, deferred=deferred)
+            job = LossJob(framework, deferred=deferred, **recomputing)
             with device_thread():  # where CUDA recomputes
                 again = job.loss()
-            assert loss_jobs.distance(again["gradient"], run["gradient"]) < 1e-6
+            assert distance(again["gradient"], run["gradient"]) < 1e-6
     assert policy_loss.call_count == 6
 
 
 @slow
 @on_ranks(1)
-def test_miles_keeps_the_bits_of_its_engine() -> None:
+def test_what_neither_slices_nor_scores_as_others_do() -> None:
+    """miles keeps the bits of its engine; slime scores candidates of a top-k loss."""
+    from megatron.core import parallel_state
+
     from tests.frameworks.loss_jobs import LossJob, initialize
 
     initialize()
@@ -149,16 +133,6 @@ def test_miles_keeps_the_bits_of_its_engine() -> None:
     patched = job.result()
     assert all((patched[key] == unpatched[key]).all() for key in ("log_probs", "entropy", "gradient"))
 
-
-@slow
-@on_ranks(1)
-def test_candidates_of_a_top_k_loss() -> None:
-    from megatron.core import parallel_state
-
-    from tests.frameworks.loss_jobs import LossJob, initialize
-
-    initialize()
-    apply(PATCH)
     from slime.utils.ppo_utils import compute_log_probs
 
     logits = LossJob("slime").logits()[0].detach()
@@ -167,9 +141,6 @@ def test_candidates_of_a_top_k_loss() -> None:
     for candidate in (3, 5, 7):
         log_probs = compute_log_probs(logits, torch.full((len(logits),), candidate), group)
         assert (log_probs - expected[:, [candidate]]).abs().max() < 1e-6
-
-
-# --- all-gather context parallelism: a gradient on some ranks only ------------------------------------------
 
 
 def _redistributed(backward: bool) -> dict[tuple[int, float], list[bool]]:

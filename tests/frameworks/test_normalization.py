@@ -9,8 +9,8 @@ import pytest
 from megatron_rl_patches.testing import SPLITS, RanksFailed, Split, check_normalization
 from tests.frameworks import normalization_jobs as jobs
 from tests.frameworks.checkouts import Checkouts
+from tests.frameworks.import_stubs import EAGER
 from tests.frameworks.packages import Packages
-from tests.frameworks.test_real_lean_loss import EAGER
 from tests.frameworks.test_real_verl import TENSORDICT
 from tests.real.normalization_losses import global_batch
 

@@ -7,7 +7,6 @@ actor, which needs Ray, is replaced by one that swaps weights as it does.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,41 +14,14 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, apply
+from tests.frameworks.import_stubs import prepare
 from tests.frameworks.rollouts import states_of
-from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
+from tests.worlds.actors import Actor
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow]
 
 NAME = "distillation"
-
-
-Weights = dict[str, torch.Tensor]
-
-
-class Actor:
-    """``load_other_checkpoint``, ``_switch_model`` and ``weights_backuper`` of slime's and of miles'."""
-
-    def __init__(self, args: Any, model: list[Any], teachers: dict[str, Weights]) -> None:
-        self.args, self.model, self.teachers = args, model, teachers
-        self.weights_backuper = SimpleNamespace(backup_tags={})
-        self.backup("actor")
-
-    def backup(self, tag: str) -> None:
-        weights = self.model[0].module.named_parameters()
-        self.weights_backuper.backup_tags[tag] = {name: w.detach().clone() for name, w in weights}
-
-    def load_other_checkpoint(self, tag: str, path: str) -> None:
-        self._load(self.teachers[path])
-        self.backup(tag)
-
-    def _switch_model(self, tag: str) -> None:
-        self._load(self.weights_backuper.backup_tags[tag])
-
-    @torch.no_grad()
-    def _load(self, weights: Weights) -> None:
-        for name, parameter in self.model[0].module.named_parameters():
-            parameter.copy_(weights[name])
 
 
 @pytest.mark.parametrize("framework", ["slime", "miles"])
@@ -70,15 +42,15 @@ def test_the_student_approaches_its_teachers(
 
     apply(NAME, "reentrant-train", settings=Settings())
     job = JOBS[framework]()
-    folders = {name: str(tmp_path / name) for name in ("math", "code")}  # this actor keeps weights in memory
+    folders = {name: str(tmp_path / name) for name in ("math", "code")}
     generator = torch.Generator().manual_seed(3)
-    teachers = {}
-    for folder in folders.values():
-        Path(folder).mkdir()
-        teachers[folder] = {
+    for folder in map(Path, folders.values()):
+        folder.mkdir()
+        weights = {
             name: parameter.detach() + 0.3 * torch.randn(parameter.shape, generator=generator)
             for name, parameter in job.model[0].module.named_parameters()
         }
+        torch.save(weights, folder / "weights.pt")
     vars(job.args).update(
         loss_type="custom_loss",
         custom_loss_function_path="megatron_rl_patches.frameworks.distillation_loss.opd_loss",
@@ -102,12 +74,12 @@ def test_the_student_approaches_its_teachers(
         losses.append(float(metrics["loss"]))
         return loss, metrics
 
-    actor = Actor(job.args, job.model, teachers)
+    actor = Actor(job.args, job.model)
     with mock.patch.object(distillation_loss, "opd_loss", noting):
         for _ in range(12):
             with scorer.enter(TeacherScorer(actor)):
                 job.train()
-            actor.backup("actor")
+            actor.weights_backuper.backup("actor")
     states = {name.rpartition(".")[2]: state for name, state in states_of(framework, patch=NAME).items()}
     assert states["train"] == states["get_batch"] == "applied"
     assert "missing" not in states.values()

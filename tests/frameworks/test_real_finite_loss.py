@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import applied
+from tests.frameworks.import_stubs import EAGER, prepare
 from tests.frameworks.test_finite_loss import (
     LOSSES,
     PATCH,
@@ -17,8 +18,7 @@ from tests.frameworks.test_finite_loss import (
     check_policy,
     check_value_loss,
 )
-from tests.frameworks.test_real_lean_loss import EAGER, _initialize
-from tests.frameworks.test_real_reentry import prepare
+from tests.frameworks.test_real_lean_loss import _initialize
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -70,25 +70,26 @@ def test_no_step_is_skipped(framework: str, paths: list[str]) -> None:
     The weights are those of clean rollouts with and without the patch, deferred logits included.
     """
     prepare(paths)
-    from tests.frameworks.real_jobs import with_policy_loss
+    from tests.frameworks.real_jobs import JOBS
 
-    class Job(with_policy_loss(framework)):  # type: ignore[misc]
+    class Job(JOBS[framework]):  # type: ignore[misc]
         old_log_prob = -4.0  # of the masked tokens
 
-        def _data_iterator(self, rollout: dict[str, Any], indices: list[list[int]]) -> Any:
-            iterator = super()._data_iterator(rollout, indices)  # it refers to this rollout
-            rollout["ref_log_probs"] = [values.clone() for values in rollout["log_probs"]]
-            rollout["loss_masks"] = [mask.clone() for mask in rollout["loss_masks"]]
+        def _rollout_data(self, samples: int) -> dict[str, Any]:
+            rollout: dict[str, Any] = super()._rollout_data(samples)
+            rollout["ref_log_probs"] = rollout["log_probs"]
             old = self.old_log_prob
             for name, value in (("loss_masks", 0), ("log_probs", old), ("ref_log_probs", -old)):
+                rollout[name] = [values.clone() for values in rollout[name]]
                 for values in rollout[name]:
                     values[1] = value
-            return iterator
+            return rollout
 
     def trained(*patches: str, old_log_prob: float = -4.0) -> tuple[str, int]:
         """Return a checksum of weights and moments, and how many samples the schedule has seen."""
         with applied("reentrant-train", "finite-step", *patches):
             job = Job()
+            job.use_policy_loss()
             vars(job.args).update(use_kl_loss=True, kl_loss_coef=0.0, kl_loss_type="low_var_kl")
             job.old_log_prob = old_log_prob
             for chunk in job.model:

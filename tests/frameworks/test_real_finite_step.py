@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl_patches import applied
-from tests.frameworks import import_stubs
+from tests.frameworks.import_stubs import prepare
 from tests.ranks import on_ranks
 
 pytestmark = [
@@ -63,8 +63,7 @@ def rollouts(framework: str, bad: bool = False, leave_out: bool = False) -> tupl
 
 @on_ranks(1, timeout=400)
 def test_a_bad_step_equals_that_step_left_out(framework: str, paths: list[str]) -> None:
-    sys.path[:0] = paths
-    import_stubs.install()
+    prepare(paths)
     with applied("reentrant-train"):
         spoilt, _ = rollouts(framework, bad=True)
         assert any(parameter.isnan().any() for parameter in spoilt.model[0].parameters())

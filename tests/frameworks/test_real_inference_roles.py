@@ -11,8 +11,8 @@ import pytest
 
 from megatron_rl_patches import apply, revert, status
 from megatron_rl_patches.errors import InferenceOnlyError
+from tests.frameworks.import_stubs import prepare
 from tests.frameworks.test_inference_roles import DDP, TEACHER
-from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import everywhere, on_ranks
 from tests.references.live_bytes import reachable_bytes
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_rl_patches import applied
-from tests.frameworks.test_real_reentry import prepare
+from tests.frameworks.import_stubs import prepare
 from tests.ranks import on_ranks
 from tests.references.live_bytes import live_bytes, reachable_bytes
 
@@ -37,9 +37,8 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
 
     tiny_gpt.VOCABULARY, tiny_gpt.SEQUENCE = VOCABULARY, TOKENS
     tiny_gpt.LAYERS = tiny_gpt.HEADS = 1  # without a kernel, attention takes tokens × tokens for each
-    from tests.frameworks.real_jobs import with_policy_loss
+    from tests.frameworks.real_jobs import JOBS
 
-    make_job = with_policy_loss(framework)
     one = {"num_layers": 1, "num_attention_heads": 1}
 
     def run(patches: tuple[str, ...]) -> tuple[float, list[torch.Tensor]]:
@@ -47,7 +46,8 @@ def test_training_never_makes_the_logits(framework: str, ranks: int, paths: list
         before = reachable_bytes()
         log = logging.getLogger("megatron_rl_patches")
         with applied("reentrant-train", *patches), mock.patch.object(log, "warning") as warning:
-            job = make_job(vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
+            job = JOBS[framework](vocab_size=VOCABULARY, seq_length=TOKENS, config=one)
+            job.use_policy_loss()
             parameters = sum(p.numel() * p.element_size() for p in job.model[0].parameters())
             built = reachable_bytes() - before - parameters
             steps: list[Any] = []  # losses and gradient norm, and what else a framework returns

@@ -12,12 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.frameworks.import_stubs import EAGER, prepare
 from tests.frameworks.test_lean_loss import BFLOAT16, check_policy_loss, check_scores
-from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
-
-# Frameworks compile small functions, at the first call.
-EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
 pytestmark = [
     pytest.mark.frameworks,

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.frameworks import import_stubs
+from megatron_rl_patches import applied
+from tests.frameworks.import_stubs import prepare
 from tests.frameworks.rollouts import FINE, KEY_ERROR, NO_SYNC, TIMER, check_rollouts, outcome
 from tests.ranks import on_ranks
 
@@ -24,12 +24,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.parametrize("framework", ["slime", "vime", "miles", "megatron.training"]),
 ]
-
-
-def prepare(paths: list[str]) -> None:
-    # Ahead of an installed megatron-core: a checkout's megatron.training goes with its megatron.core.
-    sys.path[:0] = paths
-    import_stubs.install()
 
 
 @on_ranks(1, timeout=300)
@@ -74,7 +68,6 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
     if framework != "megatron.training":
         pytest.skip("it has a log of its own")
     prepare(paths)
-    from megatron_rl_patches import applied
     from tests.frameworks.real_jobs import JOBS
 
     logs, checksums = {}, []
@@ -82,7 +75,7 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
         with applied("reentrant-train"), ExitStack() as stack:
             job = JOBS[framework](overlap_param_gather=False)
             job.args.log_interval, lines, losses = interval, [], []
-            training, step = job.training, job.training.train_step
+            training, step = job.module, job.module.train_step
             stack.enter_context(mock.patch.object(training, "print_rank_last", lines.append))
 
             def noted(*args: Any, step: Any = step, losses: list[float] = losses, **kwargs: Any) -> Any:
@@ -97,8 +90,8 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
             for _ in range(3):
                 job.train(2)
             checksums.append(job.checksum())
-        found = [re.search(r" iteration +(\d+)/.* loss: (\S+) \|", line) for line in lines]
-        logs[patched, interval] = {int(match[1]): float(match[2]) for match in found if match}
+        found = re.findall(r" iteration +(\d+)/.* loss: (\S+) \|", "\n".join(lines))
+        logs[patched, interval] = {int(step): float(loss) for step, loss in found}
     each = dict(enumerate(losses, 1))
     assert logs[True, 1] == pytest.approx(each, rel=1e-5)
     wrong = {**each, 2: (each[1] + each[2]) / 2, 4: (each[3] + each[4]) / 2, 6: (each[5] + each[6]) / 2}

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import applied
-from tests.frameworks import import_stubs
+from tests.frameworks.import_stubs import prepare
 from tests.ranks import on_ranks
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.parametrize("framework", ["slime"])]
@@ -126,8 +126,7 @@ def three_rollouts() -> list[bool]:
 
 @on_ranks(1, timeout=400)
 def test_routes_read_are_routes_recorded(framework: str, paths: list[str]) -> None:
-    sys.path[:0] = paths
-    import_stubs.install()
+    prepare(paths)
     with mock.patch("torch.Tensor.is_pinned", lambda tensor: True), applied("reentrant-train"):
         imported("slime.backends.megatron_utils.actor")
         assert three_rollouts() == [True, False]  # the third reads what the second has recorded

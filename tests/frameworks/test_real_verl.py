@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from megatron_rl_patches import Settings, applied, apply, revert
-from tests.frameworks import import_stubs
 from tests.frameworks.checkouts import Checkouts
+from tests.frameworks.import_stubs import EAGER, prepare
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import NO_SYNC, outcome, states_of
 from tests.frameworks.test_lean_loss import PATCH
 from tests.frameworks.test_real_lean_head import WAYS
-from tests.frameworks.test_real_lean_loss import EAGER
-from tests.frameworks.test_real_reentry import prepare
 from tests.ranks import on_ranks
 from tests.recording import installed, ran_on
 from tests.references.live_bytes import live_bytes
@@ -78,8 +76,7 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
 
 
 def _import_for_losses(verl: list[str]) -> ModuleType:
-    prepare(verl)
-    import_stubs.install(["accelerate", "datasets", "pandas", "peft"])
+    prepare(verl, "accelerate", "datasets", "pandas", "peft")
     module = importlib.import_module("verl.utils.megatron.tensor_parallel")
     assert module.__file__ is not None and module.__file__.startswith(verl[0])
     return module
@@ -147,8 +144,7 @@ def test_memory_beyond_the_logits(verl: list[str]) -> None:
 
 def prepare_engine(paths: list[str], *further_stubs: str) -> None:
     importlib.import_module("torch._dynamo")  # tensordict imports it, and it fails with a stub of triton.
-    prepare(paths)
-    import_stubs.install(["accelerate", "cloudpickle", "datasets", "pandas", "peft", *further_stubs])
+    prepare(paths, "accelerate", "cloudpickle", "datasets", "pandas", "peft", *further_stubs)
 
 
 @pytest.fixture

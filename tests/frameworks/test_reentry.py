@@ -103,7 +103,7 @@ def test_bridge_and_nemo_rl() -> None:
     assert outcome(job.pretrain, 2).startswith(NO_SYNC)
     job.config.no_sync_func = None
     assert outcome(job.pretrain, 2) == TIMER
-    job.state.timers("interval-time").reset()
+    job.global_state.timers("interval-time").reset()
     assert outcome(job.train, 2) == KEY_ERROR
     uninterrupted = BridgeJob()
     uninterrupted.pretrain(6)
@@ -120,7 +120,7 @@ def test_bridge_and_nemo_rl() -> None:
 
     # A restart: the config outlives the model that its functions belong to.
     config, job = job.config, BridgeJob()
-    nemo = job.state.cfg
+    nemo = job.global_state.cfg
     nemo.model = config
     nemo_setup.finalize_megatron_setup(nemo, job.model[0], job.optimizer)
     assert config.no_sync_func == job.model[0].no_sync

@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megatron_rl_patches.frameworks import verl_distillation
-from tests.frameworks.loss_jobs import _columns_of_rank, deferred
-from tests.frameworks.verl_jobs import SAMPLES, EngineJob
+from tests.frameworks.loss_jobs import columns_of_rank, deferred
+from tests.frameworks.verl_jobs import SAMPLES, TEMPERATURE, EngineJob, distillation_loss, on_the_cpu
 from tests.references import tiny_gpt
 
 OURS = "megatron_rl_patches."
-TEMPERATURE = 0.7  # of EngineJob
 
 
-def teacher_table(vocabulary: int, sharpness: float = 2.0, seed: int = 0) -> Tensor:
+def teacher_table(vocabulary: int, seed: int = 0) -> Tensor:
     """Log-probabilities ``[token, next token]``, float64."""
     generator = torch.Generator().manual_seed(seed)
-    logits = sharpness * torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
+    logits = 2.0 * torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
     return logits.log_softmax(1)
 
 
@@ -53,64 +51,41 @@ class DistillationJob(EngineJob):
         old: Tensor | None = None,
         **sizes: Any,
     ) -> None:
-        super().__init__(**sizes)
+        super().__init__(packed, **sizes)
         self.table, self.topk, self.policy, self.packed, self.old = table, topk, policy, packed, old
+        self.tu = importlib.import_module("verl.utils.tensordict_utils")
         self.workers = importlib.import_module("verl.workers.engine_workers")
-        config = importlib.import_module("verl.workers.config")
-        losses = importlib.import_module("verl.trainer.distillation.losses")
-        distillation = config.DistillationConfig(
-            distillation_loss=config.DistillationLossConfig(
-                loss_mode=loss_mode,
-                topk=topk,
-                use_task_rewards=policy,
-                use_policy_gradient=False,
-                loss_max_clamp=None,
-                log_prob_min_clamp=None,
-            )
-        )
-        object.__setattr__(distillation, "enabled", True)  # its constructor would look for servers
-        actor = config.ActorConfig(strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-        self.loss = partial(losses.distillation_ppo_loss, config=actor, distillation_config=distillation)
-        self.engine.engine_config = config.McoreEngineConfig(
-            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-            use_remove_padding=packed,
-            use_dynamic_bsz=False,
-            micro_batch_size_per_gpu=1,
-            infer_micro_batch_size_per_gpu=1,
-        )
+        self.loss = distillation_loss(loss_mode, topk, policy)
         self.engine._is_offload_param = self.engine._is_offload_optimizer = False
         self.engine.lr_scheduler_step = lambda: None
-        worker = object.__new__(self.workers.TrainingWorker)
-        worker.engine, worker.engine_config, worker.loss_fn = (
-            self.engine,
-            self.engine.engine_config,
-            self.loss,
+        self.worker = object.__new__(self.workers.TrainingWorker)
+        vars(self.worker).update(
+            engine=self.engine,
+            engine_config=self.engine.engine_config,
+            loss_fn=self.loss,
+            model_config={"use_remove_padding": packed},
+            device_name="cpu",
+            flops_counter=None,
+            profiler=importlib.import_module("verl.utils.profiler").DistProfiler(rank=0, config=None),
         )
-        worker.model_config = {"use_remove_padding": packed}
-        worker.device_name, worker.flops_counter = "cpu", None
-        worker.profiler = importlib.import_module("verl.utils.profiler").DistProfiler(rank=0, config=None)
-        self.worker = worker
 
     def update(self, data: Any = None, epochs: int = 1) -> dict[str, Any]:
         """Return the metrics of an update."""
-        tu = importlib.import_module("verl.utils.tensordict_utils")
         data = self.batch() if data is None else data
-        replicas = parallel_state.get_data_parallel_world_size()
-        size = SAMPLES * replicas
-        tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})
+        size = SAMPLES * parallel_state.get_data_parallel_world_size()
+        self.tu.assign_non_tensor(data, mini_batch_size=size, epochs=epochs, seed=0, dataloader_kwargs={})
         timer, memory = SimpleNamespace(last=0.0), SimpleNamespace(used=0)
         with (
-            self._on_the_cpu(),
+            on_the_cpu(),
             mock.patch.object(self.workers, "Timer", lambda **unused: contextlib.nullcontext(timer)),
             mock.patch.object(self.workers.psutil, "virtual_memory", lambda: memory),
         ):
             output = self.worker.train_mini_batch(data)
-        return {} if output is None else tu.get(output, "metrics")
+        return {} if output is None else self.tu.get(output, "metrics")
 
     def batch(self) -> Any:
         """A batch with what verl's teacher server says of it."""
-        tu = importlib.import_module("verl.utils.tensordict_utils")
-        data = self._data()
+        data = self.data()
         tokens = data["input_ids"]
         log_probs, ids = self.table[tokens.values()].topk(self.topk, 1)
         ends = tokens.offsets()[1:] - 1
@@ -119,7 +94,7 @@ class DistillationJob(EngineJob):
             log_probs = torch.cat([log_probs, buckets(self.old[tokens.values()], ids)], 1)
         for name, values in (("teacher_logprobs", log_probs.float()), ("teacher_ids", ids.int())):
             data[name] = torch.nested.nested_tensor_from_jagged(values, offsets=tokens.offsets())
-        tu.assign_non_tensor(
+        self.tu.assign_non_tensor(
             data,
             calculate_entropy=self.policy,
             distillation_use_topk=True,
@@ -127,50 +102,39 @@ class DistillationJob(EngineJob):
         )
         return data
 
-    def train_to_the_end(self, updates: int) -> list[float]:
-        """Return the loss of each update, on the rank that knows it."""
-        losses = []
+    def train_to_the_end(self, updates: int) -> None:
         for update in range(updates):
             for group in self.engine.optimizer.param_groups:
                 group["lr"] = 0.01 * (1 - update / updates)
-            losses += [float(metrics["loss"][0]) for metrics in [self.update()] if metrics]
-        return losses
+            self.update()
 
     def distributions(self) -> tuple[Tensor, Tensor]:
         """Log-probabilities ``[n, V]`` of student and teacher at response tokens, at the temperature."""
-        data = self._data()
-        tokens, prompts = data["input_ids"].unbind(), data["prompts"].unbind()
-        with torch.no_grad():
-            parts = [self.engine.module[0](sample[None])[0].float() for sample in tokens]
-        starts = [len(prompt) - 1 for prompt in prompts]
-        parts = [part[start:-1] for part, start in zip(parts, starts, strict=True)]
-        tokens = [sample[start:-1] for sample, start in zip(tokens, starts, strict=True)]
-        logits = torch.cat(parts)
-        columns = [
-            torch.empty_like(logits) for _ in range(parallel_state.get_tensor_model_parallel_world_size())
-        ]
-        torch.distributed.all_gather(columns, logits, group=parallel_state.get_tensor_model_parallel_group())
-        student = (torch.cat(columns, 1).double() / TEMPERATURE).log_softmax(1)
-        return student, self.table[torch.cat(list(tokens))]
-
-    # --- of given logits
+        data, logits, tokens = self.data(), [], []
+        for sample, prompt in zip(data["input_ids"].unbind(), data["prompts"].unbind(), strict=True):
+            with torch.no_grad():
+                part = tensor_parallel.gather_from_tensor_model_parallel_region(
+                    self.engine.module[0](sample[None])
+                )
+            logits.append(part[0, len(prompt) - 1 : -1].double())
+            tokens.append(sample[len(prompt) - 1 : -1])
+        return (torch.cat(logits) / TEMPERATURE).log_softmax(1), self.table[torch.cat(tokens)]
 
     def of_logits(self, is_deferred: bool = False) -> dict[str, Any]:
         """Loss and gradient, by the engine's own functions, of a student that is surer than its teacher."""
-        tu = importlib.import_module("verl.utils.tensordict_utils")
         util = importlib.import_module("verl.models.mcore.util")
         self.batches = tiny_gpt.SyntheticData()  # the same in each call
         data = self.batch()
-        tokens = sum(len(response) for response in data["responses"].unbind())
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens)
+        ids, lengths = data["input_ids"], [len(response) for response in data["responses"].unbind()]
+        self.tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=sum(lengths))
         if self.packed:
-            cut, packing, _ = util.preprocess_thd_engine(data["input_ids"])
+            cut, packing, _ = util.preprocess_thd_engine(ids)
         else:
-            cut, mask, _ = util.preprocess_bshd_engine(data["input_ids"])
+            cut, mask, _ = util.preprocess_bshd_engine(ids)
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(*cut.shape, len(self.table), generator=generator)
         whole = TEMPERATURE * (1.2 * self.table[cut].float() + noise)
-        leaf = whole[..., _columns_of_rank(len(self.table))].clone().requires_grad_()
+        leaf = whole[..., columns_of_rank(len(self.table))].clone().requires_grad_()
         logits = deferred(leaf) if is_deferred else leaf * 1.0
         with verl_distillation._shares_logits.enter(self.policy):  # as train_mini_batch does with the patch
             outputs = self.engine._lm_head_logits_processor(
@@ -185,16 +149,19 @@ class DistillationJob(EngineJob):
                 batch=data,
                 data_format="thd" if self.packed else "bshd",
             )
-        if self.packed:
-            output = {
-                name: util.postprocess_thd_engine(values, packing, data["input_ids"], SAMPLES)
-                for name, values in outputs.items()
-            }
-        else:
-            output = {name: util.postprocess_bshd_engine(values, mask) for name, values in outputs.items()}
-        loss, metrics = self.loss(model_output=output, data=data)
+        for name, values in outputs.items():
+            if self.packed:
+                outputs[name] = util.postprocess_thd_engine(values, packing, ids, SAMPLES)
+            else:
+                outputs[name] = util.postprocess_bshd_engine(values, mask)
+        loss, metrics = self.loss(model_output=outputs, data=data)
         loss.backward()
-        rows = self._response_rows(data, None if self.packed else cut.shape[1])
+        rows, start = [], 0  # of the logits that predict a response token
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        for tokens, response in zip(ids.unbind(), lengths, strict=True):
+            rows.append(start + torch.arange(len(tokens) - response - 1, len(tokens) - 1))
+            start += -(-len(tokens) // size) * size if self.packed else cut.shape[1]
+        tokens = cut.flatten()[torch.cat(rows)]
         return {
             "made": is_deferred and not logits.is_deferred,
             "is_overwritten": not is_deferred and not torch.equal(logits, leaf / TEMPERATURE),
@@ -202,18 +169,10 @@ class DistillationJob(EngineJob):
             "least": metrics["distillation/loss_min"].values[0],
             "gradient": leaf.grad.flatten(0, 1),
             "student": whole.double().flatten(0, 1),
-            "rows": rows,
-            "tokens": cut.flatten()[rows],
-            "teacher": self.table[cut.flatten()[rows]],
+            "rows": torch.cat(rows),
+            "tokens": tokens,
+            "teacher": self.table[tokens],
         }
-
-    def _response_rows(self, data: Any, width: int | None) -> Tensor:
-        """Rows of the logits that predict a response token."""
-        size, rows, start = parallel_state.get_tensor_model_parallel_world_size(), [], 0
-        for tokens, response in zip(data["input_ids"].unbind(), data["responses"].unbind(), strict=True):
-            rows.append(start + torch.arange(len(tokens) - len(response) - 1, len(tokens) - 1))
-            start += width or -(-len(tokens) // size) * size
-        return torch.cat(rows)
 
 
 def reference(run: dict[str, Any], function: Any) -> tuple[Tensor, Tensor]:
@@ -226,7 +185,7 @@ def reference(run: dict[str, Any], function: Any) -> tuple[Tensor, Tensor]:
     losses = function((student[run["rows"]] / TEMPERATURE).log_softmax(1), run["teacher"])
     losses.mean().backward()
     assert student.grad is not None
-    return losses.detach(), student.grad[:, _columns_of_rank(student.shape[1])]
+    return losses.detach(), student.grad[:, columns_of_rank(student.shape[1])]
 
 
 def buckets(log_probs: Tensor, ids: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Reduction = Callable[[Tensor], Tensor]
 
 
 class NaiveEntropy(torch.autograd.Function):
@@ -33,10 +34,16 @@ class NaiveEntropy(torch.autograd.Function):
         return -softmax * (logits - mean) * gradient.unsqueeze(-1), None
 
 
-def custom_loss(args: Any) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
-    home, _, name = args.custom_loss_function_path.rpartition(".")
-    function: Callable[..., Any] = getattr(importlib.import_module(home), name)
-    return function
+def sum_of_sample_mean_of(batch: dict[str, Any]) -> Reduction:
+    def sum_of_sample_mean(x: Tensor) -> Tensor:
+        parts = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
+        return torch.stack([(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
+
+    return sum_of_sample_mean
+
+
+def what_is_scored(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: batch[name] for name in ("unconcat_tokens", "total_lengths", "response_lengths")}
 
 
 def as_megatron_expects(loss: Tensor, log: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:

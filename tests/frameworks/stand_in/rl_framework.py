@@ -5,33 +5,25 @@ The names that patches replace, and the copies of Megatron's names, are in the s
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing import load_checkpoint as load_checkpoint_megatron
 from megatron.training.global_vars import get_args
-from megatron.training.training import (
-    disable_forward_pre_hook,
-    enable_forward_pre_hook,
-    should_disable_forward_pre_hook,
-)
 from steps import run_microbatches, update, zero_gradients
 
 # --- building and loading
 
 
-def make_optimizer(args: SimpleNamespace, model: Any) -> Any:
+def make_optimizer(args: Any, model: Any) -> Any:
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
@@ -45,24 +37,6 @@ def make_optimizer(args: SimpleNamespace, model: Any) -> Any:
         for megatron_optimizer in getattr(optimizer, "chained_optimizers", [optimizer]):
             megatron_optimizer.init_state_fn = lambda *unused: None
     return optimizer
-
-
-def make_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
-    args.train_iters = args.num_rollout
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        lr_warmup_steps=0,
-        lr_decay_steps=args.train_iters * args.global_batch_size,
-        lr_decay_style="linear",
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=args.train_iters * args.global_batch_size,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-    )
 
 
 def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, **options: Any) -> Any:
@@ -95,76 +69,30 @@ def begin_rollout(model: Sequence[DDP], optimizer: Any, data_iterator: Sequence[
     return config
 
 
-def train_steps(args: SimpleNamespace, model: Sequence[DDP], steps: Iterable[Callable[[], object]]) -> None:
-    """Take the steps; forward pre-hooks are on from the end of the first step to that of the last."""
-    pre_hook_enabled = False
-    if args.manual_gc:
-        gc.disable()
-        gc.collect()
-    if should_disable_forward_pre_hook(args):
-        disable_forward_pre_hook(model, param_sync=False)
-
-    for step_id, step in enumerate(steps):
-        step()
-        if step_id == 0 and should_disable_forward_pre_hook(args):
-            enable_forward_pre_hook(model)
-            pre_hook_enabled = True
-    if pre_hook_enabled:
-        disable_forward_pre_hook(model)
-
-
 def train_one_step(
-    args: SimpleNamespace,
-    data_iterator: Sequence[Any],
-    model: Sequence[DDP],
+    args: Any,
+    data_iterator: Any,
+    model: Any,
     optimizer: Any,
-    opt_param_scheduler: Any,
-    num_microbatches: int,
-    step_global_batch_size: int,
+    scheduler: Any,
+    microbatches: int,
+    samples: int,
 ) -> None:
     zero_gradients(model, optimizer)
-    run_microbatches(args, args.forward_step_func, data_iterator, model, num_microbatches)
-    update(optimizer, opt_param_scheduler, step_global_batch_size)
+    run_microbatches(args, args.forward_step_func, data_iterator, model, microbatches)
+    update(optimizer, scheduler, samples)
     zero_gradients(model, optimizer)
 
 
-# --- the actor, its rollouts, and the weights of other models
-
-
-class Actor:
-    """Calls of ``train`` and ``save`` are in the frameworks' own classes, which hold copies of them."""
-
-    def __init__(self, args: SimpleNamespace, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-        self.args, self.model = args, model
-        self.state = model, optimizer, opt_param_scheduler
-        self.weights_backuper = WeightsBackuper(model[0].module)
-
-    def load_other_checkpoint(self, model_tag: str, path: str) -> None:
-        self.model[0].module.load_state_dict(torch.load(f"{path}/weights.pt"), strict=False)
-        self.weights_backuper.backup(model_tag)
-
-
-class WeightsBackuper:
-    """Copies of a model's weights by name, of which one at a time is in the model."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.backup_tags = model, dict[str, dict[str, torch.Tensor]]()
-
-    def backup(self, tag: str) -> None:
-        state = self.model.state_dict()
-        self.backup_tags[tag] = {
-            name: value.clone() for name, value in state.items() if torch.is_tensor(value)
-        }
-
-    def restore(self, tag: str) -> None:
-        self.model.load_state_dict(self.backup_tags[tag], strict=False)
+# --- rollouts, and what the model says of them
 
 
 class DataIterator:
     """A rollout, cut into microbatches."""
 
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.micro_batch_indices, self.offset = rollout_data, micro_batch_indices, 0
+    def __init__(self, rollout_data: dict[str, Any]) -> None:
+        self.rollout_data, self.offset = rollout_data, 0
+        self.micro_batch_indices = rollout_data["micro_batch_indices"]
 
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         indices = self.micro_batch_indices[self.offset]
@@ -188,7 +116,7 @@ def logits_of(model: torch.nn.Module, tokens_bs: torch.Tensor) -> torch.Tensor:
 def forward_only(
     get_batch: Callable[..., dict[str, Any]],
     f: Callable[..., Any],
-    args: SimpleNamespace,
+    args: Any,
     model: Sequence[DDP],
     data_iterator: Sequence[DataIterator],
     num_microbatches: Sequence[int],

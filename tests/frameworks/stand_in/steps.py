@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel as DDP
@@ -15,12 +16,38 @@ NO_SYNC = (
 
 
 def install_sync_functions(config: Any, model: Sequence[DDP]) -> None:
-    config.no_sync_func = one_or_all([model_chunk.no_sync for model_chunk in model])
-    config.grad_sync_func = one_or_all([model_chunk.start_grad_sync for model_chunk in model])
+    for name, method in (("no_sync_func", "no_sync"), ("grad_sync_func", "start_grad_sync")):
+        functions = [getattr(model_chunk, method) for model_chunk in model]
+        setattr(config, name, functions[0] if len(functions) == 1 else functions)
 
 
-def one_or_all(functions: list[Any]) -> Any:
-    return functions[0] if len(functions) == 1 else functions
+def should_disable_forward_pre_hook(args: Any) -> bool:
+    return args.use_distributed_optimizer and args.overlap_param_gather
+
+
+def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.enable_forward_pre_hook()
+
+
+def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
+    for model_chunk in model_chunks:
+        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
+
+
+def train_steps(args: Any, model: Sequence[DDP], steps: Sequence[Callable[[], object]]) -> None:
+    """Take the steps; forward pre-hooks are on from the end of the first step to that of the last."""
+    if args.manual_gc:
+        gc.disable()
+        gc.collect()
+    if should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model, param_sync=False)
+    for step_id, step in enumerate(steps):
+        step()
+        if step_id == 0 and should_disable_forward_pre_hook(args):
+            enable_forward_pre_hook(model)
+    if steps and should_disable_forward_pre_hook(args):
+        disable_forward_pre_hook(model)
 
 
 def zero_gradients(model: Sequence[DDP], optimizer: Any) -> None:

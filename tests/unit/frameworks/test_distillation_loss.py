@@ -29,13 +29,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framework_distillation, "_parallel_state", lambda: (0, 1, None))
 
 
-def args(**changes: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"rollout_temperature": TEMPERATURE, "allgather_cp": False, **changes})
-
-
-def logits_leaf(rows: int = sum(TOTALS) + PADDING) -> Tensor:
+def logits_leaf() -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(1, rows, VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        1, sum(TOTALS) + PADDING, VOCABULARY, generator=generator, dtype=torch.float64
+    ).requires_grad_()
 
 
 def responses_of(logits: Tensor) -> Tensor:
@@ -67,7 +65,8 @@ def sum_of_sample_mean(masks: list[Tensor]) -> Any:
 
 
 def loss_of(logits: Tensor, microbatch: dict[str, Any], **changes: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    return opd_loss(args(**changes), microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
+    args = SimpleNamespace(**{"rollout_temperature": TEMPERATURE, "allgather_cp": False, **changes})
+    return opd_loss(args, microbatch, logits, sum_of_sample_mean(microbatch["loss_masks"]))
 
 
 def dense(logits: Tensor, microbatch: dict[str, Any], divergence: str = "reverse_kl") -> Tensor:
@@ -146,24 +145,21 @@ def test_padded_batches() -> None:
     assert torch.equal(loss, loss_of(packed, microbatch)[0])
 
 
-def test_a_tail_that_is_given_is_used() -> None:
-    microbatch = batch()
-    tails = [
-        torch.log1p(-values.double().exp().sum(1)).float() for values in microbatch["teacher_topk_log_probs"]
-    ]
-    known = {**microbatch, "teacher_topk_tail": tails}
-    torch.testing.assert_close(loss_of(logits_leaf(), known)[0], loss_of(logits_leaf(), microbatch)[0])
-    other = {**microbatch, "teacher_topk_tail": [tail - 3 for tail in tails]}
-    assert loss_of(logits_leaf(), other)[0] > loss_of(logits_leaf(), microbatch)[0]
-
-
-def test_a_stored_tail_below_float32_is_no_cliff() -> None:
-    """Probabilities that add up to one in float32 leave a tail of 1e-7, not one that is ruled out."""
-    microbatch = batch()
-    microbatch["teacher_topk_log_probs"] = [
-        values.log_softmax(1) for values in microbatch["teacher_topk_log_probs"]
-    ]
-    assert loss_of(logits_leaf(), microbatch)[0] < 100
+def test_the_tail_of_the_teacher() -> None:
+    """One that is given is used; without one, probabilities that add up to one in float32 leave 1e-7."""
+    log_probs = batch()["teacher_topk_log_probs"]
+    tails = [torch.log1p(-values.double().exp().sum(1)).float() for values in log_probs]
+    loss, known, other, no_cliff = (
+        loss_of(logits_leaf(), batch(**changes))[0]
+        for changes in (
+            {},
+            {"teacher_topk_tail": tails},
+            {"teacher_topk_tail": [tail - 3 for tail in tails]},
+            {"teacher_topk_log_probs": [values.log_softmax(1) for values in log_probs]},
+        )
+    )
+    torch.testing.assert_close(known, loss)
+    assert other > loss and no_cliff < 100
 
 
 def test_what_the_teacher_did_not_score_does_not_count() -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,12 @@ def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     scheduler.step(increment=7)
     assert (scheduler.num_steps, scheduler.state_dict()) == (0, {})
     assert not roles.in_inference_role()
+    with roles.inference_role("ref") as scope:  # a framework that leaves out DDP itself
+        assert get_model("m", False) == ("m", False)
+    assert scope.ddp_skipped
+
+
+FSDP = SimpleNamespace(use_megatron_fsdp=True)
 
 
 @pytest.mark.parametrize(
@@ -65,30 +72,20 @@ def test_inside_the_model_has_no_ddp_and_then_no_optimizer() -> None:
     [
         ({"wrap_with_ddp": True}, "the framework passes wrap_with_ddp itself"),
         ({"use_torch_fsdp2": True}, "its parameters are sharded (use_torch_fsdp2)"),
-        (
-            {"global_args": SimpleNamespace(use_megatron_fsdp=True)},
-            "its parameters are sharded (use_megatron_fsdp)",
-        ),
+        ({"global_args": FSDP}, "its parameters are sharded (use_megatron_fsdp)"),
     ],
 )
 def test_what_says_otherwise_is_left_to_build_as_ever(options: dict[str, Any], why: str) -> None:
     with roles.inference_role("ref") as scope:
         assert get_model("m", **options) == ("m", True)
-        assert optimizer_of([]) == "optimizer"
-        assert scheduler_of() == "scheduler"
+        assert (optimizer_of([]), scheduler_of()) == ("optimizer", "scheduler")
     assert (scope.ddp_skipped, scope.reason_skipped) == (False, why)
-
-
-def test_a_framework_that_leaves_out_ddp_itself_is_taken_at_its_word() -> None:
-    with roles.inference_role("ref") as scope:
-        assert get_model("m", False) == ("m", False)
-    assert scope.ddp_skipped
 
 
 # --- initialize
 
 
-def initialize(function: Any, args: Any, role: str) -> Any:
+def initialize(function: Any, args: Any, role: str = "ref") -> Any:
     options = InferenceOnlyOptions(inference_roles=("ref",))
     return roles.initialize_model_and_optimizer(Call(function, (args, role), options=options))
 
@@ -104,38 +101,26 @@ def test_initialize() -> None:
         random.random()
         return [Chunk(ModelParallelConfig())], "optimizer", "scheduler", 7
 
-    [chunk], *rest = initialize(framework, miles, "ref")
+    [chunk], *rest = initialize(framework, miles)
     assert rest == [None, None, 7]
     assert chunk.inference_only_role[0] == "ref"
     assert random.getstate() == random_state
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert initialize(framework, miles, "actor")[1:] == ("optimizer", "scheduler", 7)
     assert (seen, vars(miles)) == ([True, False], {"debug_disable_optimizer": False, "other": 2})
-
-
-def test_an_option_that_the_arguments_inherit_is_not_set() -> None:
-    class Arguments:
-        debug_disable_optimizer = False
-
-    def framework(args: Any, role: str) -> tuple[Any, ...]:
-        get_model("m")
-        return [Chunk(ModelParallelConfig())], None, None, 7
-
-    args = Arguments()
-    initialize(framework, args, "ref")
-    assert vars(args) == {}
+    # An option that the arguments inherit is not set.
+    inheriting = type("Arguments", (), {"debug_disable_optimizer": False})()
+    initialize(framework, inheriting)
+    assert (seen[-1], vars(inheriting)) == (False, {"other": 2})
 
 
 def test_a_framework_that_could_not_be_intercepted_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = [Chunk(ModelParallelConfig())]
+    built = [Chunk(ModelParallelConfig())], "optimizer", "scheduler", 7
     with caplog.at_level(logging.WARNING):
-        returned = initialize(
-            lambda args, role: (model, "optimizer", "scheduler", 7), SimpleNamespace(), "ref"
-        )
-    assert returned == (model, "optimizer", "scheduler", 7)
+        assert initialize(lambda args, role: built, SimpleNamespace()) == built
     assert "role 'ref' was built for training, as usual" in caplog.text
     assert "get_model was not called" in caplog.text
-    refuse_to_train(model, "train")
+    refuse_to_train(built[0], "train")
 
 
 # --- frozen roles
@@ -154,18 +139,14 @@ def model() -> list[torch.nn.Module]:
     "method", ["zero_grad_buffer", "no_sync", "finish_grad_sync", "enable_forward_pre_hook", "requires_grad_"]
 )
 def test_a_frozen_role_refuses_to_train(model: list[Any], method: str) -> None:
-    with pytest.raises(InferenceOnlyError) as caught:
-        getattr(model[1], method)()
-    message = str(caught.value)
-    assert message.startswith(method)
-    assert "role 'judge'" in message
-    assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in message
-    assert not any(parameter.requires_grad for parameter in model[1].parameters())
+    for chunk in (model[1], copy.deepcopy(model[0])):
+        with pytest.raises(InferenceOnlyError, match=rf"^{method}.* role 'judge'") as caught:
+            getattr(chunk, method)()
+        assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in str(caught.value)
+        assert not any(parameter.requires_grad for parameter in chunk.parameters())
 
 
-def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
-    with pytest.raises(InferenceOnlyError, match="zero_grad_buffer"):
-        copy.deepcopy(model[0]).zero_grad_buffer()
+def test_so_do_its_optimizer_factory_and_train(model: list[Any]) -> None:
     with pytest.raises(InferenceOnlyError, match="get_megatron_optimizer"):
         optimizer_of([Chunk(None), model[1]])
     for options in (model, model[0], torch.nn.ModuleList(model)):
@@ -176,8 +157,7 @@ def test_so_do_its_copies_and_its_optimizer_factory(model: list[Any]) -> None:
 def test_a_frozen_role_still_freezes_loads_and_scores(model: list[Any]) -> None:
     [chunk, _] = model
     assert chunk.requires_grad_(False) is chunk
-    state = {name: torch.ones_like(value) for name, value in chunk.state_dict().items()}
-    chunk.load_state_dict(state)
+    chunk.load_state_dict({name: torch.ones_like(value) for name, value in chunk.state_dict().items()})
     chunk.eval()
     assert chunk.layer(torch.ones(2)).tolist() == [3, 3]
 
@@ -186,13 +166,13 @@ def test_a_frozen_role_still_freezes_loads_and_scores(model: list[Any]) -> None:
 
 
 def arguments(**options: Any) -> SimpleNamespace:
-    args = SimpleNamespace(load=None, finetune=False, no_load_optim=False, no_load_rng=False)
-    vars(args).update(consumed_train_samples=3, consumed_valid_samples=1, skipped_train_samples=0, **options)
-    return args
+    consumed = {"consumed_train_samples": 3, "consumed_valid_samples": 1, "skipped_train_samples": 0}
+    of_loading = {"load": None, "finetune": False, "no_load_optim": False, "no_load_rng": False}
+    return SimpleNamespace(**{**of_loading, **consumed, **options})
 
 
 def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any, dict[str, Any]]:
-    """``load_checkpoint`` around a loader that leaves traces; its result, and what the loader saw."""
+    """Load for a role, by a loader that leaves traces; return its result, and what it saw."""
     seen: dict[str, Any] = {}
 
     def loader(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load") -> Any:
@@ -202,42 +182,33 @@ def load(args: Any, during: Any = lambda: None, iteration: int = 0) -> tuple[Any
         during()
         return iteration, 0.5
 
-    call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
-    return load_weights(call, args), seen
+    with roles.inference_role("ref"):
+        get_model("m")
+        call = Call(loader, ("model", "optimizer"), {"opt_param_scheduler": "scheduler"})
+        return load_weights(call, args), seen
 
 
-def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Any) -> None:
+def test_inside_it_loads_weights_alone_and_leaves_no_trace(tmp_path: Path) -> None:
     (tmp_path / "iter_0000007").mkdir()
     (tmp_path / "iter_0000007" / "common.pt").touch()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    args = arguments()
-    args.load = str(tmp_path)
+    args = arguments(load=str(tmp_path))
     before, random_state = dict(vars(args)), random.getstate()
-    with roles.inference_role("ref"):
-        get_model("m")
-        result, seen = load(args)
+    result, seen = load(args)
     assert result == (7, 0.5)
     assert (seen["optimizer"], seen["scheduler"]) == (None, None)
     assert all(seen[name] is True for name in ("finetune", "no_load_optim", "no_load_rng"))
     assert seen["consumed_train_samples"] == seen["consumed_valid_samples"] == 0
     assert vars(args) == before
     assert random.getstate() == random_state
-
-
-def test_an_iteration_that_cannot_be_read_is_the_loaders(tmp_path: Any) -> None:
-    with roles.inference_role("ref"):
-        get_model("m")
-        for path in (None, str(tmp_path)):
-            assert load(arguments(pretrained_checkpoint=path), iteration=5)[0] == (5, 0.5)
-
-
-def test_no_trace_when_loading_raises() -> None:
-    args = arguments()
-    before = dict(vars(args))
-    with roles.inference_role("ref"), pytest.raises(ZeroDivisionError):
-        get_model("m")
+    with pytest.raises(ZeroDivisionError):
         load(args, during=lambda: 1 / 0)
     assert vars(args) == before
+
+
+def test_an_iteration_that_cannot_be_read_is_the_loaders(tmp_path: Path) -> None:
+    for path in (None, str(tmp_path)):
+        assert load(arguments(pretrained_checkpoint=path), iteration=5)[0] == (5, 0.5)
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -19,10 +19,9 @@ def model_logits(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_scores_have_the_shape_of_the_tokens() -> None:
     logits, tokens = model_logits(2, 3, 11), torch.arange(6).view(2, 3)
     log_probs, entropies = frameworks.log_probs_and_entropy(logits, tokens, None, with_entropy=True)
+    assert entropies is not None
     expected = dense_log_probs_and_entropy(logits.view(6, 11), tokens.view(6))
-    for actual, reference in zip((log_probs, entropies), expected, strict=True):
-        assert actual is not None
-        torch.testing.assert_close(actual, reference.view(2, 3).float())
+    torch.testing.assert_close((log_probs, entropies), tuple(x.view(2, 3).float() for x in expected))
     assert frameworks.log_probs_and_entropy(logits, tokens, None)[1] is None
 
 

@@ -24,6 +24,7 @@ from .test_log_probs import model_logits
 
 T, V = 24, 11
 TOKENS = torch.arange(T) % V
+Scores = dict[str, list[Tensor]]
 Layout = Callable[[Tensor, float], Iterator[tuple[Tensor, Tensor]]]
 
 
@@ -55,6 +56,16 @@ def overlapping(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Te
     logits = logits[0] / temperature
     yield logits[0:6], TOKENS[:6]
     yield logits[4:9], TOKENS[:5]
+
+
+def reused_buffer(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """A buffer of tokens may be filled again for each sample."""
+    buffer = torch.empty(4, dtype=torch.int64)
+    for start in (0, 5, 11):
+        yield logits[0, start : start + 4] / temperature, buffer.copy_(TOKENS[start : start + 4])
+
+
+LAYOUTS = (packed, padded, zigzag, overlapping, reused_buffer)
 
 
 def naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> tuple[Tensor, Any]:
@@ -95,9 +106,7 @@ class Framework:
         self.layout, self.finish, self._calculate, self.passed = layout, finish, calculate, passed
         self.passes = self.calls = 0
 
-    def score(
-        self, calculate: Callable[..., Any], logits: Tensor, args: Namespace
-    ) -> dict[str, list[Tensor]]:
+    def score(self, calculate: Callable[..., Any], logits: Tensor, args: Namespace) -> Scores:
         self.passes += 1
         log_probs, entropies = [], []
         for chunk, tokens in self.layout(logits, args.rollout_temperature):
@@ -107,10 +116,10 @@ class Framework:
             entropies.append(entropy)
         return {"log_probs": log_probs, "entropy": entropies}
 
-    def unpatched(self, logits: Tensor, temperature: float = 0.7) -> dict[str, list[Tensor]]:
+    def unpatched(self, logits: Tensor, temperature: float = 0.7) -> Scores:
         return self.score(self._calculate, logits, Namespace(rollout_temperature=temperature))
 
-    def patched(self, logits: Tensor, temperature: float = 0.7, **args: Any) -> dict[str, list[Tensor]]:
+    def patched(self, logits: Tensor, temperature: float = 0.7, **args: Any) -> Scores:
         @functools.wraps(self._calculate)
         def own(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
@@ -127,27 +136,21 @@ class Framework:
         return function(Call(get_log_probs_and_entropy, (logits,), options))  # type: ignore[no-any-return]
 
 
-def gradient_of(scores: dict[str, list[Tensor]], logits: Tensor, entropy_grad: bool = True) -> Tensor:
+def gradient_of(scores: Scores, logits: Tensor, entropy_grad: bool = True) -> Tensor:
     names = ("log_probs", "entropy") if entropy_grad else ("log_probs",)
     values = torch.cat([value for name in names for value in scores[name]])
     [gradient] = torch.autograd.grad((torch.linspace(0.5, 1.5, len(values)) * values).sum(), logits)
     return gradient
 
 
-def reused_buffer(logits: Tensor, temperature: float) -> Iterator[tuple[Tensor, Tensor]]:
-    buffer = torch.empty(4, dtype=torch.int64)
-    for start in (0, 5, 11):
-        yield logits[0, start : start + 4] / temperature, buffer.copy_(TOKENS[start : start + 4])
-
-
-LAYOUTS = (packed, padded, zigzag, overlapping)
-
-
-def compare(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]], **tolerance: Any) -> None:
+def compare(
+    found: Scores, expected: Scores, logits: Tensor, check_dtype: bool = True, **tolerance: Any
+) -> None:
+    """Compare scores, and the gradients of the logits."""
     for name in ("log_probs", "entropy"):
-        for value, reference in zip(found[name], expected[name], strict=True):
-            assert type(value) is Tensor and value.requires_grad
-            torch.testing.assert_close(value, reference, **tolerance)
+        assert all(type(value) is Tensor and value.requires_grad for value in found[name])
+        torch.testing.assert_close(found[name], expected[name], check_dtype=check_dtype, **tolerance)
+    torch.testing.assert_close(gradient_of(found, logits), gradient_of(expected, logits), **tolerance)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -160,8 +163,7 @@ def test_samples_have_the_scores_and_the_gradient_of_the_framework(
     expected = framework.unpatched(logits, temperature)
     scores = framework.patched(logits, temperature)
     assert (framework.passes, framework.calls) == (2, 0)
-    compare(scores, expected)
-    torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
+    compare(scores, expected, logits)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +211,8 @@ def test_a_keep_mask() -> None:
     mask = torch.rand(T, V, generator=torch.Generator().manual_seed(1)) > 0.4
     framework = Framework(whole, calculate=with_keep_mask, log_prob_keep_mask=mask)
     expected, scores = framework.unpatched(logits), framework.patched(logits)
-    compare(scores, expected)
+    compare(scores, expected, logits)
     assert framework.calls == 0
-    torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
 
 
 def test_an_argument_that_is_not_known_is_left_to_the_framework() -> None:
@@ -225,7 +226,7 @@ def test_an_argument_that_is_not_known_is_left_to_the_framework() -> None:
     for options, calls in (({"soft_cap": 3.0}, 3), ({"soft_cap": None}, 0)):
         framework = Framework(packed, calculate=capped, **options)
         expected, scores = framework.unpatched(logits), framework.patched(logits)
-        compare(scores, expected)
+        compare(scores, expected, logits)
         assert framework.calls == calls
 
 
@@ -269,13 +270,7 @@ def test_a_framework_that_changes_logits_gets_what_it_computes(change: str) -> N
     framework = Framework(changing, finish=lambda x: x.float())
     expected, scores = framework.unpatched(leaf * 1), framework.patched(leaf * 1)
     tolerance = {"rtol": 0.05, "atol": 0.05} if "bfloat16" in change else {"rtol": 1e-5, "atol": 1e-5}
-    compare(scores, expected, check_dtype="bfloat16" not in change, **tolerance)
-    torch.testing.assert_close(gradient_of(scores, leaf), gradient_of(expected, leaf), **tolerance)
-
-
-def test_a_buffer_of_tokens_may_be_filled_again_for_each_sample() -> None:
-    logits, framework = model_logits(1, T, V), Framework(reused_buffer)
-    compare(framework.patched(logits), framework.unpatched(logits))
+    compare(scores, expected, leaf, "bfloat16" not in change, **tolerance)
 
 
 @pytest.mark.parametrize("layout", [packed, overlapping])
@@ -284,22 +279,27 @@ def test_values_are_used_between_two_samples(layout: Layout) -> None:
     logits = model_logits(1, T, V)
     framework = Framework(layout, finish=lambda x: F.pad(x.clamp(min=-3).float(), (1, 0)).mul_(2))
     expected, scores = framework.unpatched(logits), framework.patched(logits)
-    compare(scores, expected)
-    torch.testing.assert_close(gradient_of(scores, logits), gradient_of(expected, logits))
+    compare(scores, expected, logits)
 
 
-def calculate_all(calculate: Callable[..., Any], x: Tensor) -> Tensor:
-    spans = [slice(start, start + 30) for start in range(0, 256, 32)]
-    return torch.cat([calculate(x[0, span], torch.arange(30), None)[0].squeeze(-1) for span in spans])
+def score_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    call = Call(naive, (logits, tokens, None))
+    return slime_losses.calculate_log_probs_and_entropy(call)[0].squeeze(-1)  # type: ignore[no-any-return]
 
 
-def one_by_one(logits: Tensor, *args: Any) -> Tensor:
-    return calculate_all(lambda *a: slime_losses.calculate_log_probs_and_entropy(Call(naive, a)), logits)
+def in_framework(function: Callable[[Tensor], Any], logits: Tensor) -> Any:
+    """Run a function as a framework's ``get_log_probs_and_entropy``."""
+    call = Call(lambda logits, args: function(logits), (logits, Namespace()))
+    return slime_losses.get_log_probs_and_entropy(call)
+
+
+def one_by_one(logits: Tensor) -> Tensor:
+    starts = range(0, 256, 32)
+    return torch.cat([score_of(logits[0, start : start + 30], torch.arange(30)) for start in starts])
 
 
 def with_one_backward(logits: Tensor) -> Tensor:
-    function = slime_losses.get_log_probs_and_entropy
-    return function(Call(lambda logits, args: one_by_one(logits), (logits, Namespace())))
+    return in_framework(one_by_one, logits)
 
 
 def test_all_samples_cost_one_gradient() -> None:
@@ -328,28 +328,22 @@ def test_code_that_reads_the_memory_itself_gets_the_logits() -> None:
     """An extension that takes the address finds none, which torch says with an error."""
     logits = model_logits(1, T, V).detach()
 
-    def function(logits: Tensor, args: Namespace) -> Tensor:
+    def function(logits: Tensor) -> Tensor:
         torch._C._to_dlpack(logits)  # type: ignore[attr-defined]
-        return one_by_one_sample(logits)
+        return score_of(logits[0, 1:5], TOKENS[:4])
 
-    def one_by_one_sample(logits: Tensor) -> Tensor:
-        call = Call(naive, (logits[0, 1:5], TOKENS[:4], None))
-        return slime_losses.calculate_log_probs_and_entropy(call)[0]
-
-    scores = slime_losses.get_log_probs_and_entropy(Call(function, (logits, Namespace())))
-    torch.testing.assert_close(
-        scores.squeeze(-1), logits[0, 1:5].log_softmax(-1).gather(1, TOKENS[:4, None])[:, 0]
-    )
+    expected = logits[0, 1:5].log_softmax(-1).gather(1, TOKENS[:4, None])[:, 0]
+    torch.testing.assert_close(in_framework(function, logits), expected)
 
 
 def test_an_error_after_a_score_is_raised() -> None:
     """Another call would start collectives that other ranks have behind them."""
     calls = []
 
-    def function(logits: Tensor, args: Namespace) -> None:
-        calls.append(slime_losses.calculate_log_probs_and_entropy(Call(naive, (logits[0], TOKENS, None))))
+    def function(logits: Tensor) -> None:
+        calls.append(score_of(logits[0], TOKENS))
         raise RuntimeError("on this rank only")
 
     with pytest.raises(RuntimeError, match="on this rank only"):
-        slime_losses.get_log_probs_and_entropy(Call(function, (model_logits(1, T, V), Namespace())))
+        in_framework(function, model_logits(1, T, V))
     assert len(calls) == 1

@@ -27,7 +27,7 @@ def save_checkpoint(
     iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, **unused: Any
 ) -> None:
     parameters = [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
-    get_args().disk.write(iteration, parameters)
+    get_args().disk.write(parameters)
 
 
 def load_checkpoint(

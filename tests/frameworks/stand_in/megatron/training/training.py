@@ -6,24 +6,30 @@ machine; saving stops the interval timer first and switches the forward pre-hook
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
-from steps import NO_SYNC, install_sync_functions, run_microbatches, update, zero_gradients
+from steps import (
+    NO_SYNC,
+    disable_forward_pre_hook,
+    enable_forward_pre_hook,
+    install_sync_functions,
+    run_microbatches,
+    should_disable_forward_pre_hook,
+    train_steps,
+    update,
+    zero_gradients,
+)
 
 from .checkpointing import save_checkpoint
 from .global_vars import get_args, get_timers
-
-Losses = list[dict[str, torch.Tensor]]
 
 
 def get_model(
@@ -49,20 +55,6 @@ def get_model(
     return model
 
 
-def should_disable_forward_pre_hook(args: SimpleNamespace) -> bool:
-    return args.use_distributed_optimizer and args.overlap_param_gather
-
-
-def enable_forward_pre_hook(model_chunks: Sequence[DDP]) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.enable_forward_pre_hook()
-
-
-def disable_forward_pre_hook(model_chunks: Sequence[DDP], param_sync: bool = True) -> None:
-    for model_chunk in model_chunks:
-        model_chunk.disable_forward_pre_hook(param_sync=param_sync)
-
-
 def train_step(
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -70,21 +62,18 @@ def train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
     config: Any,
-) -> Losses:
+) -> None:
     args, timers = get_args(), get_timers()
     rerun_state_machine = get_rerun_state_machine()
     while rerun_state_machine.should_run_forward_backward(data_iterator):
         zero_gradients(model, optimizer)
-        losses_reduced: Losses = run_microbatches(
-            args, forward_step_func, data_iterator, model, args.num_microbatches
-        )
+        run_microbatches(args, forward_step_func, data_iterator, model, args.num_microbatches)
     _, should_exit, _ = rerun_state_machine.should_checkpoint_and_exit()
     assert not should_exit
 
     timers("optimizer", log_level=1).start()
     update(optimizer, opt_param_scheduler, args.num_microbatches * args.micro_batch_size)
     timers("optimizer").stop()
-    return losses_reduced
 
 
 def save_checkpoint_and_time(
@@ -122,8 +111,7 @@ def train(
     args, timers = get_args(), get_timers()
     for model_module in model:
         model_module.train()
-    iteration = args.iteration
-    get_rerun_state_machine().current_iteration = iteration
+    get_rerun_state_machine().current_iteration = args.iteration
 
     config.grad_scale_func = optimizer.scale_loss
     config.timers = timers
@@ -133,26 +121,7 @@ def train(
     config.finalize_model_grads_func = finalize_model_grads
 
     timers("interval-time", log_level=0).start(barrier=True)
-    pre_hook_enabled = False
-
-    if args.manual_gc:
-        gc.disable()
-        gc.collect()
-
-    start_iteration = iteration
-    if should_disable_forward_pre_hook(args):
-        disable_forward_pre_hook(model, param_sync=False)
-        param_sync_func = config.param_sync_func
-        config.param_sync_func = None
-
-    while iteration < args.train_iters:
-        train_step(forward_step_func, train_data_iterator, model, optimizer, opt_param_scheduler, config)
-        if iteration == start_iteration and should_disable_forward_pre_hook(args):
-            enable_forward_pre_hook(model)
-            config.param_sync_func = param_sync_func
-            pre_hook_enabled = True
-        iteration += 1
-
-    if pre_hook_enabled:
-        disable_forward_pre_hook(model)
-    return iteration, 0.0
+    state = model, optimizer, opt_param_scheduler, config
+    step = partial(train_step, forward_step_func, train_data_iterator, *state)
+    train_steps(args, model, [step] * (args.train_iters - args.iteration))
+    return args.train_iters, 0.0

@@ -1,12 +1,9 @@
 """In the shape of miles's command line, with the options that a custom loss needs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 
-def get_miles_extra_args_provider(add_custom_arguments: Any = None) -> Callable[[Any], Any]:
+def get_miles_extra_args_provider(add_custom_arguments: Any = None) -> Any:
     def add_miles_arguments(parser: Any) -> Any:
         parser.add_argument("--loss-type", choices=["policy_loss", "custom_loss"], default="policy_loss")
         parser.add_argument("--custom-loss-function-path")

@@ -1,4 +1,7 @@
-"""In the shape of slime between v0.2.4 and v0.3.0: a clone per term, an entropy that may be a metric."""
+"""In the shape of slime between v0.2.4 and v0.3.0: a clone per term, an entropy that may be a metric.
+
+slime compiles ``compute_approx_kl`` and ``compute_policy_loss``.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,16 @@ from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
-@torch.compile(dynamic=True)
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
 ) -> Tensor:
     difference = log_probs.float() - log_probs_base.float()
-    if kl_loss_type == "k1":
-        kl = difference
-    elif kl_loss_type == "k2":
-        kl = difference**2 / 2.0
-    else:
-        kl = (-difference).exp() - 1 + difference
+    kl = (-difference).exp() - 1 + difference
     if importance_ratio is not None:
         kl = importance_ratio * kl
     return kl.clamp(-10, 10) if kl_loss_type == "low_var_kl" else kl
 
 
-@torch.compile(dynamic=True)
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:

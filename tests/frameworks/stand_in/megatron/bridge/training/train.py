@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import rl_framework
 from megatron.core.distributed import DistributedDataParallel as DDP
-from steps import run_microbatches, update, zero_gradients
+from steps import run_microbatches, train_steps, update, zero_gradients
 
 
 def train(
@@ -19,7 +17,7 @@ def train(
     scheduler: Any,
     train_data_iterator: Any,
     valid_data_iterator: Any,
-    global_state: SimpleNamespace,
+    global_state: Any,
     checkpoint_manager: Any,
     pg_collection: Any,
 ) -> None:
@@ -29,17 +27,12 @@ def train(
     global_state.timers("interval-time", log_level=0).start(barrier=True)
     state = args, forward_step_func, train_data_iterator, model, optimizer, scheduler
     steps = args.train_iters - train_state.step
-    rl_framework.train_steps(args, model, [partial(train_step, *state)] * steps)
+    train_steps(args, model, [partial(train_step, *state)] * steps)
     train_state.step += steps
 
 
 def train_step(
-    args: SimpleNamespace,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
-    model: Sequence[DDP],
-    optimizer: Any,
-    scheduler: Any,
+    args: Any, forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, scheduler: Any
 ) -> None:
     zero_gradients(model, optimizer)
     run_microbatches(args, forward_step_func, data_iterator, model, args.num_microbatches)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import rl_framework
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.enums import ModelType
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
@@ -18,7 +16,9 @@ from megatron.training.training import (
     get_model,
     should_disable_forward_pre_hook,
 )
-from steps import NO_SYNC, install_sync_functions
+from steps import NO_SYNC, install_sync_functions, train_steps
+
+from tests.frameworks.jobs import scheduler_for
 
 from ..training_utils.data import get_batch
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -28,11 +28,11 @@ def train_one_step(*step):
     return rl_framework.train_one_step(*step)
 
 
-def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
-    return rl_framework.make_scheduler(args, optimizer)
+def get_optimizer_param_scheduler(args: Any, optimizer: Any) -> Any:
+    return scheduler_for(optimizer, args)
 
 
-def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any]:
+def setup_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any, Any, Any]:
     model = get_model(args.model_provider, ModelType.encoder_or_decoder)
     if args.debug_disable_optimizer:
         return model, None, None
@@ -41,17 +41,12 @@ def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tup
 
 
 def initialize_model_and_optimizer(
-    args: SimpleNamespace, role: str = "actor", checkpointing_context: Any = None
+    args: Any, role: str = "actor", checkpointing_context: Any = None
 ) -> tuple[Any, Any, Any, int]:
     model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
     model[0].role = role
-    iteration, _ = load_checkpoint(
-        model,
-        optimizer,
-        opt_param_scheduler,
-        checkpointing_context=checkpointing_context,
-        skip_load_to_model_and_opt=False,
-    )
+    context = {"checkpointing_context": checkpointing_context, "skip_load_to_model_and_opt": False}
+    iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler, **context)
     if opt_param_scheduler is not None and not (args.use_checkpoint_opt_param_scheduler and iteration > 0):
         opt_param_scheduler.step(increment=iteration * args.global_batch_size)
     return model, optimizer, opt_param_scheduler, iteration
@@ -75,13 +70,13 @@ def train(
         install_sync_functions(config, model)
     state = args, data_iterator, model, optimizer, opt_param_scheduler
     sizes = zip(num_microbatches, num_rollouts, strict=True)
-    rl_framework.train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
+    train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
     return "normal"
 
 
 def forward_only(
     f: Callable[..., Any],
-    args: SimpleNamespace,
+    args: Any,
     model: Sequence[DDP],
     data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],

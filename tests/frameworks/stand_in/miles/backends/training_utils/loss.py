@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from loss_parts import as_megatron_expects, custom_loss
+import torch
+from loss_parts import Reduction, as_megatron_expects, sum_of_sample_mean_of, what_is_scored
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .loss_hub.logit_processors import get_log_probs_and_entropy  # noqa: F401
+from .loss_hub.logit_processors import get_log_probs_and_entropy
+
+
+def policy_loss_function(
+    args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
+) -> tuple[Tensor, dict[str, Tensor]]:
+    scores = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **what_is_scored(batch))
+    ratio = (torch.cat(scores["log_probs"]) - torch.cat(batch["log_probs"])).exp()
+    entropy = sum_of_sample_mean(torch.cat(scores["entropy"]))
+    loss = -sum_of_sample_mean(ratio * torch.cat(batch["advantages"])) - args.entropy_coef * entropy
+    return loss, {"loss": loss.detach(), "entropy_loss": entropy.detach()}
 
 
 def loss_function(
-    args: Any,
-    batch: dict[str, Any],
-    num_microbatches: int,
-    logits: Tensor,
-    apply_megatron_loss_scaling: bool = False,
-    num_rollouts: int | None = None,
+    args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    function = custom_loss(args)
+    function = partial(policy_loss_function, sum_of_sample_mean=sum_of_sample_mean_of(batch))
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits)
     else:

@@ -1,7 +1,5 @@
 """In the shape of slime's: Megatron's loader, or weights in the format of Hugging Face."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import rl_framework

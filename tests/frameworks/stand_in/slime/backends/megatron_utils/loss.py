@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from loss_parts import as_megatron_expects, custom_loss
+from loss_parts import Reduction, as_megatron_expects, sum_of_sample_mean_of, what_is_scored
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...utils.ppo_utils import calculate_log_probs_and_entropy, compute_approx_kl, compute_policy_loss
-
-Reduction = Callable[[Tensor], Tensor]
 
 
 def get_log_probs_and_entropy(
@@ -39,30 +36,26 @@ def get_log_probs_and_entropy(
         chunk_size=args.log_probs_chunk_size,
         need_entropy_grad=with_entropy and args.entropy_coef != 0,
     )
-    spans, end = [], 0
-    for total, response in zip(total_lengths, response_lengths, strict=True):
-        end += total
-        spans.append(slice(end - response - 1, end - 1))
+    spans = _spans(total_lengths, response_lengths)
     res = {"log_probs": [log_probs.squeeze(-1)[span] for span in spans]}
     if entropies is not None:
         res["entropy"] = [entropies[span] for span in spans]
     return torch.empty(0), res
 
 
+def _spans(total_lengths: list[int], response_lengths: list[int]) -> list[slice]:
+    """Return the rows that predict the responses."""
+    ends = torch.tensor(total_lengths).cumsum(0).tolist()
+    return [slice(end - length - 1, end - 1) for end, length in zip(ends, response_lengths, strict=True)]
+
+
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    advantages = torch.cat(batch["advantages"])
+    _, scores = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **what_is_scored(batch))
     old_log_probs = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"]
-    _, scores = get_log_probs_and_entropy(
-        logits,
-        args=args,
-        unconcat_tokens=batch["unconcat_tokens"],
-        total_lengths=batch["total_lengths"],
-        response_lengths=batch["response_lengths"],
-        with_entropy=True,
-    )
     log_probs, old = torch.cat(scores["log_probs"]), torch.cat(old_log_probs)
+    advantages = torch.cat(batch["advantages"])
     pg_loss, _ = compute_policy_loss(old - log_probs, advantages, args.eps_clip, args.eps_clip_high)
     if args.use_tis:
         tis = (torch.cat(batch["log_probs"]) - torch.cat(batch["rollout_log_probs"])).exp()
@@ -82,29 +75,16 @@ def policy_loss_function(
 def value_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    values, end = [], 0
-    for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
-        end += total
-        values.append(logits[0, end - response - 1 : end - 1, 0])
+    values = [logits[0, span, 0] for span in _spans(batch["total_lengths"], batch["response_lengths"])]
     loss = sum_of_sample_mean((torch.cat(values) - torch.cat(batch["returns"])) ** 2)
     return loss, {"value_loss": loss.detach()}
-
-
-def _sum_of_sample_mean(batch: dict[str, Any]) -> Reduction:
-    def sum_of_sample_mean(x: Tensor) -> Tensor:
-        parts = zip(x.split(batch["response_lengths"]), batch["loss_masks"], strict=True)
-        return torch.stack([(part * mask).sum() / mask.sum().clamp(min=1) for part, mask in parts]).sum()
-
-    return sum_of_sample_mean
 
 
 def loss_function(
     args: Any, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    function: Any = custom_loss(args) if args.custom_loss_function_path else None
-    if function is None:
-        own = {"policy_loss": policy_loss_function, "value_loss": value_loss_function}[args.loss_type]
-        function = partial(own, sum_of_sample_mean=_sum_of_sample_mean(batch))
+    own = policy_loss_function if args.loss_type == "policy_loss" else value_loss_function
+    function = partial(own, sum_of_sample_mean=sum_of_sample_mean_of(batch))
     if args.recompute_loss_function:
         loss, log = checkpoint(function, args, batch, logits, use_reentrant=False)
     else:

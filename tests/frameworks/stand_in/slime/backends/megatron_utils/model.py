@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import rl_framework
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.enums import ModelType
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.global_vars import get_args
 from megatron.training.training import (
     disable_forward_pre_hook,
@@ -18,23 +16,23 @@ from megatron.training.training import (
     get_model,
     should_disable_forward_pre_hook,
 )
-from steps import NO_SYNC, install_sync_functions
+from steps import NO_SYNC, install_sync_functions, train_steps
+
+from tests.frameworks.jobs import scheduler_for
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import get_batch
-
-__all__ = ["forward_only", "save", "train"]
 
 
 def train_one_step(*step):
     return rl_framework.train_one_step(*step)
 
 
-def get_optimizer_param_scheduler(args: SimpleNamespace, optimizer: Any) -> OptimizerParamScheduler:
-    return rl_framework.make_scheduler(args, optimizer)
+def get_optimizer_param_scheduler(args: Any, optimizer: Any) -> Any:
+    return scheduler_for(optimizer, args)
 
 
-def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any]:
+def setup_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any, Any, Any]:
     model = get_model(args.model_provider, ModelType.encoder_or_decoder)
     if args.num_rollout == 0:
         args.no_load_optim = True
@@ -43,7 +41,7 @@ def setup_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tup
     return model, optimizer, get_optimizer_param_scheduler(args, optimizer)
 
 
-def initialize_model_and_optimizer(args: SimpleNamespace, role: str = "actor") -> tuple[Any, Any, Any, int]:
+def initialize_model_and_optimizer(args: Any, role: str = "actor") -> tuple[Any, Any, Any, int]:
     model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
     model[0].role = role
     iteration, _ = load_checkpoint(
@@ -68,12 +66,12 @@ def train(
         install_sync_functions(config, model)
     state = args, data_iterator, model, optimizer, opt_param_scheduler
     sizes = zip(num_microbatches, global_batch_sizes, strict=True)
-    rl_framework.train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
+    train_steps(args, model, [partial(train_one_step, *state, *step) for step in sizes])
 
 
 def forward_only(
     f: Callable[..., Any],
-    args: SimpleNamespace,
+    args: Any,
     model: Sequence[DDP],
     data_iterator: Sequence[Any],
     num_microbatches: Sequence[int],

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from ..cp_utils import allgather_cp_redistribute
-from ..parallel import get_parallel_state
 from .math_utils import calculate_log_probs_and_entropy
 
 
@@ -25,9 +25,7 @@ def get_responses(
     logits = logits.squeeze(0)
     if args.rollout_temperature > 0 and args.rollout_temperature != 1.0:
         logits = logits.div(args.rollout_temperature)
-    cp = get_parallel_state().cp
-    first = cp.rank * logits.size(0) if args.allgather_cp else 0
-    end = -first
+    end = -parallel_state.get_context_parallel_rank() * logits.size(0) if args.allgather_cp else 0
     for tokens, total, response in zip(unconcat_tokens, total_lengths, response_lengths, strict=True):
         end += total
         begin, stop = max(end - response - 1, 0), min(max(end - 1, 0), logits.size(0))
@@ -48,17 +46,14 @@ def get_log_probs_and_entropy(
     non_loss_data: bool = True,
 ) -> dict[str, list[Tensor]]:
     res: dict[str, list[Any]] = {"log_probs": [], "entropy": []}
+    lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths}
     for logits_chunk, tokens_chunk in get_responses(
-        logits,
-        args=args,
-        unconcat_tokens=unconcat_tokens,
-        total_lengths=total_lengths,
-        response_lengths=response_lengths,
+        logits, args=args, unconcat_tokens=unconcat_tokens, **lengths
     ):
         log_probs, entropy = calculate_log_probs_and_entropy(
             logits_chunk,
             tokens_chunk,
-            get_parallel_state().tp.group,
+            parallel_state.get_tensor_model_parallel_group(),
             with_entropy=with_entropy,
             entropy_requires_grad=entropy_requires_grad,
             chunk_size=args.log_probs_chunk_size,
@@ -69,11 +64,5 @@ def get_log_probs_and_entropy(
     if not with_entropy:
         del res["entropy"]
     if args.allgather_cp:
-        allgather_cp_redistribute(
-            res,
-            logits=logits,
-            args=args,
-            total_lengths=total_lengths,
-            response_lengths=response_lengths,
-        )
+        allgather_cp_redistribute(res, logits=logits, args=args, **lengths)
     return res

@@ -10,35 +10,6 @@ from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
-def _clamped(log_ratio: Tensor) -> Tensor:
-    return log_ratio.nan_to_num(nan=0.0).clamp(-20, 20)
-
-
-@torch.compile(dynamic=True)
-def compute_approx_kl(
-    log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str, importance_ratio: Tensor | None = None
-) -> Tensor:
-    log_ratio = _clamped(log_probs_base - log_probs)
-    kl = log_ratio.exp() - 1 - log_ratio
-    return kl if importance_ratio is None else importance_ratio * kl
-
-
-@torch.compile(dynamic=True)
-def compute_policy_loss(
-    ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
-) -> tuple[Tensor, Tensor]:
-    ratio = _clamped(-ppo_kl).exp()
-    unclipped = -ratio * advantages
-    clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
-    return torch.maximum(unclipped, clipped), (clipped > unclipped).float()
-
-
-def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: Any) -> Tensor:
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-    return -fused_vocab_parallel_cross_entropy(logits.unsqueeze(1), tokens.unsqueeze(1), process_group)
-
-
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
@@ -49,6 +20,8 @@ def calculate_log_probs_and_entropy(
     true_on_policy: bool = False,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
     if true_on_policy:
         log_softmax = logits.log_softmax(-1)
         log_probs = log_softmax.gather(1, tokens[:, None])
@@ -59,4 +32,5 @@ def calculate_log_probs_and_entropy(
     if with_entropy:
         with nullcontext() if entropy_requires_grad else torch.no_grad():
             entropy = NaiveEntropy.apply(logits.to(torch.float32, copy=True), tp_group)
-    return compute_log_probs(logits.to(torch.float32, copy=True), tokens, tp_group), entropy
+    logits = logits.to(torch.float32, copy=True).unsqueeze(1)
+    return -fused_vocab_parallel_cross_entropy(logits, tokens.unsqueeze(1), tp_group), entropy
