@@ -34,13 +34,11 @@ Names = dict[str, Any]
 
 def teacher_model(seed: int) -> list[Any]:
     """As ``build_inference_model`` returns it, with weights."""
-    model = tiny_gpt.inference_model(TinyModel(vocab_size=VOCABULARY, bf16=True))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for chunk in model:
-            for parameter in chunk.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
+    [chunk] = tiny_gpt.inference_model(TinyModel(vocab_size=VOCABULARY, bf16=True))
+    torch.manual_seed(seed)
+    for parameter in chunk.parameters():
+        parameter.data.normal_(std=0.1)
+    return [chunk]
 
 
 def reward_model() -> list[Any]:
@@ -53,9 +51,7 @@ def reward_model() -> list[Any]:
 def save_teachers(folder: Path) -> None:
     """Checkpoints of two teachers, as Megatron-LM lays them out with ``--ckpt-format torch_dist``."""
     for seed, name in enumerate(TEACHERS):
-        (chunk,) = teacher_model(seed)
-        root = folder / "checkpoints" / name
-        checkpoints.save_torch_dist([chunk], None, root, 3)
+        checkpoints.save_torch_dist(teacher_model(seed), None, folder / "checkpoints" / name, 3)
 
 
 def logits_of(rows: int) -> torch.Tensor:
@@ -73,14 +69,8 @@ def loss_masks() -> list[torch.Tensor]:
     return [torch.ones(length) for length in RESPONSES]
 
 
-def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any) -> torch.Tensor:
-    """In place of a chunk on packed samples, for whose attention Megatron needs a GPU."""
-    return logits_of(input_ids.shape[1])[None]
-
-
 def common() -> Names:
     """For every page that has nothing of its own."""
-    (chunk,) = teacher_model(2)
     pool = TeacherPool(teacher_model(3))
     pool.add("math", "checkpoints/math")
     return {
@@ -97,7 +87,7 @@ def common() -> Names:
         "response_rows": torch.tensor([2, 5, 6]),
         "tp_group": None,
         "tokens": torch.zeros(2, 52, dtype=torch.int64),
-        "student": [chunk],
+        "student": teacher_model(2),
         "indices": [0, 1],
         "loss_masks": loss_masks(),
         "layout": SequenceLayout.build(LENGTHS, RESPONSES),
@@ -137,6 +127,11 @@ def after_losses(names: Names) -> None:
     assert names["logits"].is_deferred
     names["log_probs"].sum().backward()
     assert names["hidden"].grad.any()
+
+    def packed_model(input_ids: torch.Tensor, position_ids: Any, attention_mask: Any) -> torch.Tensor:
+        """In place of a chunk on packed samples, for whose attention Megatron needs a GPU."""
+        return logits_of(input_ids.shape[1])[None]
+
     logits, loss_func = names["forward_step"](iter([names["_batch"]]), packed_model)
     loss, tokens, _ = loss_func(logits)
     loss.backward()
@@ -153,8 +148,8 @@ def own_loop() -> Names:
     options = TinyModel(vocab_size=VOCABULARY, overlap_param_gather=False)  # until the page applies the patch
     model, optimizer = options.build()
     steps = {"data_iterator": tiny_gpt.data_iterators(options), "num_microbatches": [2], "options": options}
-    my_rl = SimpleNamespace(train=tiny_gpt.train)
-    return {"model": model, "optimizer": optimizer, "steps": steps, "my_rl": my_rl, "rollouts": range(3)}
+    names = {"my_rl": SimpleNamespace(train=tiny_gpt.train), "rollouts": range(3)}
+    return {"model": model, "optimizer": optimizer, "steps": steps, **names}
 
 
 def after_own_loop(names: Names) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,8 @@ from tests.frameworks import mains, page, verdicts
 from tests.frameworks.checkouts import REPOSITORIES
 from tests.recording import write
 
-STAND_INS = Path(__file__).with_name("stand_in")
 MODEL = "slime/backends/megatron_utils/model.py"
 TRAIN = "slime.backends.megatron_utils.model.train"
-GIT = ["git", "-c", "user.name=x", "-c", "user.email=x"]
-
 RECORDS = ("docs/compatibility.md", "tests/frameworks/runs.json", "tests/frameworks/verdicts.json")
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +24,8 @@ pytestmark = pytest.mark.slow
 
 
 def git(folder: Path, *command: str) -> str:
-    return subprocess.run(
-        [*GIT, "-C", str(folder), *command], check=True, text=True, stdout=subprocess.PIPE
-    ).stdout.strip()
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x", "-C", str(folder)]
+    return subprocess.run([*git, *command], check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
 
 def commit(folder: Path) -> str:
@@ -51,50 +46,40 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for place in ("THUDM/slime", "Gen-Verse/OpenClaw-RL/slime"):
         (folder / place / "docker").mkdir(parents=True)
         (folder / place / "docker/Dockerfile").write_text(f"ARG MEGATRON_COMMIT={pinned}\n")
-    shutil.copytree(STAND_INS / "slime", folder / "THUDM/slime/slime")
+    shutil.copytree(mains.HERE / "stand_in" / "slime", folder / "THUDM/slime/slime")
     for repository in REPOSITORIES.values():
         commit(folder / repository)
-    for name, value in (
-        ("COUNT", "1"),
-        ("KEY_0", f"url.file://{folder}/.insteadOf"),
-        ("VALUE_0", "https://github.com/"),
-    ):
-        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", f"url.file://{folder}/.insteadOf")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", "https://github.com/")
     return folder
 
 
-def states(table: list[verdicts.Known]) -> dict[str, Any]:
-    return {known.source: known.verdicts for known in table}
-
-
 def test_main_is_fetched_and_judged(upstream: Path, tmp_path: Path) -> None:
-    checkouts = tmp_path / "checkouts"
+    checkouts, slime = tmp_path / "checkouts", upstream / "THUDM/slime"
     mains.fetch(checkouts)
-    first = mains.judge(checkouts, [])
-    assert states(first)["slime main"]["slime"]["reentrant-train"][TRAIN] == "fits"
-    megatron = {known.source: known.commit for known in first if known.source.startswith("Megatron-LM ")}
+    first = {known.source: known for known in mains.judge(checkouts, [])}
+    assert first["slime main"].verdicts["slime"]["reentrant-train"][TRAIN] == "fits"
+    megatron = {source: known.commit for source, known in first.items() if source.startswith("Megatron-LM ")}
     assert set(megatron) == {"Megatron-LM main", "Megatron-LM for slime main"}
     assert len(set(megatron.values())) == 2
 
-    model = upstream / "THUDM/slime" / MODEL
-    model.write_text(re.sub(r"^def train\(", "def train_anew(", model.read_text(), flags=re.MULTILINE))
-    newest = commit(upstream / "THUDM/slime")
+    (slime / MODEL).write_text(re.sub(r"\ndef train\(", "\ndef train_anew(", (slime / MODEL).read_text()))
+    newest = commit(slime)
     mains.fetch(checkouts)
-    second = mains.judge(checkouts, first)
-    [slime] = (known for known in second if known.source == "slime main")
-    assert slime.commit == newest
-    assert slime.verdicts["slime"]["reentrant-train"][TRAIN].startswith("missing")
-    others = [known for known in first if known.source != "slime main"]
-    assert [known for known in second if known.source != "slime main"] == others
-    assert mains.changed_sources(first, second) == ["slime main"]
-    assert mains.changed_sources(second[1:], second) == mains.changed_sources(second, second) == []
+    second = {known.source: known for known in mains.judge(checkouts, [*first.values()])}
+    changed = second.pop("slime main")
+    assert changed.commit == newest
+    assert changed.verdicts["slime"]["reentrant-train"][TRAIN].startswith("missing")
+    assert second == {source: known for source, known in first.items() if source != "slime main"}
+    after = [changed, *second.values()]
+    assert mains.changed_sources([*first.values()], after) == ["slime main"]
+    assert mains.changed_sources(after[1:], after) == mains.changed_sources(after, after) == []
 
-
-def test_a_framework_that_pins_elsewhere_is_an_error(upstream: Path, tmp_path: Path) -> None:
-    (upstream / "THUDM/slime/docker/Dockerfile").write_text("FROM scratch\n")
-    commit(upstream / "THUDM/slime")
+    (slime / "docker/Dockerfile").write_text("FROM scratch\n")
+    commit(slime)
     with pytest.raises(SystemExit, match="MEGATRON_COMMIT"):
-        mains.fetch(tmp_path / "checkouts")
+        mains.fetch(checkouts)
 
 
 def test_runs_of_sources_that_left_the_table_are_dropped() -> None:
@@ -116,14 +101,15 @@ def test_every_suite_runs_whatever_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 GH = """#!/bin/sh
-echo "$@" >> {log}
-if [ "$1 $2" = "pr list" ]; then cat {open}; fi
+echo "$@" >> {folder}/log
+if [ "$1 $2" = "pr list" ]; then cat {folder}/open; fi
 """
 
 
-@pytest.fixture
-def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A clone of a repository with records, beside it what a night has left, and a stand-in for ``gh``."""
+def test_changed_records_become_a_pull_request_unless_one_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a clone with records, beside what a night has left, and with a stand-in for ``gh``."""
     git(tmp_path, "init", "--quiet", "--bare", "--initial-branch=main", "origin")
     git(tmp_path, "clone", "--quiet", "origin", "clone")
     for file in RECORDS:
@@ -133,28 +119,23 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copy(ROOT / "Makefile", tmp_path / "clone")
     (tmp_path / "records" / "Makefile").write_text("what does not belong here")
     commit(tmp_path / "clone")
-    (tmp_path / "open").write_text("[]")
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "gh").write_text(GH.format(log=tmp_path / "log", open=tmp_path / "open"))
+    (tmp_path / "bin" / "gh").write_text(GH.format(folder=tmp_path))
     (tmp_path / "bin" / "gh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    return tmp_path / "clone"
 
+    def reported(changed: str | None, is_open: str = "[]") -> list[str]:
+        """Report what a night has left; return the calls of ``gh``."""
+        (tmp_path / "log").write_text("")
+        (tmp_path / "open").write_text(is_open)
+        if changed is not None:
+            (tmp_path / "records" / RECORDS[1]).write_text(changed)
+        subprocess.run(["make", "report", "RECORDS=../records"], cwd=tmp_path / "clone", check=True)
+        return (tmp_path / "log").read_text().splitlines()
 
-def reported(clone: Path) -> list[str]:
-    """Report what a night has left; return the calls of ``gh``."""
-    (log := clone.parent / "log").write_text("")
-    subprocess.run(["make", "report", "RECORDS=../records"], cwd=clone, check=True)
-    return log.read_text().splitlines()
-
-
-def test_changed_records_become_a_pull_request_unless_one_is_open(clone: Path) -> None:
-    assert reported(clone) == []
-    (clone.parent / "records" / RECORDS[1]).write_text("[]")
+    assert reported(None) == []
     listed = "pr list --head=nightly-records --json=number"
-    assert reported(clone) == ["auth setup-git", listed, "pr create --fill"]
-    changed = git(clone.parent / "origin", "show", "--name-only", "--format=", "nightly-records")
+    assert reported("[]") == ["auth setup-git", listed, "pr create --fill"]
+    changed = git(tmp_path / "origin", "show", "--name-only", "--format=", "nightly-records")
     assert changed.splitlines() == [RECORDS[1]]
-    (clone.parent / "records" / RECORDS[1]).write_text("[1]")
-    (clone.parent / "open").write_text('[{"number": 1}]')
-    assert reported(clone) == ["auth setup-git", listed]
+    assert reported("[1]", '[{"number": 1}]') == ["auth setup-git", listed]

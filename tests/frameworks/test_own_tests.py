@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.docs.sandbox import without_ours
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
 from tests.frameworks.test_real_verl import TENSORDICT
@@ -77,16 +78,12 @@ EXACT = (
     "test_calculate_log_probs_and_entropy_matches_unfused_reference_vocab_parallel",
 )
 ROUNDING = "5e-7"
-PATCHES = "all,distillation"
 
 
 def _run(paths: list[str], arguments: Iterable[str], folder: Path, **variables: str) -> dict[str, Any]:
     record = folder / "outcomes.json"
     repository = Path(__file__).parents[2]
-    environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")
-    }
-    environ |= {
+    environ = without_ours() | {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE, *paths, repository))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -109,7 +106,7 @@ def test_its_own_tests(checkouts: Checkouts, packages: Packages, tmp_path: Path,
         pytest.skip("this release has none of these tests")
     plain = _run(paths, [*suite.options, *tests], tmp_path, OWN_TESTS_STUBS=suite.stubs)
     assert not plain["applied"]
-    with_patches = {"MEGATRON_RL_PATCHES": PATCHES, "OWN_TESTS_STUBS": suite.stubs}
+    with_patches = {"MEGATRON_RL_PATCHES": "all,distillation", "OWN_TESTS_STUBS": suite.stubs}
     patched = _run(paths, [*suite.options, *tests], tmp_path, **with_patches)
     assert patched["applied"]
     differ = {test for test in plain["outcomes"] if patched["outcomes"].get(test) != plain["outcomes"][test]}

@@ -22,15 +22,7 @@ from tests.recording import installed, ran_on
 pytestmark = pytest.mark.slow
 
 RELEASE = "megatron-bridge 0.3.1"
-PACKAGES = (
-    *import_stubs.PACKAGES,
-    "datasets",
-    "einops",
-    "google",
-    "modelopt",
-    "tensorboard",
-    "transformer_engine",
-)
+FURTHER = ("datasets", "einops", "google", "modelopt", "tensorboard", "transformer_engine")
 
 
 @pytest.fixture
@@ -47,9 +39,8 @@ def test_a_second_setup(bridge: str) -> None:
     # Before there are stubs, lest megatron-core should take TransformerEngine for installed.
     from tests.references import tiny_gpt
 
-    import_stubs.install(
-        PACKAGES, modules=["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
-    )
+    modules = ["transformer_engine.pytorch.ops", "tensorboard.compat.tf.io.gfile"]
+    import_stubs.install([*import_stubs.PACKAGES, *FURTHER], modules)
     setup = importlib.import_module("megatron.bridge.training.setup")
     assert setup.__file__.startswith(bridge)
 
@@ -60,7 +51,10 @@ def test_a_second_setup(bridge: str) -> None:
     config = tiny_gpt.get_model_config(first[0][0])
     assert finish_setup(*first) == FINE
     assert finish_setup(*second).startswith(NO_SYNC)
-    _switch_on_by_the_hook(first[0])
+    gpt = _provider()
+    gpt.register_pre_wrap_hook(importlib.import_module("megatron_rl_patches.hooks").pre_wrap)
+    chunks = [chunk.module for chunk in first[0]]
+    assert gpt.pre_wrap_hook(chunks) is chunks
     states = states_of("megatron.bridge")
     assert [s for t, s in states.items() if t.endswith("_update_model_config_funcs")] == ["applied"]
     assert [finish_setup(*built) for built in (first, second)] == [FINE, FINE]
@@ -71,14 +65,7 @@ def test_a_second_setup(bridge: str) -> None:
     revert()
 
 
-def _switch_on_by_the_hook(model: list[Any]) -> None:
-    """As the provider of a model calls it, among its pre-wrap hooks."""
-    provider = importlib.import_module("megatron.bridge.models.model_provider")
-
-    class Provider(provider.ModelProviderMixin):  # type: ignore[misc, name-defined]
-        def provide(self, *unused: Any, **options: Any) -> Any: ...
-
-    gpt = Provider()
-    gpt.register_pre_wrap_hook(importlib.import_module("megatron_rl_patches.hooks").pre_wrap)
-    chunks = [chunk.module for chunk in model]
-    assert gpt.pre_wrap_hook(chunks) is chunks
+def _provider() -> Any:
+    """A provider of a model, which calls pre-wrap hooks."""
+    mixin = importlib.import_module("megatron.bridge.models.model_provider").ModelProviderMixin
+    return type("Provider", (mixin,), {"provide": lambda *unused, **options: None})()

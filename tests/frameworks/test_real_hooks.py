@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 
 from megatron_rl_patches import status
+from tests.docs.sandbox import without_ours
 from tests.frameworks.import_stubs import prepare
 from tests.frameworks.packages import Packages
 from tests.frameworks.rollouts import FINE, NO_SYNC, outcome
@@ -27,13 +28,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 HOOK = "megatron_rl_patches.hooks.on_megatron_init"
-
-
-def _states() -> set[str]:
-    return {site.state for site in status() if site.state not in ("waiting", "absent")}
-
-
-# --- slime, vime, miles -------------------------------------------------------------------------------------
 
 
 @pytest.mark.frameworks
@@ -55,19 +49,16 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
     global_vars.unset_global_variables()
 
     initialize = importlib.import_module(f"{framework}.backends.megatron_utils.initialize")
+    groups = ("tensor_model", "pipeline_model", "context", "expert_model", "data")
     args = Arguments(
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
+        **{f"{group}_parallel_size": 1 for group in groups},
+        seed=1,
+        micro_batch_size=1,
         num_distributed_optimizer_instances=1,
         distributed_timeout_minutes=1,
         enable_gloo_process_groups=True,
         rank=0,
-        seed=1,
         global_batch_size=2,
-        micro_batch_size=1,
-        data_parallel_size=1,
         custom_megatron_init_path=HOOK,
     )
     # What asks for a tokenizer, for a package that is a stub here, or for an older numpy.
@@ -76,19 +67,12 @@ def test_custom_megatron_init_path(framework: str, paths: list[str]) -> None:
             setattr(initialize, name, lambda *unused: None)
     with mock.patch("numpy.__version__", "1.26"):
         initialize.init(args)
-    assert "applied" in _states() <= {"applied", "not needed"}
+    states = {site.state for site in status()} - {"waiting", "absent"}
+    assert "applied" in states <= {"applied", "not needed"}
     parallel_state.destroy_model_parallel()
     global_vars.unset_global_variables()
     job = JOBS[framework]()
     assert [outcome(job.train), outcome(job.train), outcome(job.save)] == [FINE] * 3
-
-
-# --- verl ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def verl(packages: Packages) -> str:
-    return str(packages.unpacked(VERL))
 
 
 _IMPORT_VERL = """
@@ -98,31 +82,25 @@ import_stubs.install()
 import verl
 print("loaded:", "megatron_rl_patches.engine.installer" in sys.modules)
 """
-WRONG = {"MEGATRON_RL_PATCHES": "no-such-patch"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "printed"),
+    ("names", "strict", "code", "printed"),
     [
-        ({}, 0, "loaded: False"),
-        ({"MEGATRON_RL_PATCHES": "1"}, 0, "loaded: True"),
-        (WRONG, 0, "unknown patch 'no-such-patch'"),
-        (
-            {**WRONG, "MEGATRON_RL_PATCHES_STRICT": "1"},
-            1,
-            "not activated: MEGATRON_RL_PATCHES: unknown patch 'no-such-patch'",
-        ),
+        ("", "", 0, "loaded: False"),
+        ("1", "", 0, "loaded: True"),
+        ("no-such-patch", "", 0, "unknown patch 'no-such-patch'"),
+        ("no-such-patch", "1", 1, "not activated: MEGATRON_RL_PATCHES: unknown patch 'no-such-patch'"),
     ],
 )
-def test_the_plugin(verl: str, variables: dict[str, str], code: int, printed: str) -> None:
+def test_the_plugin(packages: Packages, names: str, strict: str, code: int, printed: str) -> None:
     """It arms what the variable names, in a process without startup files (``pip install --target``)."""
-    folders = [verl, str(ROOT), sysconfig.get_path("purelib")]
-    environ = {
-        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")
-    }
+    folders = [str(packages.unpacked(VERL)), str(ROOT), sysconfig.get_path("purelib")]
+    ours = {"MEGATRON_RL_PATCHES": names, "MEGATRON_RL_PATCHES_STRICT": strict}
+    ours = {name: value for name, value in ours.items() if value}
     done = subprocess.run(
         [sys.executable, "-S", "-W", "ignore", "-c", _IMPORT_VERL],
-        env={**environ, "PYTHONPATH": os.pathsep.join(folders), **variables},
+        env={**without_ours(), **ours, "PYTHONPATH": os.pathsep.join(folders)},
         capture_output=True,
         text=True,
         timeout=120,
