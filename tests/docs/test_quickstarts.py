@@ -42,22 +42,24 @@ def _readme_rows() -> dict[str, str]:
     return {row[0]: row[1] for row in rows if row[0] != "your own loop"}
 
 
-def _that_fit(source: str) -> Counter[tuple[str, str]]:
+def _that_fit(*sources: str) -> Counter[tuple[str, str]]:
     """Return how many sites fit by patch and framework, as ``tests/frameworks`` recorded it."""
-    fit: Counter[tuple[str, str]] = Counter()
-    for framework, of_patches in {**RECORDED[CORE], **RECORDED.get(source, {})}.items():
-        for patch, sites in of_patches.items():
-            fit[patch, framework] = list(sites.values()).count("fits")
-    return fit
+    return Counter(
+        (patch, framework)
+        for source in sources
+        for framework, of_patches in RECORDED.get(source, {}).items()
+        for patch, sites in of_patches.items()
+        for verdict in sites.values()
+        if verdict == "fits"
+    )
 
 
-def test_every_page_is_tested() -> None:
-    assert {path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md")} == SOURCES.keys()
+PAGES = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
 
 
-@pytest.mark.parametrize("page", SOURCES)
+@pytest.mark.parametrize("page", PAGES)
 def test_five_lines_and_what_you_will_see(page: str) -> None:
-    to_type, to_see, *_ = [block for block in pages.blocks() if block.page == f"docs/quickstart/{page}.md"]
+    to_type, to_see, *_ = pages.of_page(f"docs/quickstart/{page}.md")
     assert to_type.language == "bash" and VARIABLE in to_type.code
     assert len(to_type.code.splitlines()) <= 5
     install = "pip install --no-deps ." if page == "openclaw-rl" else '--8<-- "install.md:command"'
@@ -69,32 +71,26 @@ def test_five_lines_and_what_you_will_see(page: str) -> None:
     assert name == f"megatron_rl_patches {__version__}"
     parts = dict(re.findall(r"([\w-]+) \((.*?)\)", line))
     assert list(parts) == [patch for patch in available() if patch not in EXPLICIT]
-    fit = _that_fit(SOURCES[page])
+    fit = _that_fit(CORE, SOURCES[page])
     if page == "own-loop":
         fit["reentrant-train", "my_rl"] = 1
-    counts = [
-        (patch, framework, int(count))
+    counts = {
+        (patch, framework): int(count)
         for patch, states in parts.items()
         for framework, count in re.findall(r"([\w.]+): (\d+) applied", states)
-    ]
+    }
     assert counts
-    assert [count for count in counts if fit[count[0], count[1]] != count[2]] == []
+    assert counts == {place: fit[place] for place in counts}
     waiting = {patch for patch, states in parts.items() if states == "waiting for a framework"}
-    assert waiting.isdisjoint(patch for patch, framework in fit if fit[patch, framework])
+    assert waiting.isdisjoint(patch for patch, _ in fit)
 
 
 def _that_fit_any_release(framework: str) -> set[str]:
     """Return the patches that fit the framework's own code, in one of the sources on record."""
     name = framework.casefold()
-    records = [record for source, record in RECORDED.items() if source.split()[0].casefold() == name]
-    assert records, framework
-    return {
-        patch
-        for record in records
-        for of_patches in record.values()
-        for patch, sites in of_patches.items()
-        if "fits" in sites.values()
-    }
+    sources = [source for source in RECORDED if source.split()[0].casefold() == name]
+    assert sources, framework
+    return {patch for patch, _ in _that_fit(*sources)}
 
 
 def _check_names(named: set[str], framework: str) -> None:
@@ -112,7 +108,7 @@ def test_the_readme_names_the_patches_that_fit(frameworks: str) -> None:
         _check_names(set(available()) - named if cell.startswith("all") else named, framework)
 
 
-@pytest.mark.parametrize("page", [page for page in SOURCES if page != "own-loop"])
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "own-loop"])
 def test_what_you_get_names_the_patches_that_fit(page: str) -> None:
     text = (ROOT / "docs" / "quickstart" / f"{page}.md").read_text("utf-8")
     section = text.partition("\n## What you get\n")[2].partition("\n## ")[0]

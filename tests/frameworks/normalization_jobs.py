@@ -63,11 +63,8 @@ def rollout_loss(
         opd_beta=0.5,
         **options,
     )
-    columns = {
-        "advantages": "advantages",
+    columns = {name: name for name in ("advantages", "values", "returns")} | {
         "log_probs": "old_log_probs",
-        "values": "values",
-        "returns": "returns",
         "teacher_topk_indices": "teacher_ids",
         "teacher_topk_log_probs": "teacher_log_probs",
         "teacher_topk_tail": "teacher_tail",

@@ -46,13 +46,8 @@ named, the others cannot do it, for the reason below the table.
 
 
 def page_of_records() -> str:
-    table = verdicts.load()
-    return "\n".join(
-        [
-            page(table, runs_on_record()),
-            models_section(json.loads(MODELS.read_text())),
-        ]
-    )
+    parts = page(verdicts.load(), runs_on_record()), models_section(json.loads(MODELS.read_text()))
+    return "\n".join(parts)
 
 
 def runs_on_record() -> list[Run]:
@@ -97,11 +92,9 @@ def _revision(one: Known) -> str:
 
 
 def _patches(one: Known) -> str:
-    findings = one.judged()
-    fit = dict.fromkeys(f.patch for f in findings if f.state == "fits")
-    faults = dict.fromkeys(f.patch for f in findings if f.is_fault)
-    effective = [patch for patch in fit if patch not in faults]
-    fitting = ", ".join(effective + [f"**not** {patch}" for patch in faults]) or "none is needed"
+    faults = dict.fromkeys(f.patch for f in one.judged() if f.is_fault)
+    fit = dict.fromkeys(f.patch for f in one.judged() if f.state == "fits" and f.patch not in faults)
+    fitting = ", ".join([*fit, *(f"**not** {patch}" for patch in faults)]) or "none is needed"
     newer = one.not_judged()
     return f"{fitting}; not checked: {', '.join(newer)}" if newer else fitting
 

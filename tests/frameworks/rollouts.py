@@ -31,7 +31,7 @@ def states_of(*frameworks: str, patch: str = PATCH) -> dict[str, str]:
     return {s.target: s.state for s in status() if s.framework in frameworks and s.patch == patch}
 
 
-def check_rollouts(job_type: Any, framework: str, order: str = "after", **options: Any) -> None:
+def check_rollouts(job_type: Any, framework: str, **options: Any) -> None:
     """Apply the patch, train and save three times, and revert it.
 
     ``job_type`` is a class of jobs, and ``options`` are those of its model.
@@ -40,8 +40,6 @@ def check_rollouts(job_type: Any, framework: str, order: str = "after", **option
     """
     from tests.references.tiny_gpt import counting_overlap
 
-    if order == "before":
-        apply(PATCH)
     functions = job_type.functions()
     uninterrupted = job_type(**options)
     initial = uninterrupted.checksum()

@@ -30,59 +30,48 @@ DDP = "DistributedDataParallel"
 @on_ranks(lambda ranks: ranks)
 def test_policy_and_teachers_side_by_side(framework: str, ranks: int, tmp_path: Path) -> None:
     import rl_framework
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from tests.frameworks import role_jobs
     from tests.references import tiny_gpt
 
-    def policy_and_batches() -> Any:
-        # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
-        args = role_jobs.arguments(load=policy, no_load_optim=True)
-        return args, initialize(args, "actor")[:3], role_jobs.Batches()
-
     policy, teacher = role_jobs.checkpoints(framework, tmp_path / str(dist.get_rank()))
     model = role_jobs.framework_model(framework)
-    initialize = model.initialize_model_and_optimizer
+
+    def policy_and_batches() -> Any:
+        role_jobs.process()
+        # Of the distributed optimizer's moments, the stand-in's checkpoints tell nothing.
+        args = role_jobs.arguments(load=policy, no_load_optim=True)
+        return args, model.initialize_model_and_optimizer(args, "actor")[:3], role_jobs.Batches()
+
     _, state, batches = policy_and_batches()
     role_jobs.train(framework, state, 4, batches)
     alone = tiny_gpt.checksum(state[0], state[1])
 
     apply(PATCH, "reentrant-train")
-    initialize = model.initialize_model_and_optimizer
-    role_jobs.process()
     args, state, batches = policy_and_batches()
     assert type(state[0][0]).__name__ == DDP and state[1] is not None
     role_jobs.train(framework, state, 2, batches)
     args.load = teacher
-    saved = torch.load(
-        Path(teacher) / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False
-    )["model"]
-    models = []
+    saved = torch.load(Path(teacher) / role_jobs.WEIGHTS, weights_only=False)["model"]
+    teachers = []
     for role in (TEACHER, "ref"):
-        chunk = role_jobs.build_teacher(initialize, args, role)
+        chunk = role_jobs.build_teacher(model.initialize_model_and_optimizer, args, role)
         assert type(chunk).__name__ == "GPTModel" and chunk.role == role
         assert role_jobs.has_weights(chunk, saved)
         assert chunk.config is not state[0][0].config and chunk.config.no_sync_func is None
         assert rl_framework.logits_of(chunk, torch.arange(16)[None]).shape == (1, 16, 32)
-        models.append([chunk])
+        teachers.append([chunk])
     role_jobs.train(framework, state, 2, batches)
     assert tiny_gpt.checksum(state[0], state[1]) == alone
-    _check_refusals(framework, models[0])
-    states = {site.state for site in status() if site.framework == framework}
-    assert states <= {"applied", "not needed"}
-
-
-def _check_refusals(framework: str, model: Any) -> None:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from tests.frameworks import role_jobs
-
     for error in (
-        outcome(role_jobs.train, framework, (model, None, None), 1, role_jobs.Batches()),
-        outcome(get_megatron_optimizer, OptimizerConfig(), model),
+        outcome(role_jobs.train, framework, (teachers[0], None, None), 1, role_jobs.Batches()),
+        outcome(get_megatron_optimizer, OptimizerConfig(), teachers[0]),
     ):
         assert error.startswith("InferenceOnlyError: ")
         assert f"role '{TEACHER}'" in error
         assert "Settings.inference_roles (MEGATRON_RL_PATCHES_INFERENCE_ROLES)" in error
+    assert {site.state for site in status() if site.framework == framework} <= {"applied", "not needed"}
 
 
 @pytest.mark.slow
@@ -92,12 +81,12 @@ def test_which_roles(framework: str, tmp_path: Path) -> None:
     from tests.frameworks import role_jobs
 
     _, teacher = role_jobs.checkpoints(framework, tmp_path)
+    module = role_jobs.framework_model(framework)
 
     def built(role: str, **options: Any) -> tuple[str, bool, int]:
         role_jobs.process()
         args = role_jobs.arguments(**({"load": teacher} | options))
-        initialize = role_jobs.framework_model(framework).initialize_model_and_optimizer
-        model, optimizer, _, iteration = initialize(args, role)
+        model, optimizer, _, iteration = module.initialize_model_and_optimizer(args, role)
         return type(model[0]).__name__, optimizer is None, iteration
 
     frozen, trained = ("GPTModel", True, 7), (DDP, False, 7)
@@ -141,28 +130,26 @@ def test_slime_evaluation_only(tmp_path: Path) -> None:
         role_jobs.train("slime", (chunks, None, None), 1, role_jobs.Batches())
 
 
-# --- scheduler-resume ---------------------------------------------------------------------------------------
-
 # Of 4000 samples 28 have been consumed.
 FRESH, ONCE, TWICE = ((n, {round(5e-3 * (1 - n / 4000), 12)}) for n in (0, 28, 56))
-RESUMED: dict[str, dict[str, bool]] = {
-    "resumed": {},
-    "resumed, miles' flag off": {"use_checkpoint_opt_param_scheduler": False},
-    "without optimizer state": {"no_load_optim": True},
-    "fine-tuned": {"finetune": True},
-}
-UNPATCHED = {
-    "slime": [ONCE, ONCE, FRESH, FRESH],
-    "miles": [ONCE, TWICE, FRESH, FRESH],
-}
+RESUMED: list[dict[str, bool]] = [
+    {},
+    {"use_checkpoint_opt_param_scheduler": False},  # miles' flag
+    {"no_load_optim": True},
+    {"finetune": True},
+]
 
 
 @pytest.mark.parametrize(
-    ("framework", "ranks"), [pytest.param("slime", 1, marks=pytest.mark.slow), ("miles", 2)]
+    ("framework", "ranks", "flag_off", "state"),
+    [
+        pytest.param("slime", 1, ONCE, "not needed", marks=pytest.mark.slow),
+        ("miles", 2, TWICE, "applied"),
+    ],
 )
 @on_ranks(lambda ranks: ranks)
 def test_the_schedule_goes_on_where_the_checkpoint_left_it(
-    framework: str, ranks: int, tmp_path: Path
+    framework: str, ranks: int, flag_off: Any, state: str, tmp_path: Path
 ) -> None:
     from tests.frameworks import role_jobs
 
@@ -175,15 +162,11 @@ def test_the_schedule_goes_on_where_the_checkpoint_left_it(
         _, optimizer, scheduler, _ = model.initialize_model_and_optimizer(args, "actor")
         return scheduler.num_steps, {round(group["lr"], 12) for group in optimizer.param_groups}
 
-    assert list(map(resumed, RESUMED.values())) == UNPATCHED[framework]
+    assert list(map(resumed, RESUMED)) == [ONCE, flag_off, FRESH, FRESH]
     apply("scheduler-resume")
-    assert list(map(resumed, RESUMED.values())) == [ONCE, ONCE, FRESH, FRESH]
-    needed = "not needed" if framework == "slime" else "applied"
+    assert list(map(resumed, RESUMED)) == [ONCE, ONCE, FRESH, FRESH]
     states = {s.target.rpartition(".")[2]: s.state for s in status() if s.state not in ("waiting", "absent")}
-    assert states == {"initialize_model_and_optimizer": needed, "load_checkpoint": needed}
-
-
-# --- NeMo-RL, AReaL -----------------------------------------------------------------------------------------
+    assert states == {"initialize_model_and_optimizer": state, "load_checkpoint": state}
 
 
 @on_ranks(1)
@@ -232,23 +215,19 @@ def test_areal() -> None:
     role_jobs.process()
     role_jobs.arguments()
 
-    def engine(optimizer: Any = None, use_lora: bool = False, **options: Any) -> Any:
+    def built(optimizer: Any = None, use_lora: bool = False, **options: Any) -> tuple[str, Any]:
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True)
         megatron = Arguments(wrap_with_ddp=True, ddp=ddp, **options)
         config = {"optimizer": optimizer, "megatron": megatron, "use_lora": use_lora}
-        made = MegatronEngine(SimpleNamespace(**config, model_provider=role_jobs.provider))
-        made.initialize(None, None)
-        return made
+        engine = MegatronEngine(SimpleNamespace(**config, model_provider=role_jobs.provider))
+        engine.initialize(None, None)
+        return type(engine.model[0]).__name__, engine
 
-    def built(**options: Any) -> str:
-        return type(engine(**options).model[0]).__name__
-
-    assert built() == DDP
+    assert built()[0] == DDP
     apply(PATCH)
-    reference = engine()
-    assert type(reference.model[0]).__name__ == "GPTModel"
-    assert reference.mcore_config.wrap_with_ddp is True
+    name, reference = built()
+    assert name == "GPTModel" and reference.mcore_config.wrap_with_ddp is True
     refused = outcome(reference.model[0].zero_grad_buffer)
     assert "the engine's configuration, which has no optimizer" in refused
     for option in ("optimizer", "use_lora", "use_torch_fsdp2", "disable_grad_buffers_cpu_backup"):
-        assert built(**{option: True}) == DDP, option
+        assert built(**{option: True})[0] == DDP, option

@@ -30,11 +30,12 @@ def test_unpatched_a_teacher_is_built_for_training(framework: str, tmp_path: Pat
     teacher = real_roles.save(framework, str(tmp_path), 1)
     model = real_roles.framework_model(framework)
     bytes_before = reachable_bytes()
-    state = model.initialize_model_and_optimizer(real_roles.global_arguments(load=teacher), TEACHER)
-    assert type(state[0][0]).__name__ == DDP
-    assert state[1] is not None and state[2] is not None
+    [chunk], *state, _ = model.initialize_model_and_optimizer(
+        real_roles.global_arguments(load=teacher), TEACHER
+    )
+    assert type(chunk).__name__ == DDP and None not in state
     # bfloat16 weights; float32 gradients, main parameters and two moments.
-    weights = sum(parameter.nbytes for parameter in state[0][0].parameters())
+    weights = sum(parameter.nbytes for parameter in chunk.parameters())
     assert reachable_bytes() - bytes_before > 5 * weights
 
 

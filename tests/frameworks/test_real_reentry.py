@@ -1,4 +1,4 @@
-"""``reentrant-train`` on unmodified checkouts of the frameworks, on a CPU.
+"""``reentrant-train`` and ``finite-step`` on unmodified checkouts of the frameworks, on a CPU.
 
 Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkouts; see
 ``docs/frameworks.md``. Without them every test here is skipped.
@@ -7,6 +7,7 @@ Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkou
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from contextlib import ExitStack
 from typing import Any
@@ -100,3 +101,51 @@ def test_the_log_of_each_interval(framework: str, paths: list[str]) -> None:
     assert logs[True, 3][3] == pytest.approx(each[3], rel=1e-5)
     assert logs[True, 3][6] == pytest.approx((each[5] + each[6]) / 2, rel=1e-5)
     assert len(set(checksums)) == 1
+
+
+# --- finite-step: a NaN in one microbatch of the first step of the second rollout of three
+
+
+def _rollouts(framework: str, bad: bool = False, leave_out: bool = False) -> tuple[Any, list[float]]:
+    """Train three rollouts of two steps, and return the job and the gradient norms that were reported."""
+    from tests.frameworks.jobs import MICROBATCHES
+    from tests.frameworks.real_jobs import JOBS
+
+    job = JOBS[framework]()
+    forwards, norms = 0, []
+    name = "train_step" if framework == "megatron.training" else "train_one_step"
+    one_step = getattr(job.module, name)
+
+    def spoil(module: Any, arguments: Any, output: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return output * math.nan if bad and forwards == 2 * MICROBATCHES + 2 else output
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = one_step(*args, **kwargs)
+        norms.append(float(result[-3] if name == "train_step" else result[1]))
+        return result
+
+    for chunk in job.model:
+        chunk.ddp_config.check_for_nan_in_grad = False
+        chunk.module.register_forward_hook(spoil)
+    with mock.patch.object(job.module, name, noting):
+        for number in range(3):
+            if leave_out and number == 1:
+                job.resume(job.steps + 1)
+            job.train(1 if leave_out and number == 1 else 2)
+    return job, norms
+
+
+@on_ranks(1, timeout=400)
+def test_a_bad_step_equals_that_step_left_out(framework: str, paths: list[str]) -> None:
+    prepare(paths)
+    with applied("reentrant-train"):
+        spoilt, _ = _rollouts(framework, bad=True)
+        assert any(parameter.isnan().any() for parameter in spoilt.model[0].parameters())
+        with applied("finite-step"):
+            skipped, norms = _rollouts(framework, bad=True)
+            expected, _ = _rollouts(framework, leave_out=True)
+    assert skipped.checksum() == expected.checksum()
+    assert skipped.scheduler.num_steps == expected.scheduler.num_steps > 0
+    assert list(map(math.isnan, norms)) == [False, False, True, False, False, False]

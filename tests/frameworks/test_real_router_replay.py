@@ -116,9 +116,8 @@ def three_rollouts() -> list[bool]:
             job.steps += 1  # the third rollout has other data
             continue
         actor.train_actor(number, rollout)
-        recorded = [routes for stage, routes in seen if stage == "record"]
-        forward = [routes for stage, routes in seen if stage == "replay_forward"]
-        backward = [routes for stage, routes in seen if stage == "replay_backward"]
+        stages = ("record", "replay_forward", "replay_backward")
+        recorded, forward, backward = ([routes for at, routes in seen if at == stage] for stage in stages)
         assert len(recorded) == len(forward) == len(backward) > 0
         outcomes.append(recorded == forward and sorted(map(str, recorded)) == sorted(map(str, backward)))
     return outcomes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -75,18 +75,13 @@ def test_chunks_that_share_a_config(verl: list[str]) -> None:
     assert utils.register_megatron_training_hooks is original
 
 
-def _import_for_losses(verl: list[str]) -> ModuleType:
-    prepare(verl, "accelerate", "datasets", "pandas", "peft")
-    module = importlib.import_module("verl.utils.megatron.tensor_parallel")
-    assert module.__file__ is not None and module.__file__.startswith(verl[0])
-    return module
-
-
 @pytest.mark.runs("losses")
 @pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks(lambda ranks: ranks, timeout=300, env=EAGER)
 def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
-    functions = _import_for_losses(verl)
+    prepare(verl, "accelerate", "datasets", "pandas", "peft")
+    functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
+    assert functions.__file__ is not None and functions.__file__.startswith(verl[0])
     from tests.frameworks.loss_jobs import VERL_ENGINE, VerlJob, distance, initialize
 
     initialize(tp=ranks)
@@ -120,7 +115,8 @@ def test_vocab_parallel_losses(verl: list[str], ranks: int) -> None:
 
 @on_ranks(1, timeout=300, env=EAGER)
 def test_memory_beyond_the_logits(verl: list[str]) -> None:
-    functions = _import_for_losses(verl)
+    prepare(verl, "accelerate", "datasets", "pandas", "peft")
+    functions = importlib.import_module("verl.utils.megatron.tensor_parallel")
     from tests.frameworks.loss_jobs import VerlJob, initialize
 
     initialize()
@@ -200,26 +196,25 @@ def test_its_engine_skips_a_step_with_a_norm_that_is_not_finite(with_tensordict:
     from tests.frameworks.verl_jobs import SAMPLES, EngineJob
 
     def rollouts(bad: bool) -> tuple[list[torch.Tensor], int, list[float]]:
-        job, norms, scheduler = EngineJob(bf16=True), [], SimpleNamespace(steps=0)
-        scheduler.step = lambda increment: vars(scheduler).update(steps=scheduler.steps + increment)
-        job.engine.lr_scheduler = scheduler
+        job, norms, steps = EngineJob(bf16=True), [], []
+        job.engine.lr_scheduler = SimpleNamespace(step=steps.append)
         [chunk] = job.engine.module
         chunk.ddp_config.check_for_nan_in_grad = False
+        forwards = 0
+
+        def spoil(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+            nonlocal forwards
+            forwards += 1
+            return output * math.nan if bad and forwards == SAMPLES + 2 else output
+
+        chunk.module.register_forward_hook(spoil)
         for number in range(3):
             if number == 1 and not bad:
-                for _ in range(SAMPLES):
-                    next(job.batches)
+                job.data()
                 continue
-            outputs = itertools.count()
-            handle = chunk.module.register_forward_hook(
-                lambda module, arguments, output, n=number, o=outputs: (
-                    output * math.nan if n == 1 and next(o) == 1 else output
-                )
-            )
             norms.append(job.train()[-1])
-            handle.remove()
             job.engine.lr_scheduler_step()
-        return [parameter.detach().clone() for parameter in chunk.parameters()], scheduler.steps, norms
+        return [parameter.detach().clone() for parameter in chunk.parameters()], sum(steps), norms
 
     with applied("reentrant-train"):
         assert any(parameter.isnan().any() for parameter in rollouts(bad=True)[0])

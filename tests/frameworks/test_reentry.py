@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 
-from megatron_rl_patches import apply, revert
-from tests.frameworks.rollouts import (
-    FINE,
-    KEY_ERROR,
-    NO_SYNC,
-    PATCH,
-    TIMER,
-    check_rollouts,
-    outcome,
-    states_of,
-)
+from megatron_rl_patches import apply, revert, status
+from megatron_rl_patches.engine.settings import VARIABLE
+from megatron_rl_patches.hooks import on_megatron_init, switch_on
+from tests.frameworks import rollouts
+from tests.frameworks.rollouts import FINE, NO_SYNC, PATCH, check_rollouts, outcome, states_of
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.usefixtures("stand_ins_on_the_path")
 
-slow = pytest.mark.slow
-# The actors of slime and miles, and Megatron-LM, whose loop has a timer.
-FRAMEWORKS = ("slime", pytest.param("megatron.training", marks=slow))
-
 
 @pytest.mark.parametrize(
     ("framework", "order", "ranks"),
-    [
-        ("slime", "before", 2),
-        ("miles", "after", 1),
-        ("megatron.training", "before", 2),
-    ],
+    [("slime", "before", 2), ("miles", "after", 1), ("megatron.training", "before", 2)],
 )
 @on_ranks(lambda ranks: ranks)
 def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> None:
@@ -46,11 +34,11 @@ def test_rollouts_with_saves_between(framework: str, order: str, ranks: int) -> 
         apply(PATCH)
     from tests.frameworks.jobs import JOBS
 
-    check_rollouts(JOBS[framework], framework, order)
+    check_rollouts(JOBS[framework], framework)
     assert len(states_of(framework, "megatron.core")) == 4
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["slime", pytest.param("megatron.training", marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
     """The first or second batch of a step, in the first or second step of the second call."""
@@ -81,7 +69,7 @@ def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
         assert job.checksum() == uninterrupted.checksum()
 
 
-@slow
+@pytest.mark.slow
 @on_ranks(1)
 def test_megatron_saves_before_any_train() -> None:
     from tests.frameworks.jobs import MegatronJob
@@ -102,9 +90,9 @@ def test_bridge_and_nemo_rl() -> None:
     assert outcome(job.pretrain, 2) == FINE
     assert outcome(job.pretrain, 2).startswith(NO_SYNC)
     job.config.no_sync_func = None
-    assert outcome(job.pretrain, 2) == TIMER
+    assert outcome(job.pretrain, 2) == rollouts.TIMER
     job.global_state.timers("interval-time").reset()
-    assert outcome(job.train, 2) == KEY_ERROR
+    assert outcome(job.train, 2) == rollouts.KEY_ERROR
     uninterrupted = BridgeJob()
     uninterrupted.pretrain(6)
 
@@ -132,3 +120,41 @@ def test_bridge_and_nemo_rl() -> None:
     revert(PATCH)
     assert nemo_setup._update_model_config_funcs is originals[1]
     assert (train.train, setup._update_model_config_funcs) == originals
+
+
+# --- switched on by hooks, in stand-ins whose functions have been copied already, as in a worker
+
+ALL = {"reentrant-train", "inference-only", "lean-head"}
+
+
+@pytest.mark.parametrize(
+    ("framework", "value", "patches"),
+    [
+        ("slime", None, ALL),
+        ("miles", None, ALL),
+        ("slime", "lean-head", {"lean-head"}),
+        ("slime", "0", set()),
+    ],
+)
+@on_ranks(1)
+def test_the_variable_decides_where_it_is_set(framework: str, value: str, patches: set[str]) -> None:
+    from tests.frameworks.jobs import JOBS
+
+    os.environ.pop(VARIABLE, None)
+    job = JOBS[framework]()  # the actor holds copies of train() and save()
+    assert outcome(job.train) == FINE
+    assert outcome(job.train).startswith(NO_SYNC)
+    with mock.patch.dict(os.environ, {VARIABLE: value} if value else {}):
+        on_megatron_init(job.args)
+    job = JOBS[framework]()
+    applied = {site.patch for site in status() if site.state == "applied"}
+    assert applied >= patches if not value else applied == patches
+    outcomes = [outcome(job.train), outcome(job.train), outcome(job.save)]
+    assert outcomes == [FINE] * 3 if "reentrant-train" in patches else outcomes[1].startswith(NO_SYNC)
+
+
+@on_ranks(1, megatron=False)
+def test_a_bad_option_costs_its_value_alone() -> None:
+    with mock.patch.dict(os.environ, MEGATRON_RL_PATCHES_WARN="maybe"):
+        switch_on()
+    assert "applied" in {site.state for site in status()}

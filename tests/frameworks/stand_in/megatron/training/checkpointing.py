@@ -16,18 +16,10 @@ from .global_vars import get_args
 _CHECKPOINT_VERSION: float | None = None
 
 
-def set_checkpoint_version(value: float) -> None:
-    global _CHECKPOINT_VERSION
-    if _CHECKPOINT_VERSION is not None:
-        assert value == _CHECKPOINT_VERSION, "checkpoint versions do not match"
-    _CHECKPOINT_VERSION = value
-
-
 def save_checkpoint(
     iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any, **unused: Any
 ) -> None:
-    parameters = [parameter.detach().clone() for chunk in model for parameter in chunk.parameters()]
-    get_args().disk.write(parameters)
+    get_args().disk.write([parameter.detach().clone() for chunk in model for parameter in chunk.parameters()])
 
 
 def load_checkpoint(
@@ -39,25 +31,24 @@ def load_checkpoint(
     checkpointing_context: Any = None,
     skip_load_to_model_and_opt: bool = False,
 ) -> tuple[int, int]:
+    global _CHECKPOINT_VERSION
+
     args = get_args()
     folder = Path(getattr(args, load_arg))
     iteration = int((folder / "latest_checkpointed_iteration.txt").read_text())
     path = folder / f"iter_{iteration:07d}" / "mp_rank_00" / "model_optim_rng.pt"
     state_dict = torch.load(path, weights_only=False)
-    set_checkpoint_version(state_dict["checkpoint_version"])
+    assert _CHECKPOINT_VERSION in (None, state_dict["checkpoint_version"])
+    _CHECKPOINT_VERSION = state_dict["checkpoint_version"]
+
+    consumed = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+    assert not any(getattr(args, name) for name in consumed)
     if args.finetune:
         iteration = 0
-
-    assert args.consumed_train_samples == 0
-    assert args.skipped_train_samples == 0
-    assert args.consumed_valid_samples == 0
-    if not args.finetune:
-        checkpoint_args = state_dict["args"]
-        assert checkpoint_args.hidden_size == args.hidden_size
-        args.consumed_train_samples = checkpoint_args.consumed_train_samples
-        args.skipped_train_samples = checkpoint_args.skipped_train_samples
+    else:
+        assert state_dict["args"].hidden_size == args.hidden_size
+        vars(args).update({name: getattr(state_dict["args"], name) for name in consumed})
         update_num_microbatches(consumed_samples=args.consumed_train_samples)
-        args.consumed_valid_samples = checkpoint_args.consumed_valid_samples
 
     [model] = ddp_model
     while hasattr(model, "module"):
