@@ -80,14 +80,10 @@ class BrokenBatch(Exception):
 
 
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches that raises on request."""
+    """An endless stream of batches, which raises ``error`` once, in place of batch number ``breaks_at``."""
 
-    _error: Exception | None = None
-    _break_at = -1
-
-    def break_with(self, error: Exception, at: int) -> None:
-        """Raise ``error``, once, in place of batch number ``at``."""
-        self._error, self._break_at = error, at
+    error: Exception = BrokenBatch()
+    breaks_at = -1
 
     def seek(self, number: int) -> None:
         self._microbatch = number
@@ -96,9 +92,9 @@ class Batches(tiny_gpt.SyntheticData):
         """Called by slime and miles at the beginning of a rollout: here the stream just goes on."""
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        if self._error is not None and self._microbatch == self._break_at:
-            error, self._error = self._error, None
-            raise error
+        if self._microbatch == self.breaks_at:
+            self.breaks_at = -1
+            raise self.error
         return super().__next__()
 
 

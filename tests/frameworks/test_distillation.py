@@ -177,7 +177,7 @@ def test_the_student_approaches_its_teachers(
 
 @on_ranks(1)
 def test_what_happens_around_the_training(tmp_path: Path) -> None:
-    """Nothing is left behind when it raises; ``test_distillation_teachers.py`` has how teachers are loaded."""
+    """Nothing is left behind when it raises; ``test_distillation_teachers.py`` loads the teachers."""
     student = Student("slime", tmp_path)
     args, seen = student.args, []
 

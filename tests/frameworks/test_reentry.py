@@ -53,11 +53,10 @@ def test_train_goes_on_where_a_batch_broke(framework: str) -> None:
     for step, microbatch in itertools.product((2, 3), range(MICROBATCHES)):
         job = JOBS[framework]()
         job.train(2)
-        broken = BrokenBatch()
-        job.batches.break_with(broken, at=step * MICROBATCHES + microbatch)
+        job.batches.breaks_at = step * MICROBATCHES + microbatch
         with pytest.raises(BrokenBatch) as caught:
             job.train(2)
-        assert caught.value is broken
+        assert caught.value is job.batches.error
         assert caught.traceback[-1].name == "__next__"
         assert gc.isenabled()
         assert all(chunk.training for chunk in job.model)
