@@ -80,9 +80,8 @@ class BrokenBatch(Exception):
 
 
 class Batches(tiny_gpt.SyntheticData):
-    """An endless stream of batches, which raises ``error`` once, in place of batch number ``breaks_at``."""
+    """An endless stream of batches, which raises an ``error`` in place of batch number ``breaks_at``."""
 
-    error: Exception = BrokenBatch()
     breaks_at = -1
 
     def seek(self, number: int) -> None:
@@ -93,7 +92,7 @@ class Batches(tiny_gpt.SyntheticData):
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._microbatch == self.breaks_at:
-            self.breaks_at = -1
+            self.breaks_at, self.error = -1, BrokenBatch()
             raise self.error
         return super().__next__()
 

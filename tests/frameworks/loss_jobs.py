@@ -19,12 +19,11 @@ from torch import Tensor
 
 from tests.references.dense import dense_log_probs_and_entropy
 
-_SLIME = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
-_MILES = "miles.backends.training_utils"
-SCORES = {name: f"{home}.loss" for name, home in _SLIME.items()}
-SCORES["miles"] = f"{_MILES}.loss_hub.logit_processors"
-LOSSES = {**SCORES, "miles": f"{_MILES}.loss"}
-CP_UTILS = {name: f"{home}.cp_utils" for name, home in {**_SLIME, "miles": _MILES}.items()}
+_HOMES = {framework: f"{framework}.backends.megatron_utils" for framework in ("slime", "vime")}
+_HOMES["miles"] = "miles.backends.training_utils"
+LOSSES = {name: f"{home}.loss" for name, home in _HOMES.items()}
+SCORES = {**LOSSES, "miles": f"{_HOMES['miles']}.loss_hub.logit_processors"}
+CP_UTILS = {name: f"{home}.cp_utils" for name, home in _HOMES.items()}
 VERL_ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 TOTALS, RESPONSES = (9, 11, 4), (4, 6, 2)
