@@ -26,32 +26,32 @@ from tests.ranks import on_ranks
 
 LANGUAGES = {"bash", "console", "python", "text", "toml"}
 
-ADDING = "docs/adding-a-patch.md"
-QUICKSTARTS = sorted(path.stem for path in (ROOT / "docs" / "quickstart").glob("*.md"))
+ADDING, DEMO = "docs/adding-a-patch.md", "$ megatron-rl-patches demo"
+QUICKSTARTS = sorted((ROOT / "docs" / "quickstart").glob("*.md"))
 # Blocks that another test follows.
 FOLLOWED_ELSEWHERE = {
     (ADDING, "# tests/unit/patches/test_quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, "# my_package/quiet_eval.py"): "test_adding_a_patch.py",
     (ADDING, '[project.entry-points."megatron_rl_patches.patches"]'): "test_adding_a_patch.py",
-    **{(f"docs/quickstart/{page}.md", "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
+    **{(pages.name_of(page), "megatron_rl_patches "): "test_quickstarts.py" for page in QUICKSTARTS},
 }
 A_RECORD = "the output of a run of half a minute or more; tests/real/test_demo.py runs the command"
-CONFORMANCE = "needs a checkout of Megatron-LM; tests/lab/conformance/test_runs.py has one made up"
 # Blocks of text that are not compared with anything, and why.
 NOT_COMPARED = {
     ("docs/demo.md", "starting 2 ranks with"): A_RECORD,
     ("docs/demo.md", "starting 1 rank with"): A_RECORD,
-    **{
-        (page, "$ megatron-rl-patches demo"): "test_landing_page.py"
-        for page in ("README.md", "docs/index.md")
-    },
+    ("README.md", DEMO): "test_landing_page.py",
+    ("docs/index.md", DEMO): "test_landing_page.py",
     ("docs/quickstart/megatron-bridge.md", "from megatron_rl_patches import hooks"): "the package is in no "
     "environment of these tests; tests/frameworks/test_real_bridge.py calls it",
     ("docs/losses.md", "forward                "): "a drawing",
     ("docs/testing.md", "RanksFailed: no result after 8 s"): "has times, addresses and line numbers; "
     "tests/unit/testing/test_ranks.py tests the message",
     ("docs/testing.md", "split     "): "what the test before it prints; that test asserts what it says",
-    ("docs/testing.md", "make conformance"): CONFORMANCE,
+    (
+        "docs/testing.md",
+        "make conformance",
+    ): "needs a checkout of Megatron-LM; tests/lab/conformance/test_runs.py has one made up",
 }
 
 
@@ -59,17 +59,13 @@ def _entry(table: dict[tuple[str, str], str], block: Block) -> tuple[str, str] |
     return next((key for key in table if key[0] == block.page and block.head.startswith(key[1])), None)
 
 
-def _is_test(block: Block) -> bool:
-    return bool(re.search(r"^def test_", block.code, re.MULTILINE))
-
-
 PYTHON = [block for block in pages.in_language("python") if not _entry(FOLLOWED_ELSEWHERE, block)]
-TESTS = [block for block in PYTHON if _is_test(block)]
-PROGRAMS = [block for block in PYTHON if not _is_test(block)]
+TESTS = [block for block in PYTHON if "\ndef test_" in f"\n{block.code}"]
+PROGRAMS = [block for block in PYTHON if block not in TESTS]
 
 
 def test_every_block_is_followed_and_no_entry_is_left_over() -> None:
-    assert [block.place for block in pages.blocks() if block.language not in LANGUAGES] == []
+    assert {block.language for block in pages.blocks()} == LANGUAGES
     assert [block.place for block in pages.in_language("toml") if not _entry(FOLLOWED_ELSEWHERE, block)] == []
     for table in (FOLLOWED_ELSEWHERE, NOT_COMPARED):
         used = {_entry(table, block) for block in pages.blocks()}
@@ -156,7 +152,5 @@ def test_text_is_what_it_quotes() -> None:
         refuse_to_train([chunk], "train")
     quoted = {" ".join(text.split()) for text in (startup, f"InferenceOnlyError: {caught.value}")}
     followed = {**FOLLOWED_ELSEWHERE, **NOT_COMPARED}
-    texts = {
-        " ".join(block.code.split()) for block in pages.in_language("text") if not _entry(followed, block)
-    }
-    assert texts == quoted, "compare it, or say why not"
+    texts = [block.code.split() for block in pages.in_language("text") if not _entry(followed, block)]
+    assert set(map(" ".join, texts)) == quoted, "compare it, or say why not"

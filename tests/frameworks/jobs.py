@@ -40,6 +40,7 @@ def arguments(**values: Any) -> Arguments:
         "micro_batch_size": tiny_gpt.BATCH,
         "global_batch_size": SAMPLES,
         "num_rollout": ROLLOUTS,
+        "qkv_format": "thd",
         "forward_step_func": tiny_gpt.forward_step,
         "lr": 5e-3,
         "min_lr": 0.0,

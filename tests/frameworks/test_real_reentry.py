@@ -1,7 +1,6 @@
 """``reentrant-train`` and ``finite-step`` on unmodified checkouts of the frameworks, on a CPU.
 
-Point ``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` at checkouts; see
-``docs/frameworks.md``. Without them every test here is skipped.
+``SLIME_DIR``, ``VIME_DIR``, ``MILES_DIR``, ``MEGATRON_LM_DIR`` name them, see ``docs/frameworks.md``.
 """
 
 from __future__ import annotations

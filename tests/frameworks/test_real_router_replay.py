@@ -1,7 +1,7 @@
 """Routes of slime's real ``train_actor`` and ``train()``: three rollouts, of which the second breaks off.
 
-``SLIME_DIR`` and ``MEGATRON_LM_DIR`` name checkouts, see ``docs/frameworks.md``. Megatron of slime's image
-has a function of slime around the choice of experts; here it is put there through core's own replay.
+Megatron of slime's image has a function of slime around the choice of experts; here it is put there through
+core's own replay.
 """
 
 from __future__ import annotations
@@ -67,16 +67,9 @@ def actor_of(job: Any) -> Any:
     """Return slime's actor around the job, without what is neither routes nor training."""
     module = imported("slime.backends.megatron_utils.actor")
     actor = object.__new__(module.MegatronTrainRayActor)
+    # All other options are off.
     vars(job.args).update(
-        use_routing_replay=True,
-        use_rollout_routing_replay=False,
-        compute_advantages_and_returns=True,
-        keep_old_actor=False,
-        use_rollout_logprobs=False,
-        get_mismatch_metrics=True,
-        use_critic=False,
-        save_debug_train_data=None,
-        ref_update_interval=None,
+        use_routing_replay=True, compute_advantages_and_returns=True, get_mismatch_metrics=True
     )
     actor.args, actor.model, actor.optimizer = job.args, job.model, job.optimizer
     actor.opt_param_scheduler, actor.prof = job.scheduler, mock.Mock()

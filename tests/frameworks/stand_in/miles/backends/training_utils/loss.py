@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .loss_hub.logit_processors import get_log_probs_and_entropy
+from .loss_hub.math_utils import compute_policy_loss
 
 
 def policy_loss_function(
     args: Any, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reduction
 ) -> tuple[Tensor, dict[str, Tensor]]:
     scores = get_log_probs_and_entropy(logits, args=args, with_entropy=True, **what_is_scored(batch))
-    ratio = (torch.cat(scores["log_probs"]) - torch.cat(batch["log_probs"])).exp()
+    ppo_kl = torch.cat(batch["log_probs"]) - torch.cat(scores["log_probs"])
+    pg_loss = compute_policy_loss(ppo_kl, torch.cat(batch["advantages"]), args.eps_clip, args.eps_clip_high)
     entropy = sum_of_sample_mean(torch.cat(scores["entropy"]))
-    loss = -sum_of_sample_mean(ratio * torch.cat(batch["advantages"])) - args.entropy_coef * entropy
+    loss = sum_of_sample_mean(pg_loss) - args.entropy_coef * entropy
     return loss, {"loss": loss.detach(), "entropy_loss": entropy.detach()}
 
 

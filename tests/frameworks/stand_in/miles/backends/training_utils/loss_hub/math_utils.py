@@ -10,6 +10,20 @@ from loss_parts import NaiveEntropy
 from torch import Tensor
 
 
+def _clamped(log_ratio: Tensor) -> Tensor:
+    return log_ratio.nan_to_num(nan=0.0).clamp(-20, 20)
+
+
+def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: str) -> Tensor:
+    log_ratio = _clamped(log_probs_base - log_probs)
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def compute_policy_loss(ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float) -> Tensor:
+    ratio = _clamped(-ppo_kl).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages)
+
+
 def calculate_log_probs_and_entropy(
     logits: Tensor,
     tokens: Tensor,
