@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.worlds.environment import without_ours
+
 ROOT = Path(__file__).parents[2]
 STAND_IN_MEGATRON = ROOT / "tests" / "packaging" / "stand_in"
 RECORDED = ("make", "pip", "pre-commit", "pytest", "ray", "torchrun", "uv")
@@ -38,11 +40,6 @@ if name == "torchrun":
     script = next(i for i, argument in enumerate(arguments) if argument.endswith(".py"))
     launched([sys.executable, *arguments[script:]], RANK="0", WORLD_SIZE="1")
 """
-
-
-def without_ours() -> dict[str, str]:
-    """Return the environment without the variables of this package."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_RL_PATCHES")}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs import pages
 from tests.docs.pages import ROOT
-from tests.docs.sandbox import without_ours
+from tests.worlds.environment import without_ours
 
 PAGE = "docs/adding-a-patch.md"
 FILES = {

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
-from tests.docs.sandbox import Sandbox, without_ours
+from tests.docs.sandbox import Sandbox
+from tests.worlds.environment import without_ours
 
 EXAMPLES = ROOT / "examples"
 THIRD_PARTY = EXAMPLES / "third_party_patch"

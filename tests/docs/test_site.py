@@ -1,15 +1,51 @@
-"""The site builds without a warning, has every public name, and needs nothing from elsewhere."""
+"""The site builds without a warning, has every public name, and needs nothing from elsewhere.
+
+A real browser, without a network, shows every page: on a desktop and on a phone, light and dark.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs import docstrings
+from tests.docs.pages import ROOT
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+# In a page: is it wider than the window, and which images are broken?
+SCROLLS = "document.documentElement.scrollWidth > window.innerWidth"
+BROKEN_IMAGES = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site without a warning."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    folder = tmp_path_factory.mktemp("site")
+    process = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    return folder
 
 
 def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
@@ -23,10 +59,12 @@ def test_the_api_has_every_public_name_by_its_public_path(site: Path) -> None:
     assert public - headings == set()
 
 
-def test_equations_are_mathml(site: Path) -> None:
+def test_equations_are_mathml_and_tables_without_a_header_have_no_empty_one(site: Path) -> None:
     for page in ("losses", "distillation"):
         text = (site / page / "index.html").read_text("utf-8")
         assert '<div class="equation"><math' in text and "arithmatex" not in text
+    text = (site / "losses" / "index.html").read_text("utf-8")
+    assert "<table>\n<tbody>" in text and "<th></th>" not in text
 
 
 def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None:
@@ -37,11 +75,68 @@ def test_no_page_shows_tex_or_loads_something_from_elsewhere(site: Path) -> None
         assert not re.search(r"\\[a-zA-Z(\[]|\$\$", prose) and not loads.search(text), page
 
 
-def test_tables_without_a_header_have_no_empty_one(site: Path) -> None:
-    text = (site / "losses" / "index.html").read_text("utf-8")
-    assert "<table>\n<tbody>" in text and "<th></th>" not in text
-
-
 def test_the_address_of_the_repository_is_that_of_the_project(site: Path) -> None:
     text = (site / "index.html").read_text("utf-8")
     assert "/megatron_rl_patches" in text and "git+REPOSITORY" not in text
+
+
+# --- in a browser
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra docs")
+    if CHROMIUM is None:
+        pytest.skip("no chromium or google-chrome is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_page(site: Path, address: str, browser: Any, width: int, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page, objections, place = context.new_page(), [], ""
+
+    def object_to(what: object) -> None:
+        objections.append((place, str(what)))
+
+    def only_here(route: Any) -> None:
+        if route.request.url.startswith(address):
+            route.continue_()
+        else:
+            object_to(f"asks for {route.request.url}")
+            route.abort()
+
+    context.route("**/*", only_here)
+    page.on("console", lambda message: message.type == "error" and object_to(message.text))
+    page.on("pageerror", object_to)
+    for file in sorted(site.rglob("*.html")):
+        place = str(file.relative_to(site))
+        page.goto(address + place, wait_until="load")
+        if page.evaluate(SCROLLS):
+            object_to("is wider than the window")
+        for image in page.evaluate(BROKEN_IMAGES):
+            object_to(f"lacks {image}")
+    scheme_of_page = page.evaluate("document.body.dataset.mdColorScheme")
+    context.close()
+    assert objections == []
+    assert scheme_of_page == {"light": "default", "dark": "slate"}[scheme]

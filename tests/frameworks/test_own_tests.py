@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.docs.sandbox import without_ours
 from tests.frameworks.checkouts import Checkouts
 from tests.frameworks.packages import Packages
 from tests.frameworks.test_real_verl import TENSORDICT
+from tests.worlds.environment import without_ours
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(3600)]
 
