@@ -42,12 +42,12 @@ def _readme_rows() -> dict[str, str]:
     return {row[0]: row[1] for row in rows if row[0] != "your own loop"}
 
 
-def _that_fit(*sources: str) -> Counter[tuple[str, str]]:
+def _that_fit(source: str, core: str = "") -> Counter[tuple[str, str]]:
     """Return how many sites fit by patch and framework, as ``tests/frameworks`` recorded it."""
+    verdicts = {**RECORDED.get(core, {}), **RECORDED.get(source, {})}
     return Counter(
         (patch, framework)
-        for source in sources
-        for framework, of_patches in RECORDED.get(source, {}).items()
+        for framework, of_patches in verdicts.items()
         for patch, sites in of_patches.items()
         for verdict in sites.values()
         if verdict == "fits"
@@ -71,7 +71,7 @@ def test_five_lines_and_what_you_will_see(page: str) -> None:
     assert name == f"megatron_rl_patches {__version__}"
     parts = dict(re.findall(r"([\w-]+) \((.*?)\)", line))
     assert list(parts) == [patch for patch in available() if patch not in EXPLICIT]
-    fit = _that_fit(CORE, SOURCES[page])
+    fit = _that_fit(SOURCES[page], CORE)
     if page == "own-loop":
         fit["reentrant-train", "my_rl"] = 1
     counts = {
@@ -90,7 +90,7 @@ def _that_fit_any_release(framework: str) -> set[str]:
     name = framework.casefold()
     sources = [source for source in RECORDED if source.split()[0].casefold() == name]
     assert sources, framework
-    return {patch for patch, _ in _that_fit(*sources)}
+    return {patch for source in sources for patch, _ in _that_fit(source)}
 
 
 def _check_names(named: set[str], framework: str) -> None:

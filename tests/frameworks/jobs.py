@@ -41,6 +41,7 @@ def arguments(**values: Any) -> Arguments:
         "global_batch_size": SAMPLES,
         "num_rollout": ROLLOUTS,
         "qkv_format": "thd",
+        "entropy_coef": 0.0,
         "forward_step_func": tiny_gpt.forward_step,
         "lr": 5e-3,
         "min_lr": 0.0,

@@ -79,6 +79,7 @@ class EngineJob:
     """``train_batch`` and ``infer_batch`` with PPO's loss, the entropy and a temperature."""
 
     def __init__(self, packed: bool = True, **sizes: Any) -> None:
+        self.module = importlib.import_module(VERL_ENGINE)
         model, optimizer = TinyModel(**sizes, overlap_param_gather=False).build()
         utils = importlib.import_module("verl.utils.megatron_utils")
         utils.register_megatron_training_hooks(model, optimizer)

@@ -42,7 +42,9 @@ def load_checkpoint(
     _CHECKPOINT_VERSION = state_dict["checkpoint_version"]
 
     consumed = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-    assert not any(getattr(args, name) for name in consumed)
+    assert args.consumed_train_samples == 0
+    assert args.skipped_train_samples == 0
+    assert args.consumed_valid_samples == 0
     if args.finetune:
         iteration = 0
     else:
