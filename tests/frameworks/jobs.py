@@ -42,6 +42,7 @@ def arguments(**values: Any) -> Arguments:
         "num_rollout": ROLLOUTS,
         "qkv_format": "thd",
         "entropy_coef": 0.0,
+        "opd_beta": 0.5,
         "forward_step_func": tiny_gpt.forward_step,
         "lr": 5e-3,
         "min_lr": 0.0,

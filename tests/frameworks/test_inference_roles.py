@@ -30,7 +30,7 @@ DDP = "DistributedDataParallel"
 @on_ranks(lambda ranks: ranks)
 def test_policy_and_teachers_side_by_side(framework: str, ranks: int, tmp_path: Path) -> None:
     import rl_framework
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer
 
     from tests.frameworks import role_jobs
     from tests.references import tiny_gpt
@@ -66,7 +66,7 @@ def test_policy_and_teachers_side_by_side(framework: str, ranks: int, tmp_path: 
     assert tiny_gpt.checksum(state[0], state[1]) == alone
     for error in (
         outcome(role_jobs.train, framework, (teachers[0], None, None), 1, role_jobs.Batches()),
-        outcome(get_megatron_optimizer, OptimizerConfig(), teachers[0]),
+        outcome(optimizer.get_megatron_optimizer, optimizer.OptimizerConfig(), teachers[0]),
     ):
         assert error.startswith("InferenceOnlyError: ")
         assert f"role '{TEACHER}'" in error
