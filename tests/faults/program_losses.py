@@ -25,6 +25,7 @@ from megatron_rl_patches.losses import (
     full_vocabulary_divergence,
     make_distillation_loss_func,
     make_loss_func,
+    vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
     vocab_parallel_topk,
@@ -38,6 +39,7 @@ BETA, K = 0.3, 3
 _POLICY = PolicyOptions(entropy_coef=0.1, kl_coef=0.2)
 _NUM_TOKENS = sum(RESPONSES)
 OF_MICROBATCH = ("policy", "distillation")
+OF_OTHER_ROWS = ("mutual", "mixture")
 
 
 class Place(NamedTuple):
@@ -85,6 +87,10 @@ class Data:
             self.mask[place] = True
             self.targets[place] = draw.choice([self.vocabulary, -1])
             self.ids[place, 1] = self.ids[place, 0] if loss.wrong == "duplicate" else self.vocabulary
+        self.keep_mask = torch.rand(n, self.vocabulary, generator=generator) < 0.7
+        if loss.kind in OF_OTHER_ROWS:
+            self.teacher = student.flip(0)
+            self.old = (student.roll(1, 0) / loss.temperature).log_softmax(1)
         self.log_q = (self.teacher.double() / loss.temperature).log_softmax(1)
 
     @property
@@ -107,8 +113,10 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
         # What does not count takes no part: zero times infinity is NaN.
         return torch.stack([per_token(loss, data, logits[data.mask]).sum(), data.mask.sum().double()])
     options: dict[str, Any] = {"rows": data.rows, "temperature": temperature}
-    if loss.kind == "scores":
-        return torch.stack(dense_log_probs_and_entropy(logits, data.targets, **options))
+    if loss.kind in ("alone", "scores", "kept"):
+        options["keep_mask"] = data.keep_mask if loss.kind == "kept" else None
+        log_probs, entropies = dense_log_probs_and_entropy(logits, data.targets, **options)
+        return log_probs if loss.kind == "alone" else torch.stack([log_probs, entropies])
     if loss.kind == "at":
         log_probs, tail = dense_log_probs_at(logits, data.ids, **options)
         return torch.cat([log_probs, tail[:, None]], 1)
@@ -117,13 +125,20 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
         order = rows.sort(dim=1, descending=True, stable=True).indices[:, :K]
         log_probs, tail = dense_log_probs_at(rows.detach(), order, temperature=temperature)
         return torch.cat([order.double(), log_probs, tail[:, None]], 1)
-    return _divergence(loss.divergence, (rows / temperature).log_softmax(1), data.log_q)
+    log_p = (rows / temperature).log_softmax(1)
+    if loss.kind == "mixture":
+        mixed = torch.logaddexp(data.log_q, data.old) - math.log(2)
+        return _divergence(loss.divergence, log_p, mixed)
+    return _divergence(loss.divergence, log_p, data.log_q, getattr(data, "old", None))
 
 
-def _divergence(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
+def _divergence(name: str, log_p: Tensor, log_q: Tensor, log_old: Tensor | None = None) -> Tensor:
     """A log-probability below -10,000 counts as a constant of -10,000."""
     log_p, log_q = log_p.clamp(min=-1e4), log_q.clamp(min=-1e4)
     p, q = log_p.exp(), log_q.exp()
+    if name == "importance_weighted_reverse_kl":
+        assert log_old is not None
+        return (p * (log_old.clamp(min=-1e4) - log_q)).sum(1)
     if name == "reverse_kl":
         return (p * (log_p - log_q)).sum(1)
     if name == "forward_kl":
@@ -177,9 +192,12 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
     def of_rows(logits: Tensor) -> Tensor:
         if loss.kind == "sum":
             return logits.sum()[None]
-        if loss.kind == "scores":
+        if loss.kind == "alone":
+            return vocab_parallel_log_probs(logits, data.targets, rows=data.rows, **options)
+        if loss.kind in ("scores", "kept"):
+            kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
             return torch.stack(
-                vocab_parallel_log_probs_and_entropy(logits, data.targets, rows=data.rows, **options)
+                vocab_parallel_log_probs_and_entropy(logits, data.targets, rows=data.rows, **kept, **options)
             )
         if loss.kind == "at":
             at_ids, tail = vocab_parallel_log_probs_at(
@@ -190,13 +208,14 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
             topk = vocab_parallel_topk(logits, K, rows=data.rows, **options)
             numbers = topk.indices.to(topk.log_probs.dtype)
             return torch.cat([numbers, topk.log_probs, topk.tail_log_prob[:, None]], 1)
-        return full_vocabulary_divergence(
-            *(logits, data.teacher[:, columns]),
-            divergence=loss.divergence,
-            beta=BETA,
-            rows=data.rows,
-            **options,
-        )
+        teacher, old = data.teacher[:, columns], None
+        if loss.kind in OF_OTHER_ROWS:
+            numbers = torch.arange(len(logits)) if data.rows is None else data.rows
+            teacher, old = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
+        how = {"divergence": loss.divergence, "beta": BETA, "rows": data.rows, **options}
+        if loss.kind == "mixture":
+            return full_vocabulary_divergence(logits, [teacher, old], **how)
+        return full_vocabulary_divergence(logits, teacher, old=old, **how)
 
     if loss.kind not in OF_MICROBATCH:
         return of_rows

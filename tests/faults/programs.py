@@ -8,6 +8,7 @@ makes it again: drop steps from it until what fails is short.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -31,6 +32,81 @@ DIVERGENCES = (
     "skewed_forward_kl",
     "skewed_reverse_kl",
 )
+
+
+def _last(x: Tensor) -> Tensor:
+    """Return a mask of the last column, the padding of a vocabulary."""
+    return torch.arange(x.shape[-1]) == x.shape[-1] - 1
+
+
+def _changed(change: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    def operation(x: Tensor) -> Tensor:
+        change(x)
+        return x
+
+    return operation
+
+
+def _overwritten(
+    of: Callable[[], Tensor], take: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Return an operation with another tensor, which is overwritten afterwards."""
+
+    def operation(x: Tensor) -> Tensor:
+        other = of()
+        result = take(x, other)
+        other.zero_()
+        return result
+
+    return operation
+
+
+def _past_the_graph(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.view(x.shape)[:]
+
+
+#: What makes deferred logits ordinary, takes rows of them, or gives them another scale. Nobody draws these.
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked_fill": lambda x: x.masked_fill(_last(x), -torch.inf),
+    "divided twice": lambda x: x / 1.7 / 1.7,
+    "written": _changed(lambda x: x[..., -1:].fill_(-torch.inf)),
+    "written, then divided": lambda x: _changed(lambda x: x[:1].mul_(1.1))(x) / 1.3,
+    "hooked": _changed(lambda x: x.register_hook(lambda gradient: 2 * gradient)),
+    "function of its own": lambda x: _ThreeTimes.apply(x),
+    "function of some rows": lambda x: torch.cat([_ThreeTimes.apply(x[0])[None][:, :5], x[1:, :5]]) / 2,
+    "detached rows beside others": lambda x: torch.cat([x[:1].detach(), x[1:]]),
+    "past the graph": lambda x: _past_the_graph(x),
+    "past the graph beside others": lambda x: torch.cat([_past_the_graph(x)[1:], x[:1]]),
+    "numbers": _overwritten(lambda: torch.tensor([1, 0, 1]), lambda x, rows: x[rows]),
+    "mask": _overwritten(lambda: torch.arange(B) == 1, lambda x, mask: x[mask]),
+    "index_select": _overwritten(lambda: torch.tensor([1, 1]), lambda x, rows: x.index_select(0, rows)),
+    "divisor": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x / divisor),
+    "divisor in place": _overwritten(lambda: torch.tensor(2.0), lambda x, divisor: x.div_(divisor)),
+    "where": lambda x: torch.where(_last(x), x.new_tensor(-30.0), x),
+    "multiplied": lambda x: x * 1.5,
+    "added": lambda x: x + 0.0,
+    "divided per row": lambda x: x / torch.linspace(1, 2, x.shape[1], dtype=x.dtype)[:, None],
+    "divided in place": _changed(lambda x: x.div_(1.7)),
+    "masked in place": _changed(lambda x: x.masked_fill_(_last(x), -torch.inf)),
+    "multiplied in place": _changed(lambda x: x.mul_(1.5)),
+    "cut and joined": lambda x: torch.cat([x[..., :1], x[..., 1:]], -1),
+    "padded": lambda x: torch.nn.functional.pad(x[..., :-1], (0, 1), value=-torch.inf),
+    "softcap": lambda x: 5 * torch.tanh(x / 5),
+    "clamped": lambda x: x.clamp(min=-1.5),
+    "other strides": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "scatter": lambda x: x.scatter(2, torch.arange(S)[:, None].expand(B, S, 1) % x.shape[2], 0.5),
+    "nan_to_num": lambda x: x.nan_to_num(),
+    "nan_to_num in place": _changed(lambda x: x.nan_to_num_()),
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.0),
+    "retain_grad": _changed(lambda x: x.retain_grad()),
+    "unbound": lambda x: torch.stack(x.unbind(-1), -1),
+    "all rows in order": lambda x: x[torch.arange(len(x))] * 1,
+    "read": _changed(lambda x: x.exp().sum()),
+    "columns read": _changed(lambda x: x[..., :3].sum()),
+    "stored": _changed(lambda x: x.detach().tolist()),
+    "no operation": lambda x: x,
+}
 
 
 class _Printed:
@@ -64,7 +140,8 @@ class Loss(_Printed):
 
     Attributes:
         kind: ``scores``, ``at``, ``topk``, ``divergence``, ``sum``; of the microbatch ``policy`` and
-            ``distillation``.
+            ``distillation``. Nobody draws ``alone``, log-probabilities without entropies, ``kept``, those of
+            some columns, ``mutual``, a divergence from other rows of the same logits, and ``mixture``.
         of: which tensor, as in a step.
         draw: seed of targets, ids, masks and teachers.
         within: ``checkpointed`` or ``reentrant``, the function that computes it again in backward.
@@ -91,6 +168,8 @@ class Program(_Printed):
         within: the checkpoint in which the logits are made: ``checkpointed``, ``reentrant``.
         masked: what the bias of the second half of the vocabulary is, if not zero.
         close: logits around 15 in float32 without a rounding, and teachers next to the student.
+        single: float32, whose roundings count.
+        sequence_parallel: each tensor-parallel rank has a part of the hidden states.
         gradients: whether hidden states, weight and bias require one.
     """
 
@@ -101,6 +180,8 @@ class Program(_Printed):
     within: str = ""
     masked: float = 0.0
     close: bool = False
+    single: bool = False
+    sequence_parallel: bool = False
     tile_bytes: int = 128
     gradients: tuple[bool, bool, bool] = (True, True, True)
     steps: tuple[Step, ...] = ()
@@ -184,6 +265,8 @@ def run_step(step: Step, tensors: list[Tensor], rank: int) -> None:
 
 def _result(kind: str, x: Tensor, tensors: list[Tensor], draw: random.Random, rank: int) -> Tensor:
     rows, size, width = x.dim() - 1, x.shape[0], x.shape[-1]
+    if kind in OPERATIONS:
+        return OPERATIONS[kind](x)
     if kind == "slice":
         dim = draw.randrange(rows)
         start, stop = sorted(draw.choices(range(x.shape[dim] + 1), k=2))

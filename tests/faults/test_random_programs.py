@@ -7,8 +7,9 @@ rank waits for another. A failure prints the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
@@ -22,39 +23,58 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import deferred_logits
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
+from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
-from tests.faults.programs import RESPONSES, TOTALS, B, H, Loss, Program, S, Step, drawn, run_step
-from tests.ranks import on_ranks
+from tests.faults.programs import (
+    OPERATIONS,
+    RESPONSES,
+    TOTALS,
+    B,
+    H,
+    Loss,
+    Program,
+    S,
+    Step,
+    drawn,
+    run_step,
+)
+from tests.ranks import everywhere, on_ranks
+from tests.references.sent_bytes import sent_bytes
 
 #: Programs in the default suite and in the slow one, by the number of ranks.
 PROGRAMS = {1: (150, 1500), 2: (40, 400), 4: (0, 100)}
-#: What programs have found, shortened, by the number of ranks.
-FOUND: dict[str, tuple[int, Program]] = {
-    "one rank writes out of place to what all have divided": (
-        2,
-        Program(
-            0,
-            tp=2,
-            steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)),
-            losses=(Loss("at", -1, 0),),
-        ),
-    ),
-    "made in a reentrant checkpoint": (1, Program(0, within="reentrant", losses=(Loss("at", 0, 0),))),
-    "a temperature that is no power of two": (
-        1,
-        Program(0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)),
-    ),
-    "a large finite mask over a rank": (
-        2,
-        Program(0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)),
-    ),
-    "an id that one rank scores": (2, Program(0, cp=2, losses=(Loss("policy", 0, 0, wrong="id"),))),
-    "an id that one rank compares": (2, Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="id"),))),
-    "an id that a teacher has twice": (
-        2,
-        Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="duplicate"),)),
-    ),
+#: Losses of the last tensor, which nobody draws together.
+ALL_LOSSES = (
+    *(Loss(kind, -1, 1, temperature=1.2) for kind in ("alone", "scores", "kept", "at", "topk", "mixture")),
+    *(Loss("mutual", -1, 1, divergence=name) for name in DIVERGENCES if name != "generalized_kl"),
+)
+SPLIT = {
+    f"the sequence is split, too: {split}, the layer is trained: {trains}": Program(
+        3, tp=2, sequence_parallel=split, gradients=(True, trains, trains), losses=ALL_LOSSES
+    )
+    for split, trains in product((False, True), repeat=2)
 }
+#: What programs have found, shortened, and what nobody draws.
+FOUND: dict[str, Program] = {
+    "one rank writes out of place to what all have divided": Program(
+        0, tp=2, steps=(Step("divide", 0, 0), Step("columns", -1, 0, alone=1)), losses=(Loss("at", -1, 0),)
+    ),
+    "made in a reentrant checkpoint": Program(0, within="reentrant", losses=(Loss("at", 0, 0),)),
+    "a temperature that is no power of two": Program(
+        0, close=True, tile_bytes=1 << 20, losses=(Loss("divergence", 0, 0, temperature=0.7),)
+    ),
+    "a large finite mask over a rank": Program(
+        0, tp=2, masked=-1e5, losses=(Loss("divergence", 0, 0, divergence="forward_kl"),)
+    ),
+    "an id that one rank scores": Program(0, cp=2, losses=(Loss("policy", 0, 0, wrong="id"),)),
+    "an id that one rank compares": Program(0, cp=2, losses=(Loss("distillation", 0, 0, wrong="id"),)),
+    "an id that a teacher has twice": Program(
+        0, cp=2, losses=(Loss("distillation", 0, 0, wrong="duplicate"),)
+    ),
+    **SPLIT,
+}
+#: Operations of :data:`OPERATIONS` that the default suite has on one of two ranks.
+QUICK = ("masked_fill", "divided twice", "written", "written, then divided", "hooked", "function of its own")
 REFUSED = "refused"
 Leaves = tuple[Tensor, Tensor, Tensor | None]
 _RESPONSE_ROWS = torch.cat(
@@ -78,8 +98,9 @@ class Reference:
     def __init__(self, program: Program) -> None:
         self.program, self.refused = program, False
         places = [Place(t, c) for c in range(program.cp) for t in range(program.tp)]
-        self.hidden = [leaves_of(program, Place(0, c))[0] for c in range(program.cp)]
-        self.leaves = {place: (self.hidden[place[1]], *leaves_of(program, place)[1:]) for place in places}
+        self.leaves = {place: exact(leaves_of(program, place)) for place in places}
+        for place, (_, *of_rank) in self.leaves.items():  # tensor-parallel ranks share their hidden states
+            self.leaves[place] = (self.leaves[Place(0, place.cp_rank)][0], *of_rank)  # type: ignore[assignment]
         self.data: list[list[Data]] = []
         self.values: list[list[Tensor]] = []
         tensors: dict[Place, list[Tensor]] = {}
@@ -117,14 +138,17 @@ class Reference:
         if any(loss.wrong for loss in self.program.losses):
             return REFUSED
         values = [of_loss[place.cp_rank].detach() for of_loss in self.values]
-        return Outcome(values, gradients_of(self.leaves[Place(*place[:2])]))
+        gradients = gradients_of(self.leaves[Place(*place[:2])])
+        if self.program.sequence_parallel:
+            gradients[0] = gradients[0].chunk(self.program.tp)[place.tp_rank]
+        return Outcome(values, gradients)
 
 
 def leaves_of(program: Program, place: Place) -> Leaves:
     """Return hidden states of a context-parallel rank, and weight and bias of a tensor-parallel one."""
     generator = torch.Generator().manual_seed(program.seed)
     columns = slice(place.tp_rank * program.width, (place.tp_rank + 1) * program.width)
-    dtype = torch.float32 if program.close else torch.float64
+    dtype = torch.float32 if program.close or program.single else torch.float64
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -142,11 +166,23 @@ def leaves_of(program: Program, place: Place) -> Leaves:
     # Zigzag: each rank has a chunk from the front and one from the back.
     chunks = hidden.chunk(2 * program.cp, 1)
     part = torch.cat([chunks[place.cp_rank], chunks[-1 - place.cp_rank]], 1) if program.cp > 1 else hidden
-    leaves = part.to(dtype), weight[columns].to(dtype), None if program.close else bias[columns].clone()
+    leaves = (
+        part.to(dtype),
+        weight[columns].to(dtype),
+        None if program.close else bias[columns].to(dtype, copy=True),
+    )
     for leaf, has_gradient in zip(leaves, program.gradients, strict=True):
         if leaf is not None:
             leaf.requires_grad_(has_gradient and not (program.close and leaf is leaves[0]))
     return leaves
+
+
+def exact(leaves: Leaves) -> Leaves:
+    """Return leaves of ``float64``, but for products that have no rounding."""
+    if leaves[2] is None:
+        return leaves
+    hidden, weight, bias = (leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves)
+    return hidden, weight, bias
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -183,6 +219,7 @@ def made(program: Program, leaves: Leaves, place: Place) -> Tensor:
                 weight,
                 bias=bias,
                 tp_group=place.tp_group,
+                sequence_parallel=program.sequence_parallel,
                 tile_bytes=program.tile_bytes,
             )
         logits = linear(sum_gradient(x, place.tp_group), weight, bias).clone()
@@ -196,6 +233,9 @@ def made(program: Program, leaves: Leaves, place: Place) -> Tensor:
 def outcome(program: Program, reference: Reference, place: Place) -> Outcome | str:
     """Return what this package makes of the program on this rank."""
     leaves, values = leaves_of(program, place), []
+    if program.sequence_parallel:
+        mine = leaves[0].detach().chunk(program.tp)[place.tp_rank].clone().requires_grad_()
+        leaves = (mine, *leaves[1:])
     try:
         tensors = [made(program, leaves, place)]
         for step in program.steps:
@@ -219,7 +259,12 @@ def check(program: Program, place: Place) -> None:
         return
     expected = reference.of(place)
     try:
-        found = outcome(program, reference, place)
+        with sent_bytes() as sent:
+            found = outcome(program, reference, place)
+        if place.tp_group is not None and isinstance(found, Outcome):
+            bits = [value.numpy().tobytes() for value in found.values]
+            first, *others = everywhere((bits, sent), place.tp_group)
+            assert all(other == first for other in others), "ranks have other bits, or send other things"
         assert isinstance(found, str) == isinstance(expected, str), found
         if isinstance(found, Outcome) and isinstance(expected, Outcome):
             compare(program, found, expected)
@@ -231,7 +276,11 @@ def check(program: Program, place: Place) -> None:
 
 def compare(program: Program, found: Outcome, expected: Outcome) -> None:
     if not program.close:
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
+        pairs = zip((*found.values, *found.gradients), (*expected.values, *expected.gradients), strict=True)
+        for mine, formula in pairs:
+            largest = formula[formula.isfinite()].abs().flatten().tolist()
+            bound = (2e-5 if program.single else 1e-10) * max([1.0, *largest])
+            torch.testing.assert_close(mine.double(), formula, rtol=0, atol=bound, equal_nan=True)
         return
     for mine, formula in zip(found.values, expected.values, strict=True):
         torch.testing.assert_close(mine.double(), formula, rtol=2e-3, atol=1e-13)
@@ -262,18 +311,33 @@ def places(ranks: int) -> Iterator[tuple[tuple[int, int], Place]]:
 def check_all(ranks: int, seeds: range, found: bool = False) -> None:
     """Check the programs of some seeds, and those of this number of ranks that were found before."""
     by_layout = dict(places(ranks)) if ranks > 1 else {(1, 1): Place()}
-    shortened = [program for number, program in FOUND.values() if found and number == ranks]
+    shortened = [program for program in FOUND.values() if found and program.tp * program.cp == ranks]
     for program in [*shortened, *(drawn(seed, ranks) for seed in seeds)]:
         check(program, by_layout[program.tp, program.cp])
 
 
+def check_operations(ranks: int, names: Iterable[str], times: int) -> None:
+    """Let one rank alone do something with its logits, each rank in turn."""
+    place = dict(places(ranks))[ranks, 1] if ranks > 1 else Place()
+    turns = cycle(product((True, False), (1, 2), ("deferred", "existing"), range(ranks)))
+    for name in names:
+        for _ in range(times):
+            single, divisions, made, odd = next(turns)
+            steps = [Step("divided twice", -1, 0)] * divisions + [Step(name, -1, 0, alone=odd)]
+            check(
+                Program(odd, tp=ranks, made=made, single=single, steps=tuple(steps), losses=ALL_LOSSES), place
+            )
+
+
 def test_on_one_rank() -> None:
     check_all(1, range(PROGRAMS[1][0]), found=True)
+    check_operations(1, OPERATIONS, 2)
 
 
 @on_ranks(2, megatron=False, timeout=180)
 def test_on_two_ranks() -> None:
     check_all(2, range(PROGRAMS[2][0]), found=True)
+    check_operations(2, QUICK, 1)
 
 
 @pytest.mark.slow
@@ -286,3 +350,4 @@ def test_more_on_one_rank() -> None:
 @on_ranks(lambda ranks: ranks, megatron=False, timeout=480)
 def test_more_on_several_ranks(ranks: int) -> None:
     check_all(ranks, range(*PROGRAMS[ranks]))
+    check_operations(ranks, OPERATIONS, 8 // ranks)

@@ -1,7 +1,8 @@
 """One rank of a tensor-parallel group differs from the others: losses and gradients stay, and nobody waits.
 
 Which collectives run follows from what every rank knows. It does not follow from whether this rank has read
-the logits, holds a storage that can be overwritten, or has had an error of its own.
+the logits, holds a storage that can be overwritten, or has had an error of its own. More that one rank does,
+before losses over logits, is in tests/faults/test_random_programs.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from megatron_rl_patches.losses import (
     deferred_logits,
     full_vocabulary_divergence,
     vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
 )
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.output_layer import loss_of_labels
@@ -46,15 +46,6 @@ LOOKS: dict[str, Use] = {
     "writes what stands there": lambda x: x.nan_to_num_(),
     "waits for the gradient": lambda x: x.register_hook(lambda gradient: gradient),
 }
-
-
-def _tensor_parallel_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
-    look(logits)
-    rows = logits[0]
-    log_probs, entropies = vocab_parallel_log_probs_and_entropy(rows, TOKENS, tp_group=group)
-    at = vocab_parallel_log_probs_at(rows, TOKENS[:, None], tp_group=group)
-    kl = full_vocabulary_divergence(rows, rows.detach().flip(0), tp_group=group)
-    return (log_probs + entropies + kl).sum() + at.sum()
 
 
 def _loss_of_labels(logits: Tensor, group: Any, look: Use) -> Tensor:
@@ -96,7 +87,6 @@ def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
 
 
 LOSSES = {
-    "losses": _tensor_parallel_loss,
     "loss of labels": _loss_of_labels,
     "slime's loss": _slimes_loss,
     "recomputed": _recomputed,

@@ -1,7 +1,12 @@
-"""Logits split over real tensor-parallel ranks (gloo): values, gradients, collectives, refusals."""
+"""Logits split over real tensor-parallel ranks (gloo): values, gradients, bytes sent, refusals.
+
+Distillation over context-parallel ranks comes last.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,22 +16,34 @@ from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses import (
+    DistillationBatch,
+    DistillationOptions,
+    FullDistribution,
+    OutputHead,
+    SequenceLayout,
+    deferred_logits,
+    full_vocabulary_divergence,
+    make_distillation_loss_func,
     vocab_parallel_log_probs,
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
+    vocab_parallel_topk,
 )
 from tests.ranks import everywhere, on_ranks
-from tests.references.dense import IGNORE, errors
+from tests.references import dense_topk
+from tests.references.dense import IGNORE, errors, relative_error
+from tests.references.dense_topk import dense_log_probs_at, random_indices
 from tests.references.sent_bytes import sent_bytes
 from tests.unit.losses.logits.test_log_probs import (
     EXTREMES,
     FLOAT32,
     GRADIENT_BOUND,
+    INF,
     random_logits,
     random_targets,
 )
 
-T, V = 11, 1004
+T, V, K = 11, 1004, 8
 KEEP = torch.rand(T, V, generator=torch.Generator().manual_seed(2)) < 0.2
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -41,18 +58,16 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @on_ranks(lambda tp_size: tp_size, megatron=False)
 def test_ranks(tp_size: int) -> None:
     group = dist.new_group(list(range(tp_size)))
-    check_dense(group)
-    check_extremes(group)
-    check_ties_of_partitions(group)
-    check_poisons(group)
-    check_no_rows(group)
-    check_refusals(group)
-    check_refused_on_one_rank(group)
-    values = check_collectives(group)
+    for check_these in CHECKS:
+        check_these(group)
+    values = check_collectives(group) + check_bytes(group)
     # All ranks have the same bits.
     assert len(set(everywhere(b"".join(value.numpy().tobytes() for value in values)))) == 1
     with sent_bytes() as calls:
-        check(random_logits(T, V), random_targets(T, V), dist.new_subgroups(1)[0])
+        alone, _ = dist.new_subgroups(1)
+        check(random_logits(T, V), random_targets(T, V), alone)
+        check_at(random_logits(T, V), random_indices(T, V, K), alone)
+        vocab_parallel_topk(random_logits(T, V), K, tp_group=alone)
     assert calls == [], "of a group of one rank"
 
 
@@ -79,12 +94,27 @@ def check(logits: Tensor, targets: Tensor, group: dist.ProcessGroup, **options: 
     assert found.gradient <= GRADIENT_BOUND[logits.dtype], (found, options)
 
 
+def check_at(logits: Tensor, indices: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
+    """The gradient is the whole derivative by the logits of this rank."""
+    found = dense_topk.errors(
+        logits, indices, columns=mine(group, logits.shape[1]), tp_group=group, **options
+    )
+    is_double = logits.dtype == torch.float64
+    assert found.log_prob <= (1e-10 if is_double else FLOAT32), (found, options)
+    assert found.tail <= (1e-9 if is_double else FLOAT32), (found, options)
+    assert found.gradient <= (1e-10 if is_double else GRADIENT_BOUND[logits.dtype]), (found, options)
+
+
 def check_dense(group: dist.ProcessGroup) -> None:
-    for dtype in GRADIENT_BOUND:
-        for options in OPTIONS:
-            logits = random_logits(T, V, dtype)
-            n = len(torch.arange(T)[options.get("rows", slice(None))])
-            check(logits, at_borders(n, group), group, **options)
+    for dtype, options in product(GRADIENT_BOUND, OPTIONS):
+        logits = random_logits(T, V, dtype)
+        n = len(torch.arange(T)[options.get("rows", slice(None))])
+        check(logits, at_borders(n, group), group, **options)
+        # Ids on each rank, on its borders, and rows of which a rank has none.
+        indices = random_indices(n, V, K)
+        indices[-1] = torch.arange(K)
+        options = {name: options[name] for name in options if name not in ("keep_mask", "entropy_grad")}
+        check_at(logits, indices, group, block_bytes=3000 if "rows" in options else None, **options)
 
 
 def check_extremes(group: dist.ProcessGroup) -> None:
@@ -92,9 +122,22 @@ def check_extremes(group: dist.ProcessGroup) -> None:
     for logits in EXTREMES.values():
         for keep_mask in (None, torch.zeros(4, 1000, dtype=torch.bool)):
             check(logits[:, :1000], torch.tensor([7, 7, IGNORE, 7]), group, keep_mask=keep_mask)
+        # The tail may be on one rank alone.
+        indices = torch.tensor([[7, 0, 7], [6, 999, 2], [5, -100, 4], [-100] * 3])
+        leaf = logits[:, mine(group, 1000)].clone().requires_grad_()
+        of_ids = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        assert_close(of_ids, dense_log_probs_at(logits[:, :1000], indices))
+        sum(values[values > -INF].sum() for values in of_ids).backward()
+        assert leaf.grad.isfinite().all()
     elsewhere = random_logits(4, V)
-    elsewhere[:, : V // 2] = -float("inf")
+    elsewhere[:, : V // 2] = -INF
     check(elsewhere, torch.full((4,), V - 1), group)
+    everything = torch.arange(12 // group.size() * group.size())
+    leaf = torch.zeros(1, len(everything) // group.size(), requires_grad=True)
+    _, tail = vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
+    assert tail.item() == -INF
+    tail.sum().backward()
+    assert (leaf.grad == 0).all()
 
 
 def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
@@ -102,6 +145,16 @@ def check_ties_of_partitions(group: dist.ProcessGroup) -> None:
     for columns in (group.size(), 2 * group.size()):
         targets = torch.tensor([0, 1, columns - 1, IGNORE]).clamp(max=columns - 1)
         check(torch.zeros(4, columns), targets, group)
+
+
+def assert_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for values, reference in zip(found, expected, strict=True):
+        assert torch.allclose(values.double(), reference, rtol=2e-6, atol=1e-6, equal_nan=True)
+
+
+def largest(logits: Tensor, k: int) -> Tensor:
+    """Return the ids of the k largest logits, of equal ones the lowest ids."""
+    return logits.sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
 def check_poisons(group: dist.ProcessGroup) -> None:
@@ -116,6 +169,13 @@ def check_poisons(group: dist.ProcessGroup) -> None:
             sum(values.sum() for values in found).backward()
             for values in (*found, part.grad.sum(1)):
                 assert torch.equal(values.isnan(), not_finite)
+            indices = random_indices(T, V, K)
+            at_ids = vocab_parallel_log_probs_at(part, indices, tp_group=group, with_tail=True)
+            assert_close(at_ids, dense_log_probs_at(logits, indices))
+            topk = vocab_parallel_topk(part, K, tp_group=group)
+            assert topk.indices[~not_finite].equal(largest(logits, K)[~not_finite])
+            expected = dense_log_probs_at(logits, topk.indices)
+            assert_close((topk.log_probs, topk.tail_log_prob), expected)
 
 
 def check_no_rows(group: dist.ProcessGroup) -> None:
@@ -124,7 +184,10 @@ def check_no_rows(group: dist.ProcessGroup) -> None:
     with sent_bytes() as calls:
         check(torch.zeros(0, V), nothing, group)
         check(random_logits(T, V), nothing, group, rows=nothing)
-    assert len(calls) == 2
+        check_at(random_logits(T, V), nothing.view(0, K), group, rows=nothing)
+        logits = random_logits(T, V)[:, mine(group)]
+        assert len(vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
+    assert len(calls) == 4
 
 
 def check_refusals(group: dist.ProcessGroup) -> None:
@@ -147,6 +210,8 @@ def check_refusals(group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             with pytest.raises(InvalidInputError, match="not in tp_group"):
                 vocab_parallel_log_probs(logits, targets, tp_group=others)
+        with pytest.raises(InvalidInputError, match=r"weight \[9, 7\]"):  # before the sequence is gathered
+            deferred_logits(torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True)
     assert calls == []
 
 
@@ -188,5 +253,117 @@ def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
             logits = random_logits(T, V)[:, columns].clone()
             alone = vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
         assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
-        values += [one.detach() for one in (*found, alone)]
+        of_ids: Any = {name: options[name] for name in options if name in ("rows", "temperature")}
+        indices = random_indices(n, V, K)
+        at_ids = vocab_parallel_log_probs_at(logits, indices, tp_group=group, with_tail=True, **of_ids)
+        values += [one.detach() for one in (*found, alone, *at_ids)]
     return values
+
+
+def check_selection(group: dist.ProcessGroup) -> None:
+    """Also of more than one rank has, and of everything."""
+    for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-9), (torch.bfloat16, 2e-6)):
+        logits = random_logits(T, V, dtype)
+        for k in (1, K, V // group.size() + 3, V):
+            found = vocab_parallel_topk(
+                logits[:, mine(group)], k, tp_group=group, temperature=0.7, rows=slice(1, T)
+            )
+            expected = largest(logits[1:], k)
+            assert found.indices.equal(expected)
+            log_probs, tail = dense_log_probs_at(logits, expected, slice(1, T), 0.7)
+            assert relative_error(found.log_probs, log_probs, log_probs.abs()) <= bound
+            assert k == V or relative_error(found.tail_log_prob, tail, tail.abs()) <= bound
+            assert k < V or found.tail_log_prob.isneginf().all()
+
+
+def check_ties(group: dist.ProcessGroup) -> None:
+    """Of equal logits the lowest ids, wherever the borders are."""
+    generator = torch.Generator().manual_seed(0)
+    for columns in (2, 6, 40):
+        logits = torch.randint(3, (20, columns * group.size()), generator=generator).float()
+        logits[::4, : columns + 1] = -INF
+        for k in (1, 3, columns, columns + 1, columns * group.size()):
+            k = min(k, logits.shape[1])
+            found = vocab_parallel_topk(logits[:, mine(group, logits.shape[1])], k, tp_group=group)
+            assert found.indices.equal(largest(logits, k))
+
+
+def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
+    """One collective in forward and none in backward, of what belongs to the ids alone."""
+    logits = torch.randn(64, V, generator=torch.Generator().manual_seed(0))[:, mine(group)]
+    indices = random_indices(64, V, 16)
+    leaf = logits.clone().requires_grad_()
+    with sent_bytes() as sent:
+        found = vocab_parallel_topk(logits, 16, tp_group=group)
+        log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
+    # In all, a rank sends eight bytes more, what its logits have been divided by.
+    assert sent == [
+        ("all_gather_into_tensor", 64 * (8 * 16 + 8) + 8),
+        ("all_reduce", 64 * (4 * 16 + 8 * group.size()) + 8 * group.size()),
+    ]
+    return [found.indices, found.log_probs, found.tail_log_prob, log_probs.detach(), tail.detach()]
+
+
+def check_padding(group: dist.ProcessGroup) -> None:
+    """A teacher of another padding takes the shards of the student, which has 16 rows, of which 15 count."""
+    rank, size = group.rank(), group.size()
+    hidden = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
+    weight = torch.linspace(0, 2, 48, dtype=torch.float64).view(16, 3).sin()
+    student = deferred_logits(hidden, weight.chunk(size)[rank], tp_group=group)
+    for rows in (4, 12, 20):
+        num_ids = min(15, rows)
+        weight_of_teacher = torch.linspace(1, 2, 3 * rows, dtype=torch.float64).view(rows, 3).sin()
+        bias = weight_of_teacher[:, 0]
+        head = OutputHead(weight_of_teacher.chunk(size)[rank], bias.chunk(size)[rank])
+        head = head.resharded(16 // size, group)
+        (teacher,) = FullDistribution.from_hidden(hidden, head).logits()
+        value = full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
+        whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
+        log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)
+        assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12
+
+
+CHECKS: tuple[Callable[[dist.ProcessGroup], None], ...] = (
+    check_dense,
+    check_extremes,
+    check_ties_of_partitions,
+    check_poisons,
+    check_no_rows,
+    check_refusals,
+    check_refused_on_one_rank,
+    check_selection,
+    check_ties,
+    check_padding,
+)
+
+
+@on_ranks(2, megatron=False)
+def test_distillation_over_context_parallel_ranks() -> None:
+    """Every rank has the whole loss, and of its own rows the gradient of all ranks' losses together."""
+    totals, responses = [9, 4, 21, 2], [5, 0, 20, 1]
+    generator = torch.Generator().manual_seed(0)
+    teacher = vocab_parallel_topk(torch.randn(sum(responses), 30, generator=generator).double(), 5)
+    masks = [torch.rand(n, generator=generator) < 0.8 for n in responses]
+    batch = DistillationBatch([teacher.split(responses)], masks)
+    # By response token; on the ranks they lie elsewhere.
+    rows = torch.randn(sum(responses), 30, generator=generator).double()
+    group = dist.group.WORLD
+    whole = SequenceLayout.build(totals, responses)
+    split = SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
+    for options in (
+        DistillationOptions(),
+        DistillationOptions(divergence="forward_kl", normalization="sequence"),
+    ):
+        results = []
+        for layout, cp_group in ((whole, None), (split, group)):
+            logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
+            logits[0, layout.response_rows] = rows[layout.response_index]
+            logits.requires_grad_()
+            loss_func = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
+            loss, count, metrics = loss_func(logits)
+            loss.backward()
+            results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))
+        (*alone, gradient), (*over_ranks, gradient_cp) = results
+        torch.testing.assert_close(over_ranks, alone)
+        torch.testing.assert_close(gradient_cp, gradient[split.response_index] * 2)

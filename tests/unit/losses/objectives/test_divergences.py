@@ -166,12 +166,10 @@ def test_gradcheck(name: str, k: int) -> None:
 
 def test_the_tail_is_what_generalized_kl_leaves_out() -> None:
     student, teacher = pair(5, 30, 2.0, 1.0)
-    with_tail, without = (at_topk(name, student, teacher, 4) for name in ("reverse_kl", "generalized_kl"))
-    assert (without < with_tail).all()
     p, q = student.softmax(1), teacher.softmax(1)
     ids = vocab_parallel_topk(student, 4).indices
     terms = (p * (p / q).log() - p + q).gather(1, ids)
-    assert torch.allclose(without, terms.sum(1))
+    assert torch.allclose(at_topk("generalized_kl", student, teacher, 4), terms.sum(1))
 
 
 def test_importance_weighted_reverse_kl_starts_as_the_reverse_kl() -> None:
@@ -283,6 +281,13 @@ def backward(values: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(values, inputs, weights)
 
 
+def errors(values: Tensor, leaf: Tensor, expected: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Return the largest error relative to each value, and of gradients relative to the largest of the row."""
+    [found], [reference] = backward(values, leaf), backward(expected, exact)
+    of_gradient = (found - reference).abs().amax(1) / reference.abs().amax(1)
+    return ((values - expected) / expected).abs().max().item(), of_gradient.max().item()
+
+
 CASES: dict[str, Sequence[Any]] = {
     "divergence": NAMES,
     "student": ["materialized", "deferred"],
@@ -373,9 +378,8 @@ def test_small_divergences_have_correct_digits_in_float32(name: Any, temperature
         expected = dense(name, exact / temperature, [of_teacher], [1.0], of_teacher, 0.3)
         assert scale > 1e-4 or expected.max() < 1e-8
         bound = slack * (1e-5 if name == "jensen_shannon" else 2e-6)
-        assert ((values - expected) / expected).abs().max() < bound
-        [found], [reference] = backward(values, student), backward(expected, exact)
-        assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < slack * 2e-6
+        of_value, of_gradient = errors(values, student, expected, exact)
+        assert of_value < bound and of_gradient < slack * 2e-6
 
 
 @pytest.mark.parametrize("name", ["jensen_shannon", "skewed_forward_kl"])
@@ -411,9 +415,7 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
         options: dict[str, Any] = {"divergence": name, "beta": beta, "teacher_weights": weights, "old": old}
         values = full_vocabulary_divergence(student, some, **options)
         expected = dense(name, exact.log_softmax(1).clamp(min=-1e4), some, weights, old, beta)
-        assert ((values - expected) / expected).abs().max() < 3e-6
-        [found], [reference] = backward(values, student), backward(expected, exact)
-        assert ((found - reference).abs().amax(1) / reference.abs().amax(1)).max() < 3e-6
+        assert max(errors(values, student, expected, exact)) < 3e-6
 
 
 @pytest.mark.parametrize("teachers", [1, 2])
@@ -479,17 +481,14 @@ def test_a_row_without_probabilities_has_no_gradient_that_is_a_number(name: Any)
     assert gradient.isnan().any(1).tolist() == [True, False]
 
 
-def test_a_student_without_rows_is_not_in_the_memory_of_its_teacher() -> None:
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tensors_without_rows_are_not_taken_for_the_same_memory(inplace: bool) -> None:
     """Tensors without elements are all at the address 0."""
     student = torch.zeros(0, V, requires_grad=True) * 1
-    assert full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=True).shape == (0,)
-
-
-def test_logits_without_rows_are_not_overwritten() -> None:
-    """Tensors without elements are all at the address 0."""
-    logits = torch.zeros(0, V, requires_grad=True) * 1
-    full_vocabulary_divergence(logits, torch.zeros(0, V)).sum().backward()
-    assert logits._version == 0
+    values = full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=inplace)
+    assert values.shape == (0,)
+    values.sum().backward()
+    assert inplace or student._version == 0
 
 
 @of_each
@@ -602,18 +601,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "name": ({"divergence": "kl"}, "divergence must be one of .*'reverse_kl'.*, not 'kl'"),
     "no teachers": ({"teacher": []}, "no teachers"),
     "old": ({"divergence": "importance_weighted_reverse_kl"}, "old is needed, and missing"),
-    "beta": ({"divergence": "jensen_shannon", "beta": 1.0}, "beta is 1.0"),
     "weights": ({"teacher_weights": [1, 2]}, "for 1 teacher"),
     "rows": ({"rows": slice(0, 2)}, r"teacher 0 is \[4, 1100\] on cpu, expected 2 rows of 1100 logits"),
-    "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
-    "num_ids": ({"num_ids": 3.5}, "num_ids is 3.5, expected from 1 to 1100"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_arguments_that_do_not_fit(case: str) -> None:
     arguments, message = REFUSED[case]
+    both: Any = {"student": torch.zeros(4, V), "teacher": torch.zeros(4, V)}
     with pytest.raises(InvalidInputError, match=message):
-        full_vocabulary_divergence(
-            **{"student": torch.zeros(4, V), "teacher": torch.zeros(4, V), **arguments}  # type: ignore[arg-type]
-        )
+        full_vocabulary_divergence(**both | arguments)
