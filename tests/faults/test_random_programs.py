@@ -100,7 +100,7 @@ class Reference:
         places = [Place(t, c) for c in range(program.cp) for t in range(program.tp)]
         self.leaves = {place: exact(leaves_of(program, place)) for place in places}
         for place, (_, *of_rank) in self.leaves.items():  # tensor-parallel ranks share their hidden states
-            self.leaves[place] = (self.leaves[Place(0, place.cp_rank)][0], *of_rank)  # type: ignore[assignment]
+            self.leaves[place] = (self.leaves[Place(0, place.cp_rank)][0], *of_rank)
         self.data: list[list[Data]] = []
         self.values: list[list[Tensor]] = []
         tensors: dict[Place, list[Tensor]] = {}

@@ -72,7 +72,7 @@ def _slimes_loss(logits: Tensor, group: Any, look: Use) -> Tensor:
             look(logits)
         return torch.cat(parts).sum()
 
-    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))  # type: ignore[no-any-return]
+    return slime_losses.get_log_probs_and_entropy(Call(framework, (logits, Namespace())))
 
 
 def _naive(logits: Tensor, tokens: Tensor, tp_group: Any, with_entropy: bool = False) -> Any:

@@ -59,7 +59,7 @@ def test_policy_and_teacher_are_scored_without_those_layers(sizes: dict[str, Any
 def test_what_is_not_loaded_is_said_and_others_stay_an_error(tmp_path: Path) -> None:
     messages: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("megatron_rl_patches")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -59,7 +59,7 @@ def count(setup: Setup, head: str, compiling_fails: bool = False) -> Count:
         values = vocab_parallel_log_probs_and_entropy(
             make(hidden, weight), targets, temperature=0.8, **options
         )
-        sum(value.sum() for value in values).backward()  # type: ignore[union-attr]
+        sum(value.sum() for value in values).backward()
         assert not recorder.waits
         inputs = hidden.nbytes + weight.nbytes
         return Count(recorder.peak - 2 * inputs, inputs, recorder.products, recorder.row_passes)

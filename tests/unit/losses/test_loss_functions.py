@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_before_the_forward() -> None:
         (LAYOUT, batch, {"options": OPTIONS, "with_entropy": False}, "needs with_entropy=True"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            make_loss_func(tokens, layout, data, **others)  # type: ignore[arg-type]
+            make_loss_func(tokens, layout, data, **others)
 
 
 def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:

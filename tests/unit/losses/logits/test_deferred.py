@@ -82,7 +82,7 @@ def run(
     weights = [torch.linspace(-1, 2, v.numel(), dtype=v.dtype).view(v.shape) for v in values]
     used = [(v * w).sum() for v, w in zip(values, weights, strict=True) if v.requires_grad]
     trained = [t for t in tensors.values() if t.requires_grad]
-    return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]  # type: ignore[arg-type]
+    return [*(v.detach() for v in values), *torch.autograd.grad(sum(used), trained, allow_unused=True)]
 
 
 def assert_same(
@@ -229,11 +229,11 @@ def test_an_accumulated_gradient_goes_into_its_buffer() -> None:
             return torch.zeros_like(tensors["weight"])
 
     options = TileOptions(tile_bytes=4096, main_gradient=Buffer())
-    logits = deferred.defer(*tensors.values(), options, lambda: dense_of(tensors))  # type: ignore[arg-type]
-    vocab_parallel_log_probs(logits.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    logits = deferred.defer(*tensors.values(), options, lambda: dense_of(tensors))
+    vocab_parallel_log_probs(logits.view(T, V), TOKENS).sum().backward()
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     x = dense_of(tensors).detach().double() + (dense_of(exact) - dense_of(exact).detach())
-    vocab_parallel_log_probs(x.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    vocab_parallel_log_probs(x.view(T, V), TOKENS).sum().backward()
     expected = exact["weight"].grad
     assert tensors["weight"].grad is not None and expected is not None
     assert not tensors["weight"].grad.any()
@@ -253,7 +253,7 @@ def test_no_tensor_of_rows_and_vocabulary(trained: Sequence[str]) -> None:
         vocab_parallel_topk(logits[:3].view(-1, V), 7)
         vocab_parallel_log_probs_at(logits[2], TOKENS[:B, None])
         if trained:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     assert sizes.largest <= max(V * H, 2048)
 
 
@@ -264,7 +264,7 @@ def test_rows_that_nobody_asked_for_are_not_computed() -> None:
         tensors["hidden"][:, 3] = float("nan")
     rows = torch.arange(T).view(B, S)[:, :3].flatten()
     loss = vocab_parallel_log_probs(logits_of(tensors).view(T, V), TOKENS[rows], rows=rows).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     for name, tensor in tensors.items():
         assert tensor.grad.isfinite().all(), name
 
@@ -310,7 +310,7 @@ def test_matrix_products(
         with Sizes() as sizes:
             value = loss(logits_of(tensors, keep_bytes=keep_bytes).view(T, V)).sum()
             if trained:
-                value.backward()  # type: ignore[no-untyped-call]
+                value.backward()
         assert sizes.products == products
 
 
@@ -354,7 +354,7 @@ def test_auto_keeps_half_of_what_is_free_at_the_first_backward(monkeypatch: pyte
 class _OnGPU(Tensor):
     """A tensor in host memory that says it is on a GPU."""
 
-    device = torch.device("cuda")  # type: ignore[assignment]
+    device = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -529,7 +529,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it was before a write": lambda x: [x.clone(), x.div_(2), x.mul_(3.0)][0],
     "after a write": lambda x: [x[0].mul_(3.0), x[:, 1:4]][1],
     "columns written": lambda x: [x.clone()[..., 3:5].zero_(), x][1],
-    "a function with its own gradient": lambda x: ExpOfRows.apply(x[0, 1:5]),  # type: ignore[no-untyped-call]
+    "a function with its own gradient": lambda x: ExpOfRows.apply(x[0, 1:5]),
     "a loss after a write": lambda x: vocab_parallel_log_probs(x.clone().mul_(2.0).view(T, V), TOKENS),
 }
 
@@ -545,7 +545,7 @@ def test_other_operations_see_the_layers_own_logits(name: str, caplog: pytest.Lo
         layers.append(1)
         return dense_of(tensors)
 
-    logits = deferred.defer(*tensors.values(), TileOptions(), layer)  # type: ignore[arg-type]
+    logits = deferred.defer(*tensors.values(), TileOptions(), layer)
     with caplog.at_level(logging.WARNING):
         found = run(OTHERS[name], logits, tensors)
     for a, b in zip(expected, found, strict=True):
@@ -605,7 +605,7 @@ def test_a_sum_reaches_every_parameter() -> None:
 def test_a_leaf_of_its_own_keeps_its_gradient() -> None:
     tensors = inputs()
     leaf = logits_of(tensors).detach().requires_grad_()
-    vocab_parallel_log_probs(leaf.view(T, V), TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    vocab_parallel_log_probs(leaf.view(T, V), TOKENS).sum().backward()
     assert leaf.grad is not None and leaf.grad.abs().sum() > 0
     assert all(tensor.grad is None for tensor in tensors.values())
 
@@ -653,8 +653,8 @@ def test_deferred_inside_of_a_function_that_autograd_wraps(
 
         logits = use(CALLS[way](layer, tensors["hidden"], tensors["weight"]))
         value = vocab_parallel_log_probs(logits, TOKENS[: len(logits)]).sum()
-        value.backward()  # type: ignore[no-untyped-call]
-        return [value.detach(), *(tensors[name].grad for name in trained)]  # type: ignore[list-item]
+        value.backward()
+        return [value.detach(), *(tensors[name].grad for name in trained)]
 
     def rows(hidden: Tensor, weight: Tensor) -> Tensor:
         return deferred.rows_of_existing(linear(hidden, weight).clone())
@@ -683,7 +683,7 @@ def test_nothing_outlives_its_users(use: Callable[[Tensor], Tensor]) -> None:
     try:
         rows = use(logits)
         loss = vocab_parallel_log_probs(rows, TOKENS[: len(rows)]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         del hidden, logits, rows, loss
         assert [reference() for reference in alive] == [None, None]
     finally:
@@ -709,7 +709,7 @@ def test_a_hook_sees_the_gradient(retains: bool) -> None:
         logits.retain_grad()
     else:
         logits.register_hook(lambda gradient: seen.append(gradient))
-    vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS).sum().backward()  # type: ignore[no-untyped-call]
+    vocab_parallel_log_probs(logits.view(T, V) / 2, TOKENS).sum().backward()
     gradient = logits.grad if retains else seen[0]
     assert gradient is not None
     assert gradient.shape == (B, S, V)
@@ -758,7 +758,7 @@ def test_an_overwritten_input_is_an_error_not_another_value(write: str) -> None:
         with pytest.raises(InvalidInputError, match="overwritten before the logits were used"):
             use()
     with pytest.raises(InvalidInputError, match=r"the (hidden|weight).* had been overwritten after"):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 @pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "materialized"])
@@ -766,7 +766,7 @@ def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> N
     tensors = inputs()
     (gradient,) = torch.autograd.grad(reduce(logits_of(tensors)), [tensors["hidden"]], create_graph=True)
     with pytest.raises(InvalidInputError, match="cannot be differentiated twice"):
-        gradient.sum().backward()  # type: ignore[no-untyped-call]
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
@@ -815,7 +815,7 @@ def test_a_hook_of_saved_tensors_that_reads_the_memory() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        (logits * logits).sum().backward()  # type: ignore[no-untyped-call]
+        (logits * logits).sum().backward()
     assert addresses and all(addresses)
 
 
@@ -850,7 +850,7 @@ def test_threads_that_look_at_the_same_time_see_the_same_values() -> None:
         time.sleep(0.05)  # the other threads arrive meanwhile
         return dense_of(tensors)
 
-    logits = deferred.defer(*tensors.values(), TileOptions(), layer)  # type: ignore[arg-type]
+    logits = deferred.defer(*tensors.values(), TileOptions(), layer)
 
     def look() -> None:
         barrier.wait(timeout=60)

@@ -191,7 +191,7 @@ OF_BUCKETS: dict[str, Callable[..., Tensor]] = {
 
 def student_at_ids(logits: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     topk = vocab_parallel_log_probs_at(logits[ROWS], OLD.indices, temperature=TEMPERATURE, with_tail=True)
-    return tuple(list(values.split(RESPONSES)) for values in topk)  # type: ignore[return-value]
+    return tuple(list(values.split(RESPONSES)) for values in topk)
 
 
 @pytest.mark.parametrize("divergence", OF_BUCKETS)
@@ -344,8 +344,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no teachers": (lambda: DistillationBatch([], MASKS), "expected a list of at least one"),
     "no responses": (lambda: DistillationBatch([TOP_K], []), "loss_masks have the shapes"),
     "no distributions": (lambda: DistillationBatch([[]], MASKS), "old are missing"),
-    "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),  # type: ignore[list-item]
-    "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),  # type: ignore[list-item]
+    "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),
+    "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),
     "kinds": (
         lambda: DistillationBatch([FULL, TOP_K], MASKS),
         "FullDistribution and TopKDistribution; pass one kind",
@@ -428,11 +428,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
     "cat": (lambda: FullDistribution.cat(ROUTED), "of different teachers"),
-    "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),  # type: ignore[arg-type]
-    "divergence": (lambda: DistillationOptions("kl"), "must be one of"),  # type: ignore[arg-type]
+    "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),
+    "divergence": (lambda: DistillationOptions("kl"), "must be one of"),
     "beta": (lambda: DistillationOptions("jensen_shannon", beta=1.0), "beta is 1.0"),
     "negative weight": (lambda: DistillationOptions(teacher_weights=(1.0, -1.0)), "weights are"),
-    "normalization": (lambda: DistillationOptions(normalization="mean"), "normalization"),  # type: ignore[arg-type]
+    "normalization": (lambda: DistillationOptions(normalization="mean"), "normalization"),
     "constant": (lambda: DistillationOptions(normalization="constant"), "constant_length"),
 }
 

@@ -18,7 +18,7 @@ INF, NAN = math.inf, math.nan
 def gradient_of(function: object, *values: float) -> tuple[Tensor, Tensor]:
     """Return what the function makes of a leaf, and the gradient of the sum of the exponentials of that."""
     leaf_n = torch.tensor(values, requires_grad=True)
-    result_n = function(leaf_n)  # type: ignore[operator]
+    result_n = function(leaf_n)
     result_n.exp().sum().backward()
     assert leaf_n.grad is not None
     return result_n.detach(), leaf_n.grad

@@ -337,7 +337,7 @@ def test_counts() -> None:
         ("sequence", [0.5, 0, 0.5, 0, 0.5, 0.5], 2),
         ("constant", [0.25, 0, 0.25, 0, 0.25, 0.25], 2),
     ):
-        weights, counted = token_weights(masks, normalization, constant_length=4)  # type: ignore[arg-type]
+        weights, counted = token_weights(masks, normalization, constant_length=4)
         assert (weights.tolist(), counted.item()) == (expected, count)
     assert mean_count(masks, 8, "token") == 0.5
     assert mean_count(masks[1:3], 8, "token") == 1
