@@ -30,8 +30,7 @@ def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
         "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=TIMEOUT
     )
     initialize = partial(
-        parallel_state.initialize_model_parallel,
-        distributed_timeout_minutes=TIMEOUT.total_seconds() / 60,
+        parallel_state.initialize_model_parallel, distributed_timeout_minutes=TIMEOUT.total_seconds() / 60
     )
     with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
         yield store

@@ -25,19 +25,7 @@ from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
-from tests.faults.programs import (
-    OPERATIONS,
-    RESPONSES,
-    TOTALS,
-    B,
-    H,
-    Loss,
-    Program,
-    S,
-    Step,
-    drawn,
-    run_step,
-)
+from tests.faults.programs import OPERATIONS, RESPONSES, TOTALS, B, H, Loss, Program, S, Step, drawn, run_step
 from tests.ranks import everywhere, on_ranks
 from tests.references.sent_bytes import sent_bytes
 

@@ -86,11 +86,7 @@ def _recomputed(logits: Tensor, group: Any, look: Use) -> Tensor:
     return log_probs.sum()
 
 
-LOSSES = {
-    "loss of labels": _loss_of_labels,
-    "slime's loss": _slimes_loss,
-    "recomputed": _recomputed,
-}
+LOSSES = {"loss of labels": _loss_of_labels, "slime's loss": _slimes_loss, "recomputed": _recomputed}
 #: A hook must be registered before the loss, and a write before what backward reads again.
 LEFT_OUT = {("recomputed", "writes what stands there"), ("recomputed", "waits for the gradient")}
 LEFT_OUT |= {("slime's loss", "waits for the gradient")}

@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_rl_patches.inference import (
-    forward_hidden_states,
-    forward_log_probs,
-    forward_topk,
-    output_head,
-)
+from megatron_rl_patches.inference import forward_hidden_states, forward_log_probs, forward_topk, output_head
 from megatron_rl_patches.losses import FullDistribution, full_vocabulary_divergence
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks

@@ -242,11 +242,7 @@ MODELS: dict[str, tuple[Case, int | None]] = {
 }
 CASES = LOSSES | MODELS
 #: In these nothing is compiled; a model of the tests has too few logits.
-PLAIN = {
-    "log-probs and entropy, plain operators",
-    "lean-head, main_grad of DDP",
-    "TeacherPool",
-}
+PLAIN = {"log-probs and entropy, plain operators", "lean-head, main_grad of DDP", "TeacherPool"}
 CONDITIONS_HOLD = {
     "top-k, ties",
     "mixture of top-k",

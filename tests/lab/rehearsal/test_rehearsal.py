@@ -38,11 +38,7 @@ WAITS: dict[str, dict[str, int]] = {
     "forward_kl": _ONE_PASS,
     "importance_weighted_reverse_kl": _ONE_PASS,
     "reverse_kl, ids ruled out": _ONE_PASS,
-    "host memory": {
-        **_ONE_PASS,
-        "copy_ in devices.py:copied_to": 1,
-        "_to_copy in distributions.py:to": 1,
-    },
+    "host memory": {**_ONE_PASS, "copy_ in devices.py:copied_to": 1, "_to_copy in distributions.py:to": 1},
     "distillation, whole vocabulary": {
         **_ONE_PASS,
         "copy_ in devices.py:copied_to": 1,

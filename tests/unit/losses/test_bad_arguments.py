@@ -124,10 +124,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.jensen_shannon, {**OF_BUCKETS, "beta": 0.5}),
     (losses.importance_weighted_reverse_kl, {**OF_BUCKETS, "old": TOPK}),
     (TopKDistribution, {"indices": IDS, "log_probs": LOG_PROBS, "tail_log_prob": TAIL, "temperature": 1.0}),
-    (
-        FullDistribution,
-        {"hidden": (random(N, 3),), "heads": (OutputHead(random(V, 3)),), "weights": (1.0,)},
-    ),
+    (FullDistribution, {"hidden": (random(N, 3),), "heads": (OutputHead(random(V, 3)),), "weights": (1.0,)}),
     (OutputHead, {"weight": random(V, 3), "bias": random(V)}),
     (PolicyBatch, POLICY),
     (DistillationBatch, DISTILLATION),

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    TopKDistribution,
-    vocab_parallel_topk,
-)
+from megatron_rl_patches.losses import TopKDistribution, vocab_parallel_topk
 from megatron_rl_patches.losses.logits.distributions import log1mexp
 from tests.references.dense import relative_error
 from tests.references.dense_topk import dense_log_probs_at

@@ -334,12 +334,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     scaled = [linear(*(x.double() for x in head)) / case["temperature"] for head in (*heads, old_head)]
     expected = dense(
-        case["divergence"],
-        linear(*exact)[index] / case["temperature"],
-        scaled[:-1],
-        shares,
-        scaled[-1],
-        0.3,
+        case["divergence"], linear(*exact)[index] / case["temperature"], scaled[:-1], shares, scaled[-1], 0.3
     )
     assert values.dtype == dtype
     largest = max(expected.abs().max().item(), 1.0)
