@@ -8,6 +8,7 @@ rank waits for another. A failure prints the program.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import cycle, product
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from megatron_rl_patches.losses import deferred_logits
 from megatron_rl_patches.losses.logits.autograd import sum_gradient
 from megatron_rl_patches.losses.logits.deferred import rows_of_existing
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from tests.device_thread import device_thread
 from tests.faults.program_losses import OF_MICROBATCH, Data, Place, dense, ours
 from tests.faults.programs import OPERATIONS, RESPONSES, TOTALS, B, H, Loss, Program, S, Step, drawn, run_step
 from tests.ranks import everywhere, on_ranks
@@ -247,7 +249,9 @@ def check(program: Program, place: Place) -> None:
         return
     expected = reference.of(place)
     try:
-        with sent_bytes() as sent:
+        # Half of the programs have their backward in a thread of autograd, as on CUDA.
+        thread = device_thread if program.seed % 2 else nullcontext
+        with sent_bytes() as sent, thread():
             found = outcome(program, reference, place)
         if place.tp_group is not None and isinstance(found, Outcome):
             bits = [value.numpy().tobytes() for value in found.values]

@@ -91,7 +91,7 @@ def differences(
 
     ``found`` gets the columns of this rank, ``expected`` all of them in float64.
     """
-    leaf = logits.detach().double().requires_grad_()
+    leaf, weights = logits.detach().double().requires_grad_(), [w.to(logits.device) for w in weights]
     references = expected(leaf)
     finite = [values > float("-inf") for values in references]
 

@@ -31,7 +31,8 @@ def dense_log_probs_at(
     without_softmax, none = has_no_softmax(z), indices < 0
     z = z + torch.where(without_softmax, math.nan, 0.0)[:, None]
     log_probs = z.log_softmax(1).gather(1, indices.clamp(min=0)).masked_fill(none, -math.inf)
-    inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool)  # the last column is for no id
+    # The last column is for no id.
+    inside = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
     inside.scatter_(1, torch.where(none, z.shape[1], indices), True)
     others = z.masked_fill(inside[:, :-1], -math.inf)
     empty = (others == -math.inf).all(1) & ~without_softmax

@@ -6,11 +6,13 @@ Either an error names it, or the result is right: :data:`RIGHT` lists what may b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -167,79 +169,57 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 #: What may be passed: not a number and dtypes are used as they are, and defaults may be said.
 RIGHT = {
-    "vocab_parallel_log_probs(logits)": "float16 nan",
-    "vocab_parallel_log_probs(block_bytes)": "None",
-    "vocab_parallel_log_probs(ignore_index)": "-1 0",
-    "vocab_parallel_log_probs_and_entropy(logits)": "float16 nan",
-    "vocab_parallel_log_probs_and_entropy(block_bytes)": "None",
-    "vocab_parallel_log_probs_and_entropy(keep_mask)": "None bool",
-    "vocab_parallel_log_probs_at(logits)": "float16 nan",
-    "vocab_parallel_log_probs_at(block_bytes)": "None",
-    "vocab_parallel_topk(logits)": "shorter empty float16 nan",
-    "vocab_parallel_topk(block_bytes)": "None",
-    "deferred_logits(hidden)": "deeper shorter empty meta nan",
-    "deferred_logits(weight)": "nan",
-    "deferred_logits(bias)": "None nan",
-    "deferred_logits(tile_bytes)": "None",
-    "deferred_logits(keep_bytes)": "0",
-    "full_vocabulary_divergence(student)": "float16 nan",
-    "full_vocabulary_divergence(teacher)": "float16 nan",
-    "full_vocabulary_divergence(old)": "float16 nan",
-    "full_vocabulary_divergence(num_ids)": "None",
-    "full_vocabulary_divergence(teacher_weights)": "None",
-    "policy_loss_func(logits)": "float16 nan",
-    "policy_loss_func(normalizer)": "None",
-    "distillation_loss_func(logits)": "float16 nan",
-    "distillation_loss_func(normalizer)": "None",
-    "policy_loss(log_probs)": "[nan]",
-    "policy_loss(entropies)": "None [int64] [float16] [nan]",
-    "distillation_loss(log_probs)": "[float16] [nan]",
-    "distillation_loss(tail_log_probs)": "[float16] [nan]",
-    "estimate_kl(log_ratio)": "deeper scalar shorter empty meta float16 nan",
-    "group_advantages(rewards)": "bool int64 float16 nan",
-    "group_advantages(groups)": "bool float32 negative large",
-    "group_advantages(eps)": "0",
-    "token_weights(loss_masks)": "shorter [shorter] [empty] [bool] [int64] [float16] [nan]",
-    "mean_count(loss_masks)": "shorter [shorter] [empty] [bool] [int64] [float16] [nan]",
-    "average_metrics(reports)": "None empty shorter",
-    "mix_teachers(weights)": "None",
-    "opd_advantages(log_probs)": "float16 nan",
-    "opd_advantages(teacher_log_probs)": "float16 nan",
-    "reverse_kl(log_probs)": "float16 nan",
-    "reverse_kl(tail_log_prob)": "float16 nan",
-    "jensen_shannon(log_probs)": "float16 nan",
-    "jensen_shannon(tail_log_prob)": "float16 nan",
-    "importance_weighted_reverse_kl(log_probs)": "float16 nan",
-    "importance_weighted_reverse_kl(tail_log_prob)": "float16 nan",
-    "TopKDistribution(indices)": "negative large",
-    "TopKDistribution(log_probs)": "nan",
-    "TopKDistribution(tail_log_prob)": "nan",
-    "TopKDistribution(temperature)": "None",
-    "FullDistribution(hidden)": "[shorter] [empty] [meta] [float16] [nan]",
-    "OutputHead(weight)": "meta nan",
-    "OutputHead(bias)": "None meta nan",
-    "PolicyBatch(advantages)": "[scalar] [int64] [float16] [nan]",
-    "PolicyBatch(loss_masks)": "[bool] [int64] [float16] [nan]",
-    "PolicyBatch(old_log_probs)": "None [int64] [float16] [nan]",
-    "PolicyBatch(ref_log_probs)": "None [int64] [float16] [nan]",
-    "PolicyBatch(rollout_log_probs)": "None [int64] [float16] [nan]",
-    "DistillationBatch(loss_masks)": "[bool] [int64] [float16] [nan]",
-    "DistillationBatch(old)": "None",
-    "PolicyOptions(clip_low)": "0",
-    "PolicyOptions(clip_high)": "inf 0",
-    "PolicyOptions(dual_clip)": "None inf",
-    "PolicyOptions(entropy_coef)": "-1 0",
-    "PolicyOptions(kl_coef)": "0",
-    "PolicyOptions(tis_clip)": "None inf",
-    "DistillationOptions(teacher_weights)": "None",
-    "DistillationOptions(num_ids)": "None",
-    "SequenceLayout.build(num_rows)": "None",
-    "SequenceLayout.build(padded_lengths)": "None",
-    "SequenceLayout.build(cp_rank)": "0",
-    "SequenceLayout.rows_of(logits)": "bool complex int64 float16 nan",
-    "SequenceLayout.split_responses(values)": "bool complex meta int64 float16 nan",
-    "SequenceLayout.local_parts(responses)": "[bool] [complex] [int64] [float16] [nan]",
-    "SequenceLayout.gather_responses(values)": "[bool] [complex] [int64] [float16] [nan]",
+    "float16 nan": (
+        "vocab_parallel_log_probs(logits); vocab_parallel_log_probs_and_entropy(logits); "
+        "vocab_parallel_log_probs_at(logits); full_vocabulary_divergence(student, teacher, old); "
+        "policy_loss_func(logits); distillation_loss_func(logits); "
+        "opd_advantages(log_probs, teacher_log_probs); reverse_kl(log_probs, tail_log_prob); "
+        "jensen_shannon(log_probs, tail_log_prob); "
+        "importance_weighted_reverse_kl(log_probs, tail_log_prob)"
+    ),
+    "None": (
+        "vocab_parallel_log_probs(block_bytes); vocab_parallel_log_probs_and_entropy(block_bytes); "
+        "vocab_parallel_log_probs_at(block_bytes); vocab_parallel_topk(block_bytes); "
+        "deferred_logits(tile_bytes); full_vocabulary_divergence(num_ids, teacher_weights); "
+        "policy_loss_func(normalizer); distillation_loss_func(normalizer); mix_teachers(weights); "
+        "TopKDistribution(temperature); DistillationBatch(old); "
+        "DistillationOptions(teacher_weights, num_ids); SequenceLayout.build(num_rows, padded_lengths)"
+    ),
+    "-1 0": "vocab_parallel_log_probs(ignore_index); PolicyOptions(entropy_coef)",
+    "None bool": "vocab_parallel_log_probs_and_entropy(keep_mask)",
+    "shorter empty float16 nan": "vocab_parallel_topk(logits)",
+    "deeper shorter empty meta nan": "deferred_logits(hidden)",
+    "nan": "deferred_logits(weight); TopKDistribution(log_probs, tail_log_prob)",
+    "None nan": "deferred_logits(bias)",
+    "0": (
+        "deferred_logits(keep_bytes); group_advantages(eps); PolicyOptions(clip_low, kl_coef); "
+        "SequenceLayout.build(cp_rank)"
+    ),
+    "[nan]": "policy_loss(log_probs)",
+    "None [int64] [float16] [nan]": (
+        "policy_loss(entropies); PolicyBatch(old_log_probs, ref_log_probs, rollout_log_probs)"
+    ),
+    "[float16] [nan]": "distillation_loss(log_probs, tail_log_probs)",
+    "deeper scalar shorter empty meta float16 nan": "estimate_kl(log_ratio)",
+    "bool int64 float16 nan": "group_advantages(rewards)",
+    "bool float32 negative large": "group_advantages(groups)",
+    "shorter [shorter] [empty] [bool] [int64] [float16] [nan]": (
+        "token_weights(loss_masks); mean_count(loss_masks)"
+    ),
+    "None empty shorter": "average_metrics(reports)",
+    "negative large": "TopKDistribution(indices)",
+    "[shorter] [empty] [meta] [float16] [nan]": "FullDistribution(hidden)",
+    "meta nan": "OutputHead(weight)",
+    "None meta nan": "OutputHead(bias)",
+    "[scalar] [int64] [float16] [nan]": "PolicyBatch(advantages)",
+    "[bool] [int64] [float16] [nan]": "PolicyBatch(loss_masks); DistillationBatch(loss_masks)",
+    "inf 0": "PolicyOptions(clip_high)",
+    "None inf": "PolicyOptions(dual_clip, tis_clip)",
+    "bool complex int64 float16 nan": "SequenceLayout.rows_of(logits)",
+    "bool complex meta int64 float16 nan": "SequenceLayout.split_responses(values)",
+    "[bool] [complex] [int64] [float16] [nan]": (
+        "SequenceLayout.local_parts(responses); SequenceLayout.gather_responses(values)"
+    ),
 }
 
 
@@ -297,7 +277,11 @@ def test_bad_arguments_are_refused_by_name_or_have_a_right_value() -> None:
             found.setdefault(f"{place} raises", []).append(f"{what}: {type(error).__name__}: {error}"[:90])
         else:
             found.setdefault(place, []).append(what)
-    assert {place: " ".join(whats) for place, whats in found.items()} == RIGHT
+    right = {}
+    for whats, places in RIGHT.items():
+        for function, names_of_function in re.findall(r"([\w.]+)\((.*?)\)", places):
+            right |= {f"{function}({name})": whats for name in names_of_function.split(", ")}
+    assert {place: " ".join(whats) for place, whats in found.items()} == right
 
 
 def test_numbers_may_be_of_numpy_or_tensors() -> None:
@@ -331,3 +315,83 @@ def test_equal_rewards_have_no_advantage_without_eps() -> None:
         torch.tensor([2.0, 2.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]), eps=0.0
     )
     assert advantages[:2].tolist() == [0, 0] and advantages[2] == -advantages[3]
+
+
+ZEROS, TARGETS = torch.zeros(N, V), torch.zeros(N, dtype=torch.int64)
+LOG_PROBS_OF, AT = losses.vocab_parallel_log_probs_and_entropy, losses.vocab_parallel_log_probs_at
+#: What several arguments say together, and what a message says of the value that was found.
+TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (LOG_PROBS_OF, {"logits": ZEROS[None]}, r"\[T, vocab / tp\], not \[1, 4, 7\]: flatten"),
+    (LOG_PROBS_OF, {"logits": ZEROS[:, :0]}, r"not \[4, 0\]"),
+    (LOG_PROBS_OF, {"logits": ZEROS.long()}, "torch.int64, expected one of torch.float32"),
+    (LOG_PROBS_OF, {"targets": TARGETS.float()}, r"torch.float32 \[4\], expected torch.int64 \[4\]"),
+    (LOG_PROBS_OF, {"rows": slice(0, 2)}, r"\[4\], expected torch.int64 \[2\]"),
+    (LOG_PROBS_OF, {"targets": TARGETS + V}, r"ids below 7.*found \[7, 7, 7, 7\]"),
+    (LOG_PROBS_OF, {"targets": TARGETS - 1}, r"or -100 to ignore a row; found \[-1"),
+    (LOG_PROBS_OF, {"targets": TARGETS - 100, "ignore_index": -1}, r"or -1 .*found \[-100"),
+    (LOG_PROBS_OF, {"targets": TARGETS.to("meta")}, "targets on meta, logits on cpu"),
+    (LOG_PROBS_OF, {"rows": TARGETS.bool()}, r"torch.bool \[4\].*mask.nonzero\(\).squeeze\(1\)"),
+    (LOG_PROBS_OF, {"rows": TARGETS.int()}, r"torch.int32 \[4\], expected a slice or row numbers"),
+    (LOG_PROBS_OF, {"rows": TARGETS[None]}, r"\[1, 4\]"),
+    (LOG_PROBS_OF, {"rows": torch.tensor([0, 1, 2, 4])}, r"numbers from 0 to 3; found \[4\]"),
+    (LOG_PROBS_OF, {"rows": torch.tensor([0, 1, 2, -1])}, r"found \[-1\]"),
+    (LOG_PROBS_OF, {"rows": torch.tensor([0, 3, 2, 3])}, r"each at most once.*found \[3\]"),
+    (LOG_PROBS_OF, {"rows": TARGETS.to("meta")}, "rows on meta"),
+    (LOG_PROBS_OF, {"keep_mask": ZEROS[:, 1:].bool()}, r"torch.bool \[4, 6\]"),
+    (
+        LOG_PROBS_OF,
+        {"rows": slice(0, 2), "targets": TARGETS[:2], "keep_mask": ZEROS.bool()},
+        r"\[4, 7\], expected torch.bool \[2, 7\]: a line per selected row",
+    ),
+    (LOG_PROBS_OF, {"keep_mask": ZEROS.bool().to("meta")}, "keep_mask on meta"),
+    (LOG_PROBS_OF, {"temperature": 0.0}, "temperature is 0.0, expected a positive number"),
+    (LOG_PROBS_OF, {"temperature": 1e39}, r"temperature is 1e\+39, .* range of float32"),
+    (LOG_PROBS_OF, {"temperature": 1e-46}, "temperature is 1e-46, .* range of float32"),
+    (LOG_PROBS_OF, {"fused": "always"}, "fused is 'always'"),
+    (AT, {"indices": TARGETS}, r"expected torch.int64 \[4, K\]"),
+    (AT, {"indices": IDS[:, :0]}, "K at least 1"),
+    (AT, {"indices": IDS + V}, f"ids below {V}, or -100 for no entry"),
+    (AT, {"rows": slice(0, 2)}, r"\[2, K\]"),
+    (losses.vocab_parallel_topk, {"k": V + 1}, f"k is {V + 1}, expected from 1 to {V}"),
+]
+
+
+@pytest.mark.parametrize(("function", "changes", "message"), TOGETHER)
+def test_refused(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
+    arguments = {AT: {"indices": IDS}, LOG_PROBS_OF: {"targets": TARGETS}}.get(function, {})
+    functions = [function, losses.vocab_parallel_log_probs] if function == LOG_PROBS_OF else [function]
+    for one in functions:
+        with pytest.raises(InvalidInputError, match=message):
+            one(**{"logits": ZEROS, **arguments, **changes})
+
+
+def test_accepted() -> None:
+    for changes in (
+        {"targets": TARGETS.int()},
+        {"temperature": 2},
+        {"rows": slice(-9, 99)},
+        {"fused": False},
+    ):
+        arguments = {"logits": ZEROS, "targets": TARGETS, **changes}
+        assert losses.vocab_parallel_log_probs(**arguments).shape == (N,)
+
+
+def test_whole_numbers_of_numpy_are_accepted() -> None:
+    one, four = np.int64(1), np.int32(4)
+    assert losses.vocab_parallel_topk(ZEROS, four).k == 4
+    assert losses.full_vocabulary_divergence(ZEROS, ZEROS, num_ids=four).tolist() == [0.0] * N
+    logits = losses.deferred_logits(ZEROS, ZEROS, tile_bytes=four, keep_bytes=one)
+    assert losses.vocab_parallel_log_probs(logits, TARGETS, block_bytes=four).shape == (N,)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused_by_name(transform: Any) -> None:
+    def loss(logits: Tensor) -> Tensor:
+        return losses.vocab_parallel_log_probs(logits, IDS[:, 0]).sum()
+
+    def deferred_loss(hidden: Tensor) -> Tensor:
+        return losses.vocab_parallel_log_probs(losses.deferred_logits(hidden, ZEROS), IDS[:, 0]).sum()
+
+    for function in (loss, deferred_loss):
+        with pytest.raises(InvalidInputError, match=r"torch\.func"):
+            transform(function)(ZEROS[None] if transform is torch.func.vmap else ZEROS)

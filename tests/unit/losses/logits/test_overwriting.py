@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_log_probs_and_entropy,
     vocab_parallel_log_probs_at,
 )
+from tests.device_thread import device_thread
 
 from .test_log_probs import V, random_logits, random_targets
 
@@ -39,17 +41,13 @@ def expected_gradient(leaf: Tensor) -> Tensor:
 
 def test_the_gradient_lies_in_the_storage_of_the_logits(leaf: Tensor) -> None:
     logits = leaf * 1
-    [gradient] = torch.autograd.grad(in_place(logits), logits)
+    loss = in_place(logits)
+    assert loss.equal(vocab_parallel_log_probs(leaf, TARGETS, fused=False).sum())
+    assert logits.equal(leaf) and logits._version == 0  # forward leaves them alone
+    with device_thread():
+        [gradient] = torch.autograd.grad(loss, logits)
     assert gradient.data_ptr() == logits.data_ptr()
     assert gradient.equal(expected_gradient(leaf))
-
-
-def test_forward_leaves_the_logits_alone(leaf: Tensor) -> None:
-    logits = leaf * 1
-    loss = in_place(logits)
-    assert logits.equal(leaf)
-    assert logits._version == 0
-    assert loss.equal(vocab_parallel_log_probs(leaf, TARGETS, fused=False).sum())
 
 
 @pytest.mark.parametrize(
@@ -112,23 +110,19 @@ def test_a_second_claim_is_refused_while_the_first_lives(
     loss_of(logits).sum().backward()
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
 @pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
-def test_a_second_backward_is_an_error(leaf: Tensor, loss_of: Callable[[Tensor], Tensor]) -> None:
-    loss = loss_of(leaf * 1).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(InvalidInputError, match=r"overwritten after forward.*a second backward"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("loss_of", LOSSES.values(), ids=list(LOSSES))
-def test_a_second_backward_is_an_error_also_where_hooks_store_the_logits(
-    leaf: Tensor, loss_of: Callable[[Tensor], Tensor]
+def test_a_second_backward_is_an_error(
+    leaf: Tensor, loss_of: Callable[[Tensor], Tensor], is_stored: bool
 ) -> None:
     """On a CPU ``save_on_cpu`` stores the logits themselves, and autograd does not look at their version."""
-    with torch.autograd.graph.save_on_cpu():
+    with torch.autograd.graph.save_on_cpu() if is_stored else nullcontext():
         loss = loss_of(leaf * 1).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
+    message = (
+        "overwritten with their gradient" if is_stored else "overwritten after forward.*a second backward"
+    )
+    with pytest.raises(InvalidInputError, match=message):
         loss.backward()
 
 
@@ -178,9 +172,7 @@ def test_under_checkpointing_forward_runs_twice_and_backward_once(leaf: Tensor) 
     assert leaf.grad.equal(expected_gradient(leaf))
     with pytest.raises((InvalidInputError, RuntimeError)):
         loss.backward()
-
-
-def test_a_whole_step_under_checkpointing(leaf: Tensor) -> None:
-    """The logits are computed again, so that they are new ones."""
+    # In a whole step the logits are computed again, so that they are new ones.
+    leaf.grad = None
     checkpoint(lambda x: in_place(x * 1), leaf, use_reentrant=False).backward()
     assert leaf.grad.equal(expected_gradient(leaf))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_rl_patches.errors import InvalidInputError
@@ -36,6 +38,7 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
+from tests.references.dense_topk import random_indices
 from tests.unit.losses.logits.pairwise import pairwise
 
 V, H, K, TEMPERATURE, LONGEST = 300, 6, 4, 0.7, 8
@@ -277,12 +280,10 @@ def test_the_students_logits_of_masked_tokens_may_be_anything(
 
 @of_each_kind
 def test_a_microbatch_wholly_masked_reaches_every_parameter(kind: str) -> None:
-    hidden, weight = student()
-    batch = DistillationBatch(teachers(kind, "routed"), NOTHING)
-    loss, count, _ = make_distillation_loss_func(LAYOUT, batch)(deferred_logits(hidden, weight)[None])
+    leaves, batch = student(), DistillationBatch(teachers(kind, "routed"), NOTHING)
+    loss, count, _ = make_distillation_loss_func(LAYOUT, batch)(deferred_logits(*leaves)[None])
     assert loss == 0 and count == 0
-    gradients = torch.autograd.grad(loss, (hidden, weight))
-    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves))
 
 
 # --- full distributions
@@ -326,6 +327,74 @@ def test_the_device_gets_the_hidden_states_of_tokens_that_count(
     assert moved == sum(int(mask.sum()) * size for mask, size in zip(MASKS, of_sample, strict=True))
 
 
+# --- mixtures of teachers, and each sample's own teacher
+
+
+def at(logits: Tensor, indices: Tensor) -> TopKDistribution:
+    return TopKDistribution(indices, *vocab_parallel_log_probs_at(logits, indices, with_tail=True))
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2**31), st.floats(0, 50), st.none() | st.lists(st.floats(1e-3, 10), min_size=3, max_size=3)
+)
+def test_a_mixture_is_that_of_the_probabilities(seed: int, scale: float, weights: list[float] | None) -> None:
+    """For the k entries and for the tail, which is that of the mixed whole distributions."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 4, 20, generator=generator, dtype=torch.float64) * scale
+    indices = random_indices(4, 20, 5)
+    found = mix_teachers([at(one, indices) for one in logits], weights)
+    shares = torch.tensor(weights or [1.0] * 3, dtype=torch.float64)
+    whole = torch.einsum("t,tnv->nv", shares / shares.sum(), logits.softmax(2))
+    expected = at(whole.log(), indices)
+    assert found.indices is indices
+    assert torch.allclose(found.log_probs.exp(), expected.log_probs.exp(), rtol=1e-9, atol=1e-300)
+    assert torch.allclose(found.tail_log_prob.exp(), expected.tail_log_prob.exp(), rtol=1e-9, atol=1e-300)
+
+
+def test_a_mixture_of_small_probabilities_keeps_them() -> None:
+    """Where the probabilities themselves are zero in float32."""
+    indices = torch.tensor([[3, 4]])
+    teachers = [
+        TopKDistribution(indices, torch.tensor([[0.0, low]]), torch.tensor([-math.inf]))
+        for low in (-200.0, -210.0)
+    ]
+    found = mix_teachers(teachers)
+    assert found.log_probs[0].tolist() == pytest.approx([0.0, -200.0 - 0.6931 + 4.54e-5], abs=1e-4)
+    assert found.tail_log_prob.tolist() == [-math.inf]
+
+
+def test_a_teacher_of_weight_zero_is_not_heard() -> None:
+    indices = random_indices(4, 20, 5)
+    one, other = (at(logits, indices) for logits in torch.randn(2, 4, 20))
+    found = mix_teachers([one, other], [0.0, 3.0])
+    assert torch.allclose(found.log_probs, other.log_probs)
+    assert torch.allclose(found.tail_log_prob, other.tail_log_prob)
+    of_nan = TopKDistribution(one.indices, one.log_probs * math.nan, one.tail_log_prob * math.nan)
+    assert torch.equal(mix_teachers([of_nan, other], [0.0, 3.0]).log_probs, found.log_probs)
+
+
+def test_each_sample_gets_what_its_teacher_has() -> None:
+    names = ["code", "math", "code"]
+    assert route_teachers(names, {"math": [1, 2, 3], "code": ["a", "b", "c"]}) == ["a", 2, "c"]
+    assert route_teachers(names, {"math": {1: 2}, "code": ["a", None, "c"], "unused": []}) == ["a", 2, "c"]
+    assert route_teachers([], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"math": [1, 2, 3]}, r"\['code'\], expected some of \['math'\]"),
+        ({"math": [1, 2, 3], "code": [None, 5, 6]}, "sample 0 names the teacher 'code'"),
+        ({"math": [1, 2, 3], "code": [4, 5]}, "sample 2 names the teacher 'code'"),
+        ({"math": {}, "code": [4, 5, 6]}, "sample 1 names the teacher 'math'"),
+    ],
+)
+def test_what_is_missing_is_named(values: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        route_teachers(["code", "math", "code"], values)
+
+
 # --- refusals
 
 TOP_K, FULL = teacher("top-k", "math"), teacher("full", "math")
@@ -340,12 +409,40 @@ def loss_func(batch: DistillationBatch, layout: SequenceLayout = LAYOUT, **optio
     return make_distillation_loss_func(layout, batch, DistillationOptions(**options))
 
 
+def of_student(of_log_probs: slice, of_tails: slice) -> Any:
+    log_probs, tails = student_at_ids(random(sum(TOTALS), V, seed=1))
+    batch = DistillationBatch([TOP_K], MASKS)
+    return distillation_loss(log_probs[of_log_probs], tails[of_tails], batch, DistillationOptions())
+
+
+def of_top_k(**options: Any) -> Any:
+    return loss_func(DistillationBatch([TOP_K], MASKS), **options)
+
+
+#: The loss is of the temperature 1.
+TEMPERATURES: list[Callable[[], Any]] = [
+    lambda: loss_func(DistillationBatch([OLD.split(RESPONSES)], MASKS)),
+    lambda: loss_func(DistillationBatch([TOP_K], MASKS, OLD.split(RESPONSES))),
+    lambda: DistillationBatch([OLD.split(RESPONSES), HOTTER.split(RESPONSES)], MASKS),
+    lambda: DistillationBatch([OLD.split(RESPONSES)], MASKS, HOTTER.split(RESPONSES)),
+    lambda: importance_weighted_reverse_kl(OLD.log_probs, OLD.tail_log_prob, OLD, HOTTER),
+    lambda: mix_teachers([OLD, HOTTER]),
+    lambda: TopKDistribution.cat([OLD, HOTTER]),
+]
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no teachers": (lambda: DistillationBatch([], MASKS), "expected a list of at least one"),
-    "no responses": (lambda: DistillationBatch([TOP_K], []), "loss_masks have the shapes"),
+    **{f"temperatures {n}": (make, r"are of the temperatures \[") for n, make in enumerate(TEMPERATURES)},
     "no distributions": (lambda: DistillationBatch([[]], MASKS), "old are missing"),
     "another stage": (lambda: DistillationBatch([None], MASKS), "off the last pipeline stage"),
     "a missing teacher": (lambda: DistillationBatch([[None] * 3], MASKS), "NoneType; pass one kind"),
+    **{
+        f"mixed by {weights}": (lambda weights=weights: mix_teachers([OLD, OLD], weights), "weights are")
+        for weights in ([1.0], [1.0, -1.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0])
+    },
+    "mixed at other ids": (
+        lambda: mix_teachers([TOP_K[2], OTHER_IDS[2]]),
+        r"0 and 1 .* at the same ids.*vocab_parallel_log_probs_at",
+    ),
+    "nothing is mixed": (lambda: mix_teachers([]), "distributions of teachers are missing"),
     "kinds": (
         lambda: DistillationBatch([FULL, TOP_K], MASKS),
         "FullDistribution and TopKDistribution; pass one kind",
@@ -357,67 +454,26 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ids": (lambda: DistillationBatch([TOP_K, OTHER_IDS], MASKS), "different indices"),
     "ids of old": (lambda: DistillationBatch([TOP_K], MASKS, OTHER_IDS), "different indices"),
     "an id twice": (lambda: loss_func(DistillationBatch([TWICE], MASKS)), "at most once per token"),
-    "another temperature": (
-        lambda: loss_func(DistillationBatch([OLD.split(RESPONSES)], MASKS)),
-        r"and loss are of the temperatures \[1.0, 0.7\]",
-    ),
-    "another temperature of old": (
-        lambda: loss_func(DistillationBatch([TOP_K], MASKS, OLD.split(RESPONSES))),
-        r"and loss are of the temperatures \[1.0, 0.7\]",
-    ),
-    "temperatures of teachers": (
-        lambda: DistillationBatch([OLD.split(RESPONSES), HOTTER.split(RESPONSES)], MASKS),
-        r"distributions are of the temperatures \[0.7, 1.0\]",
-    ),
-    "temperatures of teacher and old": (
-        lambda: DistillationBatch([OLD.split(RESPONSES)], MASKS, HOTTER.split(RESPONSES)),
-        r"distributions are of the temperatures \[0.7, 1.0\]",
-    ),
-    "temperatures of a divergence": (
-        lambda: importance_weighted_reverse_kl(OLD.log_probs, OLD.tail_log_prob, OLD, HOTTER),
-        r"distributions are of the temperatures \[0.7, 1.0\]",
-    ),
-    "temperatures of a mixture": (
-        lambda: mix_teachers([OLD, HOTTER]),
-        r"distributions are of the temperatures \[0.7, 1.0\]",
-    ),
-    "temperatures of a cat": (
-        lambda: TopKDistribution.cat([OLD, HOTTER]),
-        r"distributions are of the temperatures \[0.7, 1.0\]",
-    ),
     "an id twice in a mixture": (
         lambda: loss_func(DistillationBatch([[mix_teachers([one, one]) for one in TWICE]], MASKS)),
         "at most once per token",
     ),
     "old is a mixture": (lambda: DistillationBatch([ROUTED], MASKS, MIXED), "old is a mixture"),
-    "no old": (
-        lambda: loss_func(DistillationBatch([TOP_K], MASKS), divergence="importance_weighted_reverse_kl"),
-        "old is needed",
-    ),
-    "weights": (
-        lambda: loss_func(DistillationBatch([TOP_K, TOP_K], MASKS), teacher_weights=(1.0,)),
-        "for 2 teacher",
-    ),
+    "no old": (lambda: of_top_k(divergence="importance_weighted_reverse_kl"), "old is needed"),
+    "weights": (lambda: of_top_k(teacher_weights=(1.0, 2.0)), "for 1 teacher"),
     "generalized": (
         lambda: loss_func(DistillationBatch([FULL], MASKS), divergence="generalized_kl"),
         "which is over k ids",
     ),
-    "num_ids": (
-        lambda: loss_func(DistillationBatch([TOP_K], MASKS), num_ids=V),
-        "num_ids is for full distributions",
-    ),
-    "layout": (
-        lambda: loss_func(DistillationBatch([TOP_K], MASKS), SequenceLayout.build(TOTALS, [3, 1, 8])),
-        "pass the full responses",
-    ),
-    "logits": (
-        lambda: loss_func(DistillationBatch([TOP_K], MASKS))(torch.zeros(1, sum(TOTALS) - 1, V)),
-        "logits are",
-    ),
+    "num_ids": (lambda: of_top_k(num_ids=V), "num_ids is for full distributions"),
+    "layout": (lambda: of_top_k(layout=SequenceLayout.build(TOTALS, [3, 1, 8])), "pass the full responses"),
+    "logits": (lambda: of_top_k()(torch.zeros(1, sum(TOTALS) - 1, V)), "logits are"),
     "loss of full distributions": (
         lambda: distillation_loss([], [], DistillationBatch([FULL], MASKS), DistillationOptions()),
         "use make_distillation_loss_func",
     ),
+    "fewer log-probs": (lambda: of_student(slice(2), slice(None)), "have the shapes"),
+    "tails in another order": (lambda: of_student(slice(None), slice(None, None, -1)), "have the shapes"),
     "rows": (
         lambda: FullDistribution((random(3, 4, seed=0), random(2, 4, seed=0)), (HEAD, HEAD), (1.0, 1.0)),
         r"hidden states are \[2, 4\], expected \[3, h\]",
@@ -429,11 +485,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "numbers": (lambda: FullDistribution((), (), ()), "0 hidden states, 0 heads and 0 weights"),
     "cat": (lambda: FullDistribution.cat(ROUTED), "of different teachers"),
     "width": (lambda: HEAD.resharded(0, None), "width is 0, expected the rows"),
-    "divergence": (lambda: DistillationOptions("kl"), "must be one of"),
-    "beta": (lambda: DistillationOptions("jensen_shannon", beta=1.0), "beta is 1.0"),
-    "negative weight": (lambda: DistillationOptions(teacher_weights=(1.0, -1.0)), "weights are"),
-    "normalization": (lambda: DistillationOptions(normalization="mean"), "normalization"),
-    "constant": (lambda: DistillationOptions(normalization="constant"), "constant_length"),
 }
 
 
@@ -449,14 +500,6 @@ def test_the_temperature_is_known_where_all_know_theirs(join: Callable[[list[Any
     assert join([OLD, OLD]).temperature == TEMPERATURE
     for unknown in ([OLD, UNKNOWN], [UNKNOWN, OLD], [UNKNOWN, UNKNOWN]):
         assert join(unknown).temperature is None
-
-
-def test_log_probs_of_other_responses_are_refused() -> None:
-    batch = DistillationBatch([TOP_K], MASKS)
-    log_probs, tails = student_at_ids(random(sum(TOTALS), V, seed=1))
-    for of_student in ((log_probs[:2], tails), (log_probs, tails[::-1])):
-        with pytest.raises(InvalidInputError, match="have the shapes"):
-            distillation_loss(*of_student, batch, DistillationOptions())
 
 
 def test_the_order_of_ids_does_not_matter_nor_what_masked_tokens_have() -> None:
