@@ -13,30 +13,26 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.inference import TeacherPool
 from tests.faults.calls import watched
 
-OWN, A, B, ADDED = 0.5, 1.0, 2.0, 3.0
-TEACHERS = {"a": A, "b": B, "added": ADDED}
-
-
+OWN, ADDED = 0.5, 3.0
+TEACHERS = {"a": 1.0, "b": 2.0, "added": ADDED}
 _watched = partial(watched, "inference/teachers.py", "inference/weights.py", methods={"copy_"})
 
 
 def _pool() -> TeacherPool:
-    model = torch.nn.Linear(2, 3).requires_grad_(False)
-    pool = TeacherPool(model)
-    for name, value in (("a", A), ("b", B)):
-        pool.add(name, _state(model, value))
-    _fill(model, OWN)
+    pool = TeacherPool(torch.nn.Linear(2, 3).requires_grad_(False))
+    for name in ("a", "b"):
+        pool.add(name, _state(pool, TEACHERS[name]))
+    _fill(pool.model, OWN)
     return pool
 
 
-def _state(model: torch.nn.Module, value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(weight, value) for name, weight in model.state_dict().items()}
+def _state(pool: TeacherPool, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(weight, value) for name, weight in pool.model.state_dict().items()}
 
 
 def _fill(model: torch.nn.Module, value: float) -> None:
-    with torch.no_grad():
-        for weight in model.state_dict().values():
-            weight.fill_(value)
+    for weight in model.state_dict().values():
+        weight.fill_(value)
 
 
 def _values(pool: TeacherPool) -> set[float]:
@@ -45,14 +41,13 @@ def _values(pool: TeacherPool) -> set[float]:
 
 def take_turns(pool: TeacherPool) -> None:
     with pool.use("a"):
-        with pool.use("b"):
-            pass
-        with pool.use("a"):
-            pass
+        for name in ("b", "a"):
+            with pool.use(name):
+                pass
 
 
 def add_from_state(pool: TeacherPool) -> None:
-    pool.add("added", _state(pool.model, ADDED))
+    pool.add("added", _state(pool, ADDED))
 
 
 def add_within_use(pool: TeacherPool) -> None:
@@ -71,9 +66,8 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
 
 @pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
 def test_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
-    pool = _pool()
     with _watched() as calls:
-        scenario(pool)
+        scenario(_pool())
     assert len(calls) > 40
     for place in calls:
         pool = _pool()

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,24 +18,15 @@ from torch.utils.hooks import RemovableHandle
 from megatron_rl_patches import applied
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import everywhere, on_ranks
-from tests.real.faults import Trainee, same_process_groups
+from tests.real.faults import STAGES, Trainee, same_process_groups
 from tests.real.test_interruption import SETTINGS
 from tests.references.live_bytes import reachable_bytes
 
 ROUNDS = 4
 # Stage and step of each failing call of a round. Not "in step": what a half update gives is not defined.
-ROUND = [
-    ("before forward", 0),
-    ("forward 0", 1),
-    ("backward 0", 1),
-    ("forward 1", 1),
-    ("backward 1", 1),
-    ("before step", 1),
-    ("after step", 1),
-    ("backward 1", 0),
-    ("after step", 0),
-    ("before step", 0),
-]
+IN_SECOND_STEP = [stage for stage in STAGES if stage not in ("before forward", "in step")]
+ROUND = [("before forward", 0), *((stage, 1) for stage in IN_SECOND_STEP)]
+ROUND += [("backward 1", 0), ("after step", 0), ("before step", 0)]
 
 
 @pytest.mark.slow
@@ -64,37 +55,25 @@ def test_forty_failing_calls() -> None:
     assert first == second
 
 
-# What a failing call could leave behind in a process.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "generators": (types.GeneratorType, contextlib._GeneratorContextManager),
-    "handles of hooks": (RemovableHandle,),
-    "tensors": (torch.Tensor,),
-    "frames": (types.FrameType,),
-    "exceptions": (BaseException,),
-}
-
-
 def held(model: Sequence[Any]) -> dict[str, int]:
-    """Return counts by name, after collecting garbage."""
+    """Return counts of what a failing call could leave behind in a process, after collecting garbage."""
     counts = {"live bytes": reachable_bytes()}
     things = [type(thing) for thing in gc.get_objects()]
-    for name, kinds in _KINDS.items():
-        counts[name] = sum(issubclass(kind, kinds) for kind in things)
-    counts["hooks"] = sum(map(len, _hooks(model)))
-    counts["collectives"] = sum(_collectives(model))
+    for kinds in (
+        (types.GeneratorType, contextlib._GeneratorContextManager),
+        (RemovableHandle,),
+        (torch.Tensor,),
+        (types.FrameType,),
+        (BaseException,),
+    ):
+        counts[kinds[0].__name__] = sum(issubclass(kind, kinds) for kind in things)
+    owners = [vars(thing) for chunk in model for thing in (*chunk.modules(), *chunk.parameters())]
+    hooks = [value for owner in owners for name, value in owner.items() if name.endswith("_hooks")]
+    counts["hooks"] = sum(len(value) for value in hooks if value)
+    groups = [group for chunk in model for group in chunk.bucket_groups]
+    counts["grad reduces"] = sum(group.grad_reduce_handle is not None for group in groups)
+    counts["param gathers"] = sum(group.param_gather_handle is not None for group in groups)
     counts["Python threads"] = threading.active_count()
     counts["threads"] = len(os.listdir("/proc/self/task"))
     counts["file descriptors"] = len(os.listdir("/proc/self/fd"))
     return counts
-
-
-def _hooks(model: Sequence[Any]) -> Iterator[Any]:
-    owners = [thing for chunk in model for thing in (*chunk.modules(), *chunk.parameters())]
-    for owner in owners:
-        yield from (value for name, value in vars(owner).items() if name.endswith("_hooks") and value)
-
-
-def _collectives(model: Sequence[Any]) -> Iterator[int]:
-    for chunk in model:
-        for group in chunk.bucket_groups:
-            yield (group.grad_reduce_handle is not None) + (group.param_gather_handle is not None)

@@ -109,16 +109,10 @@ def _terminated(exits: bool) -> None:
             trainee.train(1)
 
 
-@pytest.mark.parametrize(
-    ("exits", "end"),
-    [
-        (False, "died with signal SIGTERM, no traceback"),
-        pytest.param(True, "SystemExit: 143", marks=pytest.mark.slow),
-    ],
-)
-def test_terminated_in_a_step(exits: bool, end: str) -> None:
+@pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_terminated_in_a_step(exits: bool) -> None:
     # Collectives would give up after 60 seconds, and the peer of a rank that is gone has two.
     with pytest.raises(RanksFailed) as failed:
         _terminated(exits=exits)
     assert failed.value.ranks == (1, 0)
-    assert end in str(failed.value)
+    assert ("SystemExit: 143" if exits else "died with signal SIGTERM, no traceback") in str(failed.value)

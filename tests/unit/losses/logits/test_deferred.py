@@ -761,6 +761,19 @@ def test_an_overwritten_input_is_an_error_not_another_value(write: str) -> None:
         loss.backward()
 
 
+def test_an_exception_in_backward_leaves_the_graph_usable() -> None:
+    """As with ``retain_graph``, which losses of several terms are differentiated with."""
+    tensors = inputs(torch.float64)
+    loss = vocab_parallel_log_probs(logits_of(tensors, keep_bytes=1 << 20).view(T, V), TOKENS).sum()
+    handle = tensors["hidden"].register_hook(lambda gradient: {}["a hook"])
+    with pytest.raises(KeyError):
+        torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
+    handle.remove()
+    expected = vocab_parallel_log_probs(dense_of(tensors).view(T, V), TOKENS).sum()
+    pairs = zip(*(torch.autograd.grad(x, list(tensors.values())) for x in (loss, expected)), strict=True)
+    assert all(torch.allclose(mine, reference, rtol=1e-10) for mine, reference in pairs)
+
+
 @pytest.mark.parametrize("reduce", [Tensor.sum, lambda x: x.exp().sum()], ids=["sum", "materialized"])
 def test_a_second_derivative_is_refused(reduce: Callable[[Tensor], Tensor]) -> None:
     tensors = inputs()

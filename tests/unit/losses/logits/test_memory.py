@@ -16,39 +16,36 @@ from megatron_rl_patches.losses import (
 )
 from tests.references.live_bytes import live_bytes
 
-Loss = Callable[..., Tensor]
-
 
 def log_probs(*args: Any, **options: Any) -> Tensor:
     return vocab_parallel_log_probs(*args, **options).sum()
+
+
+def entropy(*args: Any, **options: Any) -> Tensor:
+    return torch.stack(vocab_parallel_log_probs_and_entropy(*args, **options)).sum()
 
 
 def entropy_without_gradient(*args: Any, **options: Any) -> Tensor:
     return vocab_parallel_log_probs_and_entropy(*args, entropy_grad=False, **options)[0].sum()
 
 
-def entropy(*args: Any, **options: Any) -> Tensor:
-    values, entropies = vocab_parallel_log_probs_and_entropy(*args, **options)
-    return values.sum() + entropies.sum()
-
-
 def at(*args: Any, **options: Any) -> Tensor:
-    log_probs, tail = vocab_parallel_log_probs_at(*args, with_tail=True, **options)
-    return log_probs.sum() + tail.sum()
+    return sum(values.sum() for values in vocab_parallel_log_probs_at(*args, with_tail=True, **options))
 
 
-MODES: dict[str, tuple[Loss, dict[str, Any]]] = {
+#: ``scattered`` rows, all columns ``kept``, and ``k`` ids are made of a case's own sizes.
+MODES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "log_probs": (log_probs, {}),
     "log_probs_at_temperature": (log_probs, {"temperature": 0.7}),
-    "kept_log_probs": (log_probs, {"keep_mask": True}),
+    "kept_log_probs": (log_probs, {"kept": True}),
     "entropy_without_gradient": (entropy_without_gradient, {}),
     "entropy": (entropy, {"temperature": 0.7}),
-    "kept_entropy": (entropy, {"keep_mask": True}),
+    "kept_entropy": (entropy, {"kept": True}),
     "entropy_of_a_range": (entropy, {"rows": slice(50, 200)}),
-    "entropy_of_scattered_rows": (entropy, {"rows": 3}),
-    "log_probs_of_scattered_rows": (log_probs, {"rows": 3}),
+    "entropy_of_scattered_rows": (entropy, {"scattered": True}),
+    "log_probs_of_scattered_rows": (log_probs, {"scattered": True}),
 }
-MODES_AT: dict[str, tuple[Loss, dict[str, Any]]] = {
+MODES_AT: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "at": (at, {"k": 16}),
     "at_temperature": (at, {"k": 16, "temperature": 0.7}),
     "at_many": (at, {"k": 64}),
@@ -66,30 +63,23 @@ class Case:
         self, rows: int, columns: int, block_bytes: int | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         torch.manual_seed(0)
-        self.shape, self.block_bytes = (rows, columns), block_bytes
-        shape = self.shape
-        self.leaf = torch.randn(shape).to(dtype).requires_grad_()
-        self.targets = torch.randint(shape[1], shape[:1])
-        self.logits_bytes = self.leaf.numel() * self.leaf.element_size()
+        self.block_bytes = block_bytes
+        self.leaf = torch.randn(rows, columns).to(dtype).requires_grad_()
+        self.targets = torch.randint(columns, (rows,))
 
     def peak(self, mode: str, **options: Any) -> float:
         """Of forward and backward, over the bytes of the logits."""
         loss, mode_options = (MODES | MODES_AT)[mode]
         options = {"block_bytes": self.block_bytes, **mode_options, **options}
-        targets, logits = self.targets, self.leaf * 1
-        if options.get("keep_mask"):
-            options["keep_mask"] = torch.ones(self.shape, dtype=torch.bool).tril()
-        if options.get("rows") == 3:
-            options["rows"] = torch.arange(self.shape[0]).view(-1, 4)[:, :3].flatten()
-        if "rows" in options:
-            targets = targets[options["rows"]]
-        if k := options.pop("k", None):
-            targets = torch.randint(self.shape[1], (self.shape[0], k))
-
-        def call() -> Tensor:
-            return torch.autograd.grad(loss(logits, targets, **options), logits)[0]
-
-        return live_bytes(call).peak / self.logits_bytes
+        (rows, columns), logits = self.leaf.shape, self.leaf * 1
+        if options.pop("kept", False):
+            options["keep_mask"] = torch.ones(rows, columns, dtype=torch.bool).tril()
+        if options.pop("scattered", False):
+            options["rows"] = torch.arange(rows).view(-1, 4)[:, :3].flatten()
+        k = options.pop("k", None)
+        ids = torch.randint(columns, (rows, k)) if k else self.targets[options.get("rows", slice(None))]
+        step = live_bytes(lambda: torch.autograd.grad(loss(logits, ids, **options), logits)[0])
+        return step.peak / logits.nbytes
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -97,20 +87,15 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(*request.param)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *MODES_AT])
 def test_plain(mode: str, case: Case) -> None:
-    assert 1.0 <= case.peak(mode, fused=False) <= 1.02
-    assert case.peak(mode, fused=False, inplace_backward=True) <= 0.02
-
-
-@pytest.mark.parametrize("mode", MODES_AT)
-def test_at_ids(mode: str, case: Case) -> None:
-    assert 1.0 <= case.peak(mode) <= 1.02
-    assert case.peak(mode, inplace_backward=True) <= 0.02
+    options: dict[str, Any] = {} if mode in MODES_AT else {"fused": False}
+    assert 1.0 <= case.peak(mode, **options) <= 1.02
+    assert case.peak(mode, inplace_backward=True, **options) <= 0.02
 
 
 @pytest.mark.parametrize(("loss", "targets"), [(entropy, (512,)), (at, (512, 8))])
-def test_forward_keeps_a_few_numbers_per_row(loss: Loss, targets: tuple[int, ...]) -> None:
+def test_forward_keeps_a_few_numbers_per_row(loss: Any, targets: tuple[int, ...]) -> None:
     logits, ids = torch.randn(512, 8192, requires_grad=True), torch.randint(8192, targets)
     assert live_bytes(lambda: loss(logits, ids)).retained <= 512 * 100
 
@@ -136,7 +121,7 @@ def test_compiling_switched_off_costs_a_few_blocks() -> None:
 def test_the_block_is_of_the_size_asked_for(block_bytes: int) -> None:
     case = Case(256, 16384)
     peak = case.peak("kept_entropy", fused=False, inplace_backward=True, block_bytes=block_bytes)
-    assert 0.8 * block_bytes <= peak * case.logits_bytes <= 1.2 * block_bytes
+    assert 0.8 * block_bytes <= peak * case.leaf.nbytes <= 1.2 * block_bytes
 
 
 def test_half_precision_needs_no_float32_copy() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ def gradient_of(function: object, *values: float) -> tuple[Tensor, Tensor]:
     leaf_n = torch.tensor(values, requires_grad=True)
     result_n = function(leaf_n)
     result_n.exp().sum().backward()
-    assert leaf_n.grad is not None
     return result_n.detach(), leaf_n.grad
 
 
@@ -75,7 +73,6 @@ def test_masked_tokens_that_are_not_comparable() -> None:
     kept_n = finite.kept_near(log_probs_n, [kept_old_n, kept_ref_n], counted_n)
     assert kept_n.tolist() == [-3.0, -3.0, -3.0, 0.0, -1.0, -3.0]
     (kept_n * NAN).sum().backward()  # as whatever follows may have it
-    assert log_probs_n.grad is not None
     assert log_probs_n.grad.isnan().tolist() == [True, True, True, False, False, True]
     assert finite.kept_near(torch.tensor([-INF]), [], torch.tensor([False])).tolist() == [0.0]
 
@@ -102,12 +99,5 @@ def test_counted_tokens_are_those_of_the_reduction(use_reentrant: bool | None) -
     result.backward()
     assert len(found) == (1 if use_reentrant is None else 2)
     assert all(counted_n.tolist() == [True, False, True, False, False, True] for counted_n in found)
-    assert leaf_n.grad is not None
     assert torch.equal(leaf_n.grad, leaf_n.detach().exp() * found[0])
-
-
-def test_no_samples() -> None:
-    def nothing(x: Tensor) -> Any:
-        return 0
-
-    assert finite.counted_tokens(nothing, 0, torch.device("cpu")).shape == (0,)
+    assert finite.counted_tokens(lambda x_n: 0, 0, torch.device("cpu")).shape == (0,)

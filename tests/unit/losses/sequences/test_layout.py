@@ -48,13 +48,11 @@ def test_zigzag_parts(case: Case) -> None:
     responses = [torch.randn(response, requires_grad=True) for response in case.responses]
     for rank, layout in enumerate(case.layouts()):
         parts = layout.to_zigzag(responses)
+        expected = layout.local_parts(responses)
         if not case.zigzag:
-            assert [part.tolist() for part in parts] == [
-                _zigzag_part(response, prompt, rank, case.cp_size).tolist()
-                for response, prompt in zip(responses, case.prompts, strict=True)
-            ]
-        else:
-            assert all(map(torch.equal, parts, layout.local_parts(responses)))
+            pairs = zip(responses, case.prompts, strict=True)
+            expected = [_zigzag_part(response, prompt, rank, case.cp_size) for response, prompt in pairs]
+        assert all(map(torch.equal, parts, expected))
         assert all(part.requires_grad for part in parts)
 
 
@@ -71,8 +69,7 @@ def _zigzag_part(response: torch.Tensor, prompt: int, cp_rank: int, cp_size: int
 
 @given(cases(cp_sizes=(1,)))
 def test_without_context_parallelism_gathering_is_splitting(case: Case) -> None:
-    layout = case.layout(0)
-    values = torch.randn(sum(case.responses), 3, requires_grad=True)
+    layout, values = case.layout(0), torch.randn(sum(case.responses), 3, requires_grad=True)
     parts = layout.gather_responses(values)
     assert [len(part) for part in parts] == list(case.responses)
     assert all(map(torch.equal, parts, layout.gather_responses(layout.split_responses(values))))
@@ -80,16 +77,13 @@ def test_without_context_parallelism_gathering_is_splitting(case: Case) -> None:
     assert not any(part.requires_grad for part in layout.gather_responses(values.detach()))
 
 
-def test_lengths_may_be_tensors() -> None:
+def test_lengths_may_be_tensors_and_layouts_go_to_the_device_of_the_logits() -> None:
     layout = SequenceLayout.build(torch.tensor([4, 6]), torch.tensor([2, 3]))
     assert layout.response_rows.tolist() == [1, 2, 6, 7, 8]
-
-
-def test_layouts_go_to_the_device_of_the_logits() -> None:
     layout = SequenceLayout.build([9], [4], cp_size=2, allgather_cp=True, device="meta")
     vectors = (layout.response_rows, layout.samples, layout.positions, layout.response_index)
-    assert {vector.device.type for vector in vectors} == {"meta"}
-    assert {part.device.type for part in layout.to_zigzag([torch.zeros(4, device="meta")])} == {"meta"}
+    parts = layout.to_zigzag([torch.zeros(4, device="meta")])
+    assert {vector.device.type for vector in (*vectors, *parts)} == {"meta"}
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -126,6 +120,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "negative response": ({"response_lengths": [-1, 3]}, "sample 0 .* response of -1"),
     "more samples than responses": ({"response_lengths": [2]}, "of 2 samples and response_lengths of 1"),
     "no samples": ({"total_lengths": [], "response_lengths": []}, "at least one sample"),
+    **{
+        f"rank {rank} of {size}": ({"cp_rank": rank, "cp_size": size}, "0 <= cp_rank < cp_size")
+        for rank, size in ((2, 2), (-1, 2), (0, 0))
+    },
     "unknown format": ({"qkv_format": "sbhd"}, "pass 'thd' .* or 'bshd'"),
 }
 
@@ -136,13 +134,7 @@ def test_what_does_not_fit_together_is_refused_by_every_rank(wrong: str) -> None
     arguments = {"total_lengths": [6, 5], "response_lengths": [2, 3], "cp_size": 2} | arguments
     for rank in range(2):
         with pytest.raises(InvalidInputError, match=message):
-            SequenceLayout.build(cp_rank=rank, **arguments)
-
-
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (0, 0)])
-def test_ranks_outside_the_group_are_refused(rank: int, size: int) -> None:
-    with pytest.raises(InvalidInputError, match="0 <= cp_rank < cp_size"):
-        SequenceLayout.build([6], [2], cp_rank=rank, cp_size=size)
+            SequenceLayout.build(**{"cp_rank": rank, **arguments})
 
 
 def test_tensors_of_another_microbatch_are_refused() -> None:
