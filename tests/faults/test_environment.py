@@ -1,29 +1,103 @@
-"""Whatever the variables say, a process that imports no framework runs on, with at most one complaint.
+"""Whatever variables and files are, a process that imports no framework runs on, with at most one complaint.
 
-Processes are tried in an environment where the startup file is live; the parsing behind it, where a thousand
-values cost no more than one process, in this one.
+Processes are tried in an environment of this Python with the product in it, made without pip: cheap enough to
+be broken often. It holds the files that a wheel puts there, wrapt, a stand-in for Megatron, and two packages
+of nobody's: `bystander`, and `megatron.bystander`, which shares its root with Megatron, so that importing it
+fires the trigger.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
+import venv
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
+import wrapt
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import _megatron_rl_patches_startup as startup
+import megatron_rl_patches
 from megatron_rl_patches import PatchError, Settings, doctor
 from megatron_rl_patches.engine import api, installer, registry
 from megatron_rl_patches.engine import settings as settings_module
 from megatron_rl_patches.engine.settings import STRICT_VARIABLE, VARIABLE
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 
-from .environments import UNRELATED, Environment
+ROOT = Path(__file__).parents[2]
+UNRELATED = "import bystander, decimal"
+FIRES = "import megatron.bystander"
+IMPORTS_MEGATRON = "import megatron.core.distributed.distributed_data_parallel"
+
+
+@dataclass(frozen=True)
+class Environment:
+    path: Path
+
+    @classmethod
+    def make(cls, path: Path) -> Environment:
+        venv.EnvBuilder(symlinks=True).create(path)
+        environment = cls(path)
+        site_packages = environment.site_packages
+        shutil.copy(ROOT / "startup" / "megatron_rl_patches_startup.pth", site_packages)
+        shutil.copy(startup.__file__, site_packages)
+        for module in (megatron_rl_patches, wrapt):
+            source = Path(str(module.__file__)).parent
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, site_packages / source.name, ignore=ignore)
+        (site_packages / "stand_in.pth").write_text(f"{ROOT / 'tests/packaging/stand_in'}\n")
+        for name in ("bystander", "megatron/bystander"):
+            (site_packages / name).mkdir(parents=True)
+            (site_packages / name / "__init__.py").touch()
+        return environment
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.path.glob("lib/python*/site-packages")
+        return found
+
+    def run(self, code: str, variables: Mapping[str, str], *options: str) -> Outcome:
+        """The process sees nothing but these variables."""
+        command = [self.path / "bin" / "python", *options, "-c", code]
+        done = subprocess.run(command, env=dict(variables), cwd=self.path, capture_output=True, timeout=60)
+        return Outcome(done.returncode, os.fsdecode(done.stdout), os.fsdecode(done.stderr))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def complaint(self) -> str:
+        """The one line on stderr, or none; any more, or a process that fails, is an error of the test."""
+        lines = self.stderr.split("\n")[:-1] if self.stderr else []
+        assert self.code == 0 and len(lines) <= 1, self
+        return lines[0] if lines else ""
+
+
+@contextmanager
+def set_aside(*paths: Path) -> Iterator[None]:
+    """For the block these are gone; what the block puts in their places is gone after it."""
+    for path in paths:
+        path.rename(path.with_name(f"{path.name}.aside"))
+    try:
+        yield
+    finally:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}.aside").rename(path)
+
 
 VARIABLES = sorted(settings_module.variables())
 INTERPRETER_OPTIONS = ("-I", "-E", "-s", "-B", "-OO", "-Werror", "-Xutf8=0", "-Xdev")
@@ -113,3 +187,96 @@ def test_the_doctor_sees_what_the_activation_sees(variables: Variables) -> None:
         assert str(error) in [problem.message for problem in doctor.choice_of(variables).problems]
     else:
         assert doctor.choice_of(variables).settings == chosen
+
+
+ON = {VARIABLE: "reentrant-train"}  # of which the stand-in has all
+NOT_ACTIVATED = "megatron_rl_patches: not activated, going on without: "
+STARTUP = "_megatron_rl_patches_startup.py"
+PACKAGE = "megatron_rl_patches"
+
+
+def _lines(text: str, share: float) -> str:
+    lines = text.splitlines(keepends=True)
+    return "".join(lines[: int(len(lines) * share)])
+
+
+#: What becomes of a file's text.
+DAMAGES: dict[str, Callable[[str], bytes | None]] = {
+    "gone": lambda text: None,
+    "empty": lambda text: b"",
+    "half of its bytes": lambda text: text.encode()[: len(text) // 2],
+    "a third of its lines": lambda text: _lines(text, 1 / 3).encode(),
+    "most of its lines": lambda text: _lines(text, 0.8).encode(),
+    "no Python": lambda text: b"def\n",
+    "null bytes": lambda text: b"\0" * len(text),
+    "no text": lambda text: b"\xff\xfe\x80",
+    "raises": lambda text: b"raise OSError('two\\nlines')\n",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(environment: Environment) -> list[Path]:
+    """The files that a process loads when it imports the framework."""
+    print_files = (
+        f"import sys; print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('{PACKAGE}')))"
+    )
+    outcome = environment.run(f"{IMPORTS_MEGATRON}; {print_files}", ON)
+    assert "2 applied" in outcome.complaint
+    return sorted(map(Path, outcome.stdout.split()))
+
+
+@contextmanager
+def damaged(file: Path, damage: str) -> Iterator[None]:
+    content = DAMAGES[damage](file.read_text())
+    with set_aside(file):
+        if content is not None:
+            file.write_bytes(content)
+        yield
+
+
+def test_every_file_gone_in_turn(environment: Environment, loaded: list[Path]) -> None:
+    for file in loaded:
+        with damaged(file, "gone"):
+            complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+        if file.name == "__init__.py" or file.parent.name == "patches":
+            continue  # what is left is a namespace, or the patches there are
+        assert complaint.startswith(NOT_ACTIVATED) and file.stem in complaint
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_startup_module_damaged_or_left_behind_alone(environment: Environment, damage: str) -> None:
+    with damaged(environment.site_packages / STARTUP, damage):
+        complaints = {environment.run(code, ON).complaint for code in (UNRELATED, FIRES, IMPORTS_MEGATRON)}
+        assert environment.run(IMPORTS_MEGATRON, {}).complaint == ""
+    if damage == "most of its lines":  # all but what it would complain with
+        return
+    [complaint] = complaints
+    assert complaint.startswith(NOT_ACTIVATED)
+
+
+def test_startup_file_and_module_left_behind(environment: Environment) -> None:
+    with set_aside(environment.site_packages / PACKAGE):
+        assert environment.run(UNRELATED, ON).complaint == ""
+        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+    assert complaint.startswith(f"{NOT_ACTIVATED}ModuleNotFoundError: No module named '{PACKAGE}'")
+
+
+WRAPTS = {
+    "missing": None,
+    "raises": "raise RuntimeError('built for\\nanother Python')",
+    "too old": "class FunctionWrapper: pass\ndef decorator(function): return function\n",
+    "no classes": "def FunctionWrapper(*args): pass\nregister_post_import_hook = FunctionWrapper\n",
+}
+
+
+@pytest.mark.parametrize("kind", WRAPTS)
+def test_wrapt_is_not_what_it_should_be(environment: Environment, kind: str) -> None:
+    folder, text = environment.site_packages / "wrapt", WRAPTS[kind]
+    with set_aside(folder):
+        if text is not None:
+            folder.mkdir()
+            (folder / "__init__.py").write_text(text)
+        assert environment.run(UNRELATED, ON).complaint == ""
+        complaint = environment.run(IMPORTS_MEGATRON, ON).complaint
+    assert complaint.startswith(NOT_ACTIVATED)
+    assert "wrapt" in complaint or kind in ("raises", "no classes")

@@ -1,19 +1,86 @@
-"""One rank raises while its peer waits for it: an error in time, and no update that only one of them made."""
+"""One rank raises or differs while its peer waits: an error in time, and no update that only one has made.
+
+Process groups have collectives that time out soon, and can be replaced by new ones after that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rl_patches import applied
+from megatron_rl_patches.losses import deferred_logits, vocab_parallel_log_probs
 from megatron_rl_patches.testing import RanksFailed, TinyModel
-from tests.faults.groups import error_of, meet, short_lived_groups, timed_out, worlds_of
 from tests.ranks import on_ranks
+from tests.real import test_loss_func
 from tests.real.faults import PLACES, STAGES, Trainee, counting_updates, steps_done
 from tests.real.test_interruption import OVERLAPS, SETTINGS
+from tests.real.test_lean_head import CASES, LAYOUTS, _train
+
+# Long enough for what goes well on a busy machine, short enough to wait for.
+TIMEOUT = timedelta(seconds=3)
+_AT_MOST = timedelta(seconds=60)
+
+
+@contextmanager
+def short_lived_groups(folder: Path, name: str) -> Iterator[dist.Store]:
+    """Replace all groups, also the default one, by some that time out; yield a store for :func:`meet`."""
+    from megatron.core import parallel_state
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / name), 2)
+    store.set_timeout(_AT_MOST)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("default", store), rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    initialize = partial(
+        parallel_state.initialize_model_parallel, distributed_timeout_minutes=TIMEOUT.total_seconds() / 60
+    )
+    with mock.patch.object(parallel_state, "initialize_model_parallel", initialize):
+        yield store
+
+
+@contextmanager
+def worlds_of(size: int, folder: Path, name: str) -> Iterator[int]:
+    """Divide the ranks into worlds that do not know each other; yield the number of this rank's world."""
+    world, rank = divmod(dist.get_rank(), size)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / f"{name} {world}"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_AT_MOST)
+    dist.barrier()  # a rank that left now would close connections that others are still making
+    yield world
+
+
+def meet(store: dist.Store, place: str, rank: int) -> None:
+    """Wait for the other of two ranks."""
+    store.set(f"{place}, {rank}", "here")
+    store.wait([f"{place}, {1 - rank}"])
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Return the error that a call raises, as it would be printed."""
+    try:
+        call()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "no error"
+
+
+def timed_out(error: str) -> bool:
+    """Return whether gloo's error says that a wait timed out, or a connection was closed after one did."""
+    return "Timed out" in error or "Application timeout" in error
+
 
 #: Sizes, overlap and place for each pair of ranks. Pairs run at the same time: they wait for most of it.
 PAIRS: dict[str, list[tuple[dict[str, int], str, str]]] = {
@@ -100,3 +167,48 @@ def test_a_lone_retry_with_overlapped_gather_is_never_silent(tmp_path: Path) -> 
     with pytest.raises(RanksFailed) as failed:
         _mismatch(folder=tmp_path)
     assert sorted(failed.value.ranks) == [0, 1], failed.value
+
+
+@on_ranks(2, megatron=False, timeout=60)
+def _differing(counts: tuple[int, int], folder: Path) -> None:
+    """Rows of a rank whose number is not that of its tensor-parallel peer."""
+    with short_lived_groups(folder, f"{counts}"):
+        hidden, weight = torch.randn(6, 5, requires_grad=True), torch.randn(40, 5, requires_grad=True)
+        logits = deferred_logits(hidden, weight, tp_group=dist.group.WORLD)
+        rows = slice(0, counts[dist.get_rank()])
+
+        def step() -> None:
+            tokens = torch.arange(6)[rows]
+            vocab_parallel_log_probs(logits, tokens, rows=rows, tp_group=dist.group.WORLD).sum().backward()
+
+        assert error_of(step) != "no error"
+        assert logits.is_deferred
+
+
+@pytest.mark.parametrize("counts", [(4, 3), (4, 0)], ids=str)
+def test_tensor_parallel_ranks_whose_rows_differ(counts: tuple[int, int], tmp_path: Path) -> None:
+    """An error within the time-out of the collectives; where sizes differ, gloo ends a process."""
+    try:
+        _differing(counts=counts, folder=tmp_path)
+    except RanksFailed as failed:
+        assert "Fatal Python error: Aborted" in str(failed)
+
+
+@on_ranks(2)
+def test_a_data_parallel_rank_without_rows() -> None:
+    """Its parameters' hooks still run, so that its peer does not wait for its part of the gradients."""
+    microbatch = test_loss_func.microbatch
+
+    def without_responses(number: int, packed: bool) -> Any:
+        data = microbatch(number, packed)
+        empty = [torch.zeros(0) for _ in data.tokens]
+        batch = type(data.batch)(empty, empty, empty, empty, empty)
+        return data._replace(response_lengths=[0] * len(data.tokens), batch=batch)
+
+    of_rank = without_responses if dist.get_rank() else microbatch
+    with mock.patch.object(test_loss_func, "microbatch", of_rank):
+        plain, lean = (_train(LAYOUTS["DP 2"], CASES["entropy bonus"], lean) for lean in (False, True))
+    assert not lean.made
+    assert lean.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, gradient in plain.gradients.items():
+        assert torch.allclose(lean.gradients[name], gradient, rtol=1e-4, atol=1e-6), name

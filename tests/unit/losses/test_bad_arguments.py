@@ -353,16 +353,28 @@ TOGETHER: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (AT, {"indices": IDS + V}, f"ids below {V}, or -100 for no entry"),
     (AT, {"rows": slice(0, 2)}, r"\[2, K\]"),
     (losses.vocab_parallel_topk, {"k": V + 1}, f"k is {V + 1}, expected from 1 to {V}"),
+    (losses.deferred_logits, {"weight": random(V, 2)}, r"hidden is \[4, 3\] and weight \[7, 2\]"),
+    (losses.deferred_logits, {"hidden": random(3)}, r"hidden is \[3\]"),
+    (losses.deferred_logits, {"bias": random(V - 1)}, r"bias is \[6\], expected \[7\]"),
+    (
+        losses.deferred_logits,
+        {"weight": random(V, 3).half()},
+        "weight is torch.float16 .* expected torch.float32",
+    ),
+    (losses.deferred_logits, {"sequence_parallel": True}, "without tp_group"),
 ]
 
 
 @pytest.mark.parametrize(("function", "changes", "message"), TOGETHER)
 def test_refused(function: Callable[..., Any], changes: dict[str, Any], message: str) -> None:
-    arguments = {AT: {"indices": IDS}, LOG_PROBS_OF: {"targets": TARGETS}}.get(function, {})
-    functions = [function, losses.vocab_parallel_log_probs] if function == LOG_PROBS_OF else [function]
-    for one in functions:
+    of_logits: dict[str, Any] = {"logits": ZEROS}
+    if function == losses.deferred_logits:
+        of_logits = {"hidden": random(N, 3), "weight": random(V, 3)}
+    elif function in (AT, LOG_PROBS_OF):
+        of_logits |= {"indices": IDS} if function == AT else {"targets": TARGETS}
+    for one in [function, losses.vocab_parallel_log_probs][: 1 + (function == LOG_PROBS_OF)]:
         with pytest.raises(InvalidInputError, match=message):
-            one(**{"logits": ZEROS, **arguments, **changes})
+            one(**{**of_logits, **changes})
 
 
 def test_accepted() -> None:

@@ -299,15 +299,14 @@ CASES: dict[str, Sequence[Any]] = {
 
 @pytest.mark.parametrize("case", pairwise(CASES), ids=lambda case: f"{case['divergence']}, {case['student']}")
 def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
-    dtype, rows = case["dtype"], case["rows"]
+    dtype, rows, temperature = case["dtype"], case["rows"], case["temperature"]
     index = slice(None) if rows is None else rows
     hidden = random(T, H, seed=0, dtype=dtype).requires_grad_()
     weight = random(V, H, seed=1, dtype=dtype).requires_grad_()
-    n = len(hidden[index])
+    n, number = len(hidden[index]), case["teachers"]
     heads = [(random(n, h, seed=h, dtype=dtype), random(V, h, seed=h + 9, dtype=dtype)) for h in (4, 5)]
-    heads = heads[: case["teachers"]]
-    old_head = hidden.detach()[index] + 0.1, weight.detach()
-    shares = [0.3, 0.7] if len(heads) == 2 else [1.0]
+    others = [*heads[:number], (hidden.detach()[index] + 0.1, weight.detach())]  # the last is the old policy
+    shares = [0.3, 0.7] if number == 2 else [1.0]
 
     def logits(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
         if kind == "materialized":
@@ -315,30 +314,24 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
         return deferred_logits(hidden, weight, tile_bytes=case["tile_bytes"])
 
     student = logits(case["student"], hidden, weight)
-    teachers = [logits(case["teacher"], *head) for head in heads]
-    values = full_vocabulary_divergence(
-        student,
-        teachers[0] if len(teachers) == 1 else teachers,
-        divergence=case["divergence"],
-        beta=0.3,
-        teacher_weights=[3, 7] if len(teachers) == 2 else None,
-        old=logits(case["teacher"], *old_head),
-        rows=rows,
-        temperature=case["temperature"],
-        block_bytes=case["block_bytes"],
-    )
+    *teachers, old = (logits(case["teacher"], *head) for head in others)
+    options = {"divergence": case["divergence"], "beta": BETA, "rows": rows, "temperature": temperature}
+    options |= {"old": old, "block_bytes": case["block_bytes"]}
+    if number == 2:
+        values = full_vocabulary_divergence(student, teachers, teacher_weights=[3, 7], **options)
+    else:
+        values = full_vocabulary_divergence(student, teachers[0], **options)
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    scaled = [linear(*(x.double() for x in head)) / case["temperature"] for head in (*heads, old_head)]
-    expected = dense(
-        case["divergence"], linear(*exact)[index] / case["temperature"], scaled[:-1], shares, scaled[-1], 0.3
-    )
+    *of_teachers, of_old = (linear(*(x.double() for x in head)) / temperature for head in others)
+    of_student = linear(*exact)[index] / temperature
+    expected = dense(case["divergence"], of_student, of_teachers, shares, of_old, BETA)
     assert values.dtype == dtype
     largest = max(expected.abs().max().item(), 1.0)
     assert (values - expected).abs().max() <= BOUND[dtype] * largest
     for mine, reference in zip(backward(values, hidden, weight), backward(expected, *exact), strict=True):
         assert (mine - reference).abs().max() <= 1.5 * BOUND[dtype] * reference.abs().max()
     for one in (student, *teachers):
-        assert not isinstance(one, DeferredLogits) or one._contents.values is None
+        assert not isinstance(one, DeferredLogits) or one.is_deferred
 
 
 @pytest.mark.parametrize("materialized", [False, True])

@@ -1,7 +1,12 @@
-"""Losses and deferred logits in bfloat16 on a GPU, against the formulas in float64."""
+"""Losses in bfloat16 on a GPU against the formulas in float64, and ``reentrant-train`` with NCCL.
+
+In a dry run of ``make gpu`` all of it is on the CPU.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +21,36 @@ from megatron_rl_patches.losses import (
     vocab_parallel_topk,
 )
 from megatron_rl_patches.losses.logits.tiles import add_product
-from tests.gpu.device import DEVICE, IS_DRY, needs_gpu, peak_bytes
+from megatron_rl_patches.testing import TinyModel
+from tests.ranks import on_ranks
+from tests.real.test_reentry import check_rollouts
 from tests.references import dense, dense_topk
 from tests.references.dense import dense_log_probs_and_entropy, relative_error
+from tests.references.live_bytes import live_bytes
+from tests.references.one_device import gpu_or_cpu
+
+IS_DRY = bool(os.environ.get("GPU_DRY_RUN"))
+DEVICE = torch.device("cpu" if IS_DRY else "cuda")
+
+needs_gpu = [
+    # Of torch about its own compiler, which differ from torch to torch.
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (IS_DRY or torch.cuda.is_available()), reason="there is no GPU"),
+]
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Return the most bytes that a call has allocated at once, beyond those allocated before it."""
+    if DEVICE.type == "cpu":
+        return live_bytes(call).peak
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
 
 pytestmark = needs_gpu
 
@@ -179,3 +211,12 @@ def test_a_loss_takes_the_gradient_and_a_block_beyond_the_logits() -> None:
     step()  # compiles
     # A block of a GPU is 64 MiB or more, so that it counts beside logits of 1 GiB.
     assert peak_bytes(step) < 1.25 * logits.nbytes
+
+
+# Variables make the rank a fresh process: one that is forked could not use the GPU.
+@on_ranks(1, megatron=False, env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+def test_rollouts_equal_one_uninterrupted_run() -> None:
+    with gpu_or_cpu() as device:
+        assert device == DEVICE.type
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        check_rollouts(TinyModel(bf16=True))

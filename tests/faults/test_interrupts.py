@@ -1,0 +1,279 @@
+"""Ctrl-C anywhere in ``train()`` and in the swaps of a ``TeacherPool``, and SIGTERM on one rank.
+
+SIGINT comes at a chosen function call, so that it comes at the same place every time. After it there is a
+whole teacher, or none that is claimed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl_patches import applied
+from megatron_rl_patches.errors import InvalidInputError
+from megatron_rl_patches.inference import TeacherPool
+from megatron_rl_patches.reentry import recovery
+from megatron_rl_patches.testing import RanksFailed, TinyModel
+from tests.ranks import everywhere, on_ranks
+from tests.real.faults import Trainee, counting_updates, fault, interrupt, same_process_groups
+from tests.real.test_interruption import SETTINGS
+
+
+class Call(NamedTuple):
+    """The ``number``-th call of a function, from 0."""
+
+    function: str
+    number: int
+
+
+@contextmanager
+def watched(*parts: str, methods: Container[str] = (), at: Call | None = None) -> Iterator[list[Call]]:
+    """Record calls of functions by parts of their files' paths, and calls of methods in C by their names.
+
+    SIGINT comes as the call ``at`` begins; for a method in C also as it returns. Ranks that run the same
+    code make the same calls, whatever else differs between them.
+    """
+    counts: Counter[str] = Counter()
+    calls: list[Call] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            # Not <listcomp>, nor <genexpr>, which would swallow the interrupt where it is being closed.
+            if code.co_name.startswith("<") or not any(part in code.co_filename for part in parts):
+                return
+            name = f"{code.co_name}, line {code.co_firstlineno}"
+        elif event in ("c_call", "c_return") and argument.__name__ in methods:
+            name = f"{event} {argument.__name__}"
+        else:
+            return
+        calls.append(Call(name, counts[name]))
+        counts[name] += 1
+        if calls[-1] == at:
+            os.kill(os.getpid(), signal.SIGINT)  # Python switches off what raises in it
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def first_and_last(calls: list[Call]) -> list[Call]:
+    """Of each function."""
+    counts = Counter(call.function for call in calls)
+    return [call for call in calls if call.number in (0, counts[call.function] - 1)]
+
+
+@contextmanager
+def interrupted_after(owner: Any, name: str) -> Iterator[None]:
+    """SIGINT once, when the function returns."""
+    function, pending = getattr(owner, name), [True]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if pending:
+            pending.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+        return value
+
+    with mock.patch.object(owner, name, call):
+        yield
+    assert not pending, f"{name} was not called"
+
+
+# Not the optimizer: its calls are those of the rank's shard. Not testing/: it stands for CUDA.
+PARTS = (
+    "megatron_rl_patches/reentry/",
+    "megatron/core/distributed/d",
+    "megatron/core/distributed/param",
+    "megatron/core/pipeline_parallel/schedules",
+)
+
+
+class Interrupted:
+    """A model whose training is interrupted again and again, and goes on for a step after each interrupt."""
+
+    def __init__(self) -> None:
+        self.trainee = Trainee(TinyModel())
+        self._losses: dict[str, tuple[int, float]] = {}  # after the interrupt at a place
+
+    def go_on(self, place: object) -> None:
+        self.trainee.train(1)
+        self._losses[str(place)] = self.trainee.done - 1, self.trainee.losses[-1]
+
+    def assert_same_as_undisturbed(self) -> None:
+        with same_process_groups():
+            undisturbed = Trainee(TinyModel())
+        undisturbed.train(self.trainee.done)
+        for place, (step, loss) in self._losses.items():
+            assert loss == undisturbed.losses[step], f"{place}: step {step}"
+        assert self.trainee.checksums() == undisturbed.checksums()
+        first, second = everywhere((list(self._losses), self.trainee.checksums().params))
+        assert first == second
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=200)
+def test_interrupted_at_every_call() -> None:
+    with applied("reentrant-train", settings=SETTINGS):
+        run = Interrupted()
+        run.trainee.train(1)
+        with watched(*PARTS) as calls:
+            run.trainee.train(2)
+        places = first_and_last(calls)
+        names = {call.function.partition(",")[0] for call in places}
+        assert {"register_grad_ready", "start_grad_sync", "disable", "synchronize_interrupted"} <= names
+        for place in places:
+            with (
+                counting_updates(run.trainee.optimizer) as updates,
+                pytest.raises(KeyboardInterrupt),
+                watched(*PARTS, at=place),
+            ):
+                run.trainee.train(2)
+            run.trainee.done += len(updates)
+            run.go_on(place)
+        run.assert_same_as_undisturbed()
+
+
+@on_ranks(2)
+def test_interrupted_again_while_cleaning_up() -> None:
+    with applied("reentrant-train", settings=SETTINGS):
+        run = Interrupted()
+        trainee = run.trainee
+        trainee.train(1)
+        for name in ("_close_abandoned_no_sync", "_reset_bucket_group"):  # cleaning up
+            for stage, step in (("backward 1", 1), ("after step", 0)):
+                with (
+                    pytest.raises(KeyboardInterrupt),
+                    interrupted_after(recovery, name),
+                    fault(stage, step, trainee.optimizer, interrupt),
+                ):
+                    trainee.train(2)
+                trainee.done += 1
+                run.go_on((stage, name))
+        for name in ("_any_rank_was", "_gather_parameters"):  # the next entry
+            trainee.fail("after step", 0, interrupt)
+            with pytest.raises(KeyboardInterrupt), interrupted_after(recovery, name):
+                trainee.train(1)
+            run.go_on(("entry", name))
+        run.assert_same_as_undisturbed()
+
+
+@on_ranks(2)
+def _terminated(exits: bool) -> None:
+    """Rank 1 ends in the middle of a step, while rank 0 waits for its gradients."""
+    with applied("reentrant-train", settings=SETTINGS):
+        if exits:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        trainee = Trainee(TinyModel())
+        trainee.train(1)
+        if dist.get_rank() == 1:
+            trainee.fail("backward 1", 0, lambda stage: os.kill(os.getpid(), signal.SIGTERM))
+        else:
+            trainee.train(1)
+
+
+@pytest.mark.parametrize("exits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_terminated_in_a_step(exits: bool) -> None:
+    # Collectives would give up after 60 seconds, and the peer of a rank that is gone has two.
+    with pytest.raises(RanksFailed) as failed:
+        _terminated(exits=exits)
+    assert failed.value.ranks == (1, 0)
+    assert ("SystemExit: 143" if exits else "died with signal SIGTERM, no traceback") in str(failed.value)
+
+
+OWN, ADDED = 0.5, 3.0
+TEACHERS = {"a": 1.0, "b": 2.0, "added": ADDED}
+_watched = partial(watched, "inference/teachers.py", "inference/weights.py", methods={"copy_"})
+
+
+def _pool() -> TeacherPool:
+    pool = TeacherPool(torch.nn.Linear(2, 3).requires_grad_(False))
+    for name in ("a", "b"):
+        pool.add(name, _state(pool, TEACHERS[name]))
+    _fill(pool.model, OWN)
+    return pool
+
+
+def _state(pool: TeacherPool, value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(weight, value) for name, weight in pool.model.state_dict().items()}
+
+
+def _fill(model: torch.nn.Module, value: float) -> None:
+    for weight in model.state_dict().values():
+        weight.fill_(value)
+
+
+def _values(pool: TeacherPool) -> set[float]:
+    return {float(value) for weight in pool.model.state_dict().values() for value in weight.flatten()}
+
+
+def take_turns(pool: TeacherPool) -> None:
+    with pool.use("a"):
+        for name in ("b", "a"):
+            with pool.use(name):
+                pass
+
+
+def add_from_state(pool: TeacherPool) -> None:
+    pool.add("added", _state(pool, ADDED))
+
+
+def add_within_use(pool: TeacherPool) -> None:
+    with pool.use("b"):
+        pool.add("added", lambda model: _fill(model, ADDED))
+        with pool.use("added"):
+            pass
+
+
+def add_what_the_model_holds(pool: TeacherPool) -> None:
+    _fill(pool.model, ADDED)
+    pool.add("added")
+    with pool.use("a"):
+        pass
+
+
+@pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
+def test_swaps_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
+    with _watched() as calls:
+        scenario(_pool())
+    assert len(calls) > 40
+    for place in calls:
+        pool = _pool()
+        with pytest.raises(KeyboardInterrupt), _watched(at=place):
+            scenario(pool)
+        _check(pool, place)
+
+
+def _check(pool: TeacherPool, place: Any) -> None:
+    held = _values(pool)
+    if pool.resident is not None:
+        assert held == {TEACHERS[pool.resident]}, f"{place}: {pool.resident} is claimed"
+    if not any(held == {value} for value in (OWN, *TEACHERS.values())):
+        assert pool.resident is None, place
+        with pytest.raises(InvalidInputError, match="interrupted swap"):
+            pool.add("torn")
+    # Teachers in the pool are whole, and swaps go on.
+    for name in pool.names:
+        with pool.use(name):
+            assert _values(pool) == {TEACHERS[name]}, f"{place}: {name} is not what was added"
+            assert pool.resident == name, place
+    if "added" not in pool:
+        add_from_state(pool)
+    with pool.use("added"):
+        assert _values(pool) == {ADDED}, place
+    pool.remove("added")
+    assert pool.names == ["a", "b"], place
