@@ -12,31 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
-    FullDistribution,
-    OutputHead,
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    TopKDistribution,
-    checkpointed,
-    full_vocabulary_divergence,
-    make_distillation_loss_func,
-    make_loss_func,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
-)
+from megatron_rl_patches import losses
 from tests.references.dense import dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at
 
 from .programs import RESPONSES, TOTALS, Loss, Program, S
 
 BETA, K = 0.3, 3
-_POLICY = PolicyOptions(entropy_coef=0.1, kl_coef=0.2)
+_POLICY = losses.PolicyOptions(entropy_coef=0.1, kl_coef=0.2)
 _NUM_TOKENS = sum(RESPONSES)
 OF_MICROBATCH = ("policy", "distillation")
 OF_OTHER_ROWS = ("mutual", "mixture")
@@ -94,10 +77,10 @@ class Data:
         self.log_q = (self.teacher.double() / loss.temperature).log_softmax(1)
 
     @property
-    def teacher_at_ids(self) -> TopKDistribution:
+    def teacher_at_ids(self) -> losses.TopKDistribution:
         ids = self.ids.clamp(0, self.vocabulary - 1)
         others = self.log_q.scatter(1, ids, -math.inf).logsumexp(1)
-        return TopKDistribution(self.ids, self.log_q.gather(1, ids), others)
+        return losses.TopKDistribution(self.ids, self.log_q.gather(1, ids), others)
 
 
 # --- the formulas
@@ -178,7 +161,7 @@ def ours(loss: Loss, data: Data, logits: Tensor, program: Program, place: Place)
     """Return the values of a loss of this rank's part of the logits."""
     function = _function(loss, data, program, place)
     if loss.within == "checkpointed" and not logits.is_inference():  # torch itself refuses these
-        function = checkpointed(function)
+        function = losses.checkpointed(function)
     can_be_reentrant = logits.requires_grad and not logits.is_inference() and loss.kind != "topk"
     if loss.within == "reentrant" and can_be_reentrant:
         return checkpoint(function, logits, use_reentrant=True)
@@ -193,19 +176,21 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         if loss.kind == "sum":
             return logits.sum()[None]
         if loss.kind == "alone":
-            return vocab_parallel_log_probs(logits, data.targets, rows=data.rows, **options)
+            return losses.vocab_parallel_log_probs(logits, data.targets, rows=data.rows, **options)
         if loss.kind in ("scores", "kept"):
             kept = {"keep_mask": data.keep_mask[:, columns]} if loss.kind == "kept" else {}
             return torch.stack(
-                vocab_parallel_log_probs_and_entropy(logits, data.targets, rows=data.rows, **kept, **options)
+                losses.vocab_parallel_log_probs_and_entropy(
+                    logits, data.targets, rows=data.rows, **kept, **options
+                )
             )
         if loss.kind == "at":
-            at_ids, tail = vocab_parallel_log_probs_at(
+            at_ids, tail = losses.vocab_parallel_log_probs_at(
                 logits, data.ids, rows=data.rows, with_tail=True, **options
             )
             return torch.cat([at_ids, tail[:, None]], 1)
         if loss.kind == "topk":
-            topk = vocab_parallel_topk(logits, K, rows=data.rows, **options)
+            topk = losses.vocab_parallel_topk(logits, K, rows=data.rows, **options)
             numbers = topk.indices.to(topk.log_probs.dtype)
             return torch.cat([numbers, topk.log_probs, topk.tail_log_prob[:, None]], 1)
         teacher, old = data.teacher[:, columns], None
@@ -214,12 +199,12 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
             teacher, old = logits.detach()[numbers.flip(0)], logits.detach()[numbers.roll(1)]
         how = {"divergence": loss.divergence, "beta": BETA, "rows": data.rows, **options}
         if loss.kind == "mixture":
-            return full_vocabulary_divergence(logits, [teacher, old], **how)
-        return full_vocabulary_divergence(logits, teacher, old=old, **how)
+            return losses.full_vocabulary_divergence(logits, [teacher, old], **how)
+        return losses.full_vocabulary_divergence(logits, teacher, old=old, **how)
 
     if loss.kind not in OF_MICROBATCH:
         return of_rows
-    layout = SequenceLayout.build(
+    layout = losses.SequenceLayout.build(
         *(TOTALS, RESPONSES),
         qkv_format="bshd",
         max_seq_lens=[S] * len(TOTALS),
@@ -235,17 +220,17 @@ def _function(loss: Loss, data: Data, program: Program, place: Place) -> Callabl
         tokens = [
             torch.cat([torch.zeros(2, dtype=torch.int64), response]) for response in split(data.targets)
         ]
-        batch = PolicyBatch(*(split(x) for x in (data.per_token[0], data.mask, *data.per_token[1:])))
-        loss_func = make_loss_func(tokens, layout, batch, _POLICY, **options)
+        batch = losses.PolicyBatch(*(split(x) for x in (data.per_token[0], data.mask, *data.per_token[1:])))
+        loss_func = losses.make_loss_func(tokens, layout, batch, _POLICY, **options)
     else:
         whole: Any = data.teacher_at_ids
         if data.is_full:
             # The teacher's hidden states select the rows of logits that are given.
-            head = OutputHead(data.teacher[:, columns].T.contiguous())
-            whole = FullDistribution.from_hidden(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
-        distillation = DistillationBatch([whole.split(RESPONSES)], split(data.mask))
-        how = DistillationOptions(divergence=loss.divergence, beta=BETA)
-        loss_func = make_distillation_loss_func(layout, distillation, how, **options)
+            head = losses.OutputHead(data.teacher[:, columns].T.contiguous())
+            whole = losses.FullDistribution.from_hidden(torch.eye(_NUM_TOKENS, dtype=torch.float64), head)
+        distillation = losses.DistillationBatch([whole.split(RESPONSES)], split(data.mask))
+        how = losses.DistillationOptions(divergence=loss.divergence, beta=BETA)
+        loss_func = losses.make_distillation_loss_func(layout, distillation, how, **options)
 
     def of_microbatch(logits: Tensor) -> Tensor:
         total, count, _ = loss_func(logits)

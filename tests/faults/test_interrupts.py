@@ -248,8 +248,9 @@ def add_what_the_model_holds(pool: TeacherPool) -> None:
 
 @pytest.mark.parametrize("scenario", [take_turns, add_from_state, add_within_use, add_what_the_model_holds])
 def test_swaps_interrupted_at_every_call(scenario: Callable[[TeacherPool], None]) -> None:
+    pool = _pool()
     with _watched() as calls:
-        scenario(_pool())
+        scenario(pool)
     assert len(calls) > 40
     for place in calls:
         pool = _pool()

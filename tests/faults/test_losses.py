@@ -20,18 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
-from megatron_rl_patches.losses import (
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    make_loss_func,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
-)
 from megatron_rl_patches.losses.loss_functions import LossFunc
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at, has_no_softmax
@@ -134,13 +125,13 @@ def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, 
     options: dict[str, Any] = {**logits.options, "keep_mask": keep_mask, "inplace_backward": inplace}
     if inplace and case["strides"] not in OWN_STORAGE:
         with pytest.raises(InvalidInputError, match="a storage of their own"):
-            vocab_parallel_log_probs(logits.view, targets, **options)
+            losses.vocab_parallel_log_probs(logits.view, targets, **options)
         return
     if kind == "alone":
-        outputs: Sequence[Tensor] = (vocab_parallel_log_probs(logits.view, targets, **options),)
+        outputs: Sequence[Tensor] = (losses.vocab_parallel_log_probs(logits.view, targets, **options),)
     else:
         options["entropy_grad"] = kind == "with entropy"
-        outputs = vocab_parallel_log_probs_and_entropy(logits.view, targets, **options)
+        outputs = losses.vocab_parallel_log_probs_and_entropy(logits.view, targets, **options)
     leaf = logits.seen.double().requires_grad_()
     expected = dense_log_probs_and_entropy(leaf, targets, **logits.known, keep_mask=keep_mask)
     assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=False))
@@ -159,7 +150,7 @@ def test_log_probs_and_entropy(case: dict[str, Any], kept: bool, inplace: bool, 
 def test_log_probs_at_ids_and_tail(case: dict[str, Any], k: int) -> None:
     logits = Strange(case)
     indices = logits.ids(k, share=0.2)
-    outputs = vocab_parallel_log_probs_at(logits.view, indices, with_tail=True, **logits.options)
+    outputs = losses.vocab_parallel_log_probs_at(logits.view, indices, with_tail=True, **logits.options)
     leaf = logits.seen.double().requires_grad_()
     expected = dense_log_probs_at(leaf, indices, **logits.known)
     assert all(agree(*pair, logits.rounding()) for pair in zip(outputs, expected, strict=True))
@@ -177,7 +168,7 @@ def test_log_probs_at_ids_and_tail(case: dict[str, Any], k: int) -> None:
 def test_topk(case: dict[str, Any], k: int) -> None:
     logits = Strange(case)
     k = min(k, case["width"])
-    outputs = vocab_parallel_topk(logits.view, k, **logits.options)
+    outputs = losses.vocab_parallel_topk(logits.view, k, **logits.options)
     selected = logits.seen.double()[logits.selected]
     order = selected.sort(dim=1, descending=True, stable=True).indices[:, :k]
     has_softmax = ~has_no_softmax(selected)
@@ -199,11 +190,11 @@ def test_rows_whose_values_have_no_gradient_have_none(dtype: torch.dtype, inplac
         counts = torch.rand(ROWS, generator=first.generator) < 0.5
         targets, weight = first.ids(share=0.0), counts.double()
         keep_mask = torch.rand(ROWS, 33, generator=first.generator) < 0.5 if kept else None
-        values = vocab_parallel_log_probs_and_entropy(
+        values = losses.vocab_parallel_log_probs_and_entropy(
             first.view, targets, keep_mask=keep_mask, inplace_backward=inplace
         )
         assert not backward(values, [weight, weight], first.view)[~counts].any()
-        values = vocab_parallel_log_probs_at(
+        values = losses.vocab_parallel_log_probs_at(
             second.view, targets[:, None], with_tail=True, inplace_backward=inplace
         )
         assert not backward(values, [weight[:, None], weight], second.view)[~counts].any()
@@ -211,7 +202,7 @@ def test_rows_whose_values_have_no_gradient_have_none(dtype: torch.dtype, inplac
 
 TOTALS, RESPONSES, VOCABULARY = [5, 7, 4], [3, 5, 2], 11
 MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 0])]
-LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
+LAYOUT = losses.SequenceLayout.build(TOTALS, RESPONSES)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -221,9 +212,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def policy_loss_func(inplace: bool) -> LossFunc:
     tokens = [torch.arange(total) for total in TOTALS]
     values = [random(length) for length in RESPONSES]
-    batch = PolicyBatch(values, MASKS, values, values)
-    options = PolicyOptions(entropy_coef=0.1, kl_coef=0.1)
-    return make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
+    batch = losses.PolicyBatch(values, MASKS, values, values)
+    options = losses.PolicyOptions(entropy_coef=0.1, kl_coef=0.1)
+    return losses.make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])

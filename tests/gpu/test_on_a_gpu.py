@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_rl_patches.losses import (
-    deferred_logits,
-    full_vocabulary_divergence,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_topk,
-)
+from megatron_rl_patches import losses
 from megatron_rl_patches.losses.logits.tiles import add_product
 from megatron_rl_patches.testing import TinyModel
 from tests.ranks import on_ranks
@@ -101,7 +95,7 @@ def test_log_probs_at_ids_and_the_tail() -> None:
 
 def test_topk() -> None:
     logits = 2 * random(ROWS, VOCABULARY)
-    found = vocab_parallel_topk(logits, 16)
+    found = losses.vocab_parallel_topk(logits, 16)
     # Many of bfloat16 logits are equal; of these the lowest ids come first.
     order = logits.cpu().double().sort(dim=1, descending=True, stable=True).indices[:, :16]
     expected = logits.cpu().double().log_softmax(1).gather(1, order)
@@ -134,8 +128,8 @@ def test_deferred_logits(options: dict[str, Any], trains_weight: bool) -> None:
     hidden.requires_grad_()
     weight.requires_grad_(trains_weight)
     trained = [hidden, weight] if trains_weight else [hidden]
-    values = vocab_parallel_log_probs_and_entropy(
-        deferred_logits(hidden, weight, **options), targets, temperature=TEMPERATURE
+    values = losses.vocab_parallel_log_probs_and_entropy(
+        losses.deferred_logits(hidden, weight, **options), targets, temperature=TEMPERATURE
     )
     gradients = torch.autograd.grad(values, trained, list(coefficients))
 
@@ -159,7 +153,9 @@ def test_divergence_from_a_teacher_in_host_memory() -> None:
     teacher = random(ROWS, HIDDEN, seed=5), random(VOCABULARY, HIDDEN, seed=6) / HIDDEN**0.5
     if DEVICE.type == "cuda":
         teacher = teacher[0], teacher[1].cpu().pin_memory()
-    value = full_vocabulary_divergence(deferred_logits(hidden, weight), deferred_logits(*teacher))
+    value = losses.full_vocabulary_divergence(
+        losses.deferred_logits(hidden, weight), losses.deferred_logits(*teacher)
+    )
     [gradient] = torch.autograd.grad(value.sum(), hidden)
 
     hidden64, _, student = reference_logits(hidden.detach(), weight)
@@ -181,8 +177,8 @@ def test_deferred_logits_take_less_memory_than_logits() -> None:
     options = {"tile_bytes": 1 << 20} if IS_DRY else {}
 
     def step() -> tuple[Tensor, ...]:
-        logits = deferred_logits(hidden, weight, **options)
-        return torch.autograd.grad(vocab_parallel_log_probs(logits, targets).sum(), [hidden, weight])
+        logits = losses.deferred_logits(hidden, weight, **options)
+        return torch.autograd.grad(losses.vocab_parallel_log_probs(logits, targets).sum(), [hidden, weight])
 
     step()  # compiles
     gradients = hidden.nbytes + weight.nbytes
@@ -206,7 +202,7 @@ def test_a_loss_takes_the_gradient_and_a_block_beyond_the_logits() -> None:
     targets = torch.randint(vocabulary, (rows,), device=DEVICE)
 
     def step() -> Tensor:
-        return torch.autograd.grad(vocab_parallel_log_probs(logits, targets).sum(), logits)[0]
+        return torch.autograd.grad(losses.vocab_parallel_log_probs(logits, targets).sum(), logits)[0]
 
     step()  # compiles
     # A block of a GPU is 64 MiB or more, so that it counts beside logits of 1 GiB.

@@ -14,21 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
-    FullDistribution,
-    OutputHead,
-    SequenceLayout,
-    deferred_logits,
-    full_vocabulary_divergence,
-    make_distillation_loss_func,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
-)
 from tests.ranks import everywhere, on_ranks
 from tests.references import dense_topk
 from tests.references.dense import IGNORE, errors, relative_error
@@ -67,7 +54,7 @@ def test_ranks(tp_size: int) -> None:
         alone, _ = dist.new_subgroups(1)
         check(random_logits(T, V), random_targets(T, V), alone)
         check_at(random_logits(T, V), random_indices(T, V, K), alone)
-        vocab_parallel_topk(random_logits(T, V), K, tp_group=alone)
+        losses.vocab_parallel_topk(random_logits(T, V), K, tp_group=alone)
     assert calls == [], "of a group of one rank"
 
 
@@ -125,7 +112,7 @@ def check_extremes(group: dist.ProcessGroup) -> None:
         # The tail may be on one rank alone.
         indices = torch.tensor([[7, 0, 7], [6, 999, 2], [5, -100, 4], [-100] * 3])
         leaf = logits[:, mine(group, 1000)].clone().requires_grad_()
-        of_ids = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        of_ids = losses.vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         assert_close(of_ids, dense_log_probs_at(logits[:, :1000], indices))
         sum(values[values > -INF].sum() for values in of_ids).backward()
         assert leaf.grad.isfinite().all()
@@ -134,7 +121,7 @@ def check_extremes(group: dist.ProcessGroup) -> None:
     check(elsewhere, torch.full((4,), V - 1), group)
     everything = torch.arange(12 // group.size() * group.size())
     leaf = torch.zeros(1, len(everything) // group.size(), requires_grad=True)
-    _, tail = vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
+    _, tail = losses.vocab_parallel_log_probs_at(leaf, everything[None], tp_group=group, with_tail=True)
     assert tail.item() == -INF
     tail.sum().backward()
     assert (leaf.grad == 0).all()
@@ -165,14 +152,16 @@ def check_poisons(group: dist.ProcessGroup) -> None:
             logits = random_logits(T, V)
             logits[not_finite, column] = value
             part = logits[:, mine(group)].clone().requires_grad_()
-            found = vocab_parallel_log_probs_and_entropy(part, torch.arange(T), tp_group=group, fused=False)
+            found = losses.vocab_parallel_log_probs_and_entropy(
+                part, torch.arange(T), tp_group=group, fused=False
+            )
             sum(values.sum() for values in found).backward()
             for values in (*found, part.grad.sum(1)):
                 assert torch.equal(values.isnan(), not_finite)
             indices = random_indices(T, V, K)
-            at_ids = vocab_parallel_log_probs_at(part, indices, tp_group=group, with_tail=True)
+            at_ids = losses.vocab_parallel_log_probs_at(part, indices, tp_group=group, with_tail=True)
             assert_close(at_ids, dense_log_probs_at(logits, indices))
-            topk = vocab_parallel_topk(part, K, tp_group=group)
+            topk = losses.vocab_parallel_topk(part, K, tp_group=group)
             assert topk.indices[~not_finite].equal(largest(logits, K)[~not_finite])
             expected = dense_log_probs_at(logits, topk.indices)
             assert_close((topk.log_probs, topk.tail_log_prob), expected)
@@ -186,7 +175,7 @@ def check_no_rows(group: dist.ProcessGroup) -> None:
         check(random_logits(T, V), nothing, group, rows=nothing)
         check_at(random_logits(T, V), nothing.view(0, K), group, rows=nothing)
         logits = random_logits(T, V)[:, mine(group)]
-        assert len(vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
+        assert len(losses.vocab_parallel_topk(logits, K, tp_group=group, rows=nothing)) == 0
     assert len(calls) == 4
 
 
@@ -204,12 +193,14 @@ def check_refusals(group: dist.ProcessGroup) -> None:
         for changes, message in wrong:
             arguments = {"logits": logits, "targets": targets, "tp_group": group, **changes}
             with pytest.raises(InvalidInputError, match=message):
-                vocab_parallel_log_probs(**arguments)
+                losses.vocab_parallel_log_probs(**arguments)
         if group.rank() == 0:
             with pytest.raises(InvalidInputError, match="not in tp_group"):
-                vocab_parallel_log_probs(logits, targets, tp_group=others)
+                losses.vocab_parallel_log_probs(logits, targets, tp_group=others)
         with pytest.raises(InvalidInputError, match=r"weight \[9, 7\]"):  # before the sequence is gathered
-            deferred_logits(torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True)
+            losses.deferred_logits(
+                torch.zeros(4, 8), torch.zeros(9, 7), tp_group=group, sequence_parallel=True
+            )
     assert calls == []
 
 
@@ -226,11 +217,11 @@ def check_refused_on_one_rank(group: dist.ProcessGroup) -> None:
             expected = rf"{message}.*of ranks {min(refusing)} of tp_group"
             with sent_bytes() as calls:
                 with pytest.raises(InvalidInputError, match=expected):
-                    vocab_parallel_log_probs(
+                    losses.vocab_parallel_log_probs(
                         logits, targets, tp_group=group, rows=rows, inplace_backward=True
                     )
                 with pytest.raises(InvalidInputError, match=expected):
-                    vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
+                    losses.vocab_parallel_log_probs_at(logits, indices, tp_group=group, inplace_backward=True)
             assert [name for name, _ in calls] == ["all_gather_into_tensor", "all_reduce"]
 
 
@@ -245,15 +236,15 @@ def check_collectives(group: dist.ProcessGroup) -> list[Tensor]:
         logits = random_logits(T, V)[:, columns].clone().requires_grad_() * 1
         targets = at_borders(n, group)
         with sent_bytes() as calls:
-            found = vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
+            found = losses.vocab_parallel_log_probs_and_entropy(logits, targets, tp_group=group, **options)
             sum(one.sum() for one in found if one.requires_grad).backward()
             options.pop("entropy_grad", None)
             logits = random_logits(T, V)[:, columns].clone()
-            alone = vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
+            alone = losses.vocab_parallel_log_probs(logits, targets, tp_group=group, **options)
         assert [name for name, _ in calls] == ["all_gather_into_tensor"] * 2
         of_ids: Any = {name: options[name] for name in options if name in ("rows", "temperature")}
         indices = random_indices(n, V, K)
-        at_ids = vocab_parallel_log_probs_at(logits, indices, tp_group=group, with_tail=True, **of_ids)
+        at_ids = losses.vocab_parallel_log_probs_at(logits, indices, tp_group=group, with_tail=True, **of_ids)
         values += [one.detach() for one in (*found, alone, *at_ids)]
     return values
 
@@ -263,7 +254,7 @@ def check_selection(group: dist.ProcessGroup) -> None:
     for dtype, bound in ((torch.float32, 2e-6), (torch.float64, 1e-9), (torch.bfloat16, 2e-6)):
         logits = random_logits(T, V, dtype)
         for k in (1, K, V // group.size() + 3, V):
-            found = vocab_parallel_topk(
+            found = losses.vocab_parallel_topk(
                 logits[:, mine(group)], k, tp_group=group, temperature=0.7, rows=slice(1, T)
             )
             expected = largest(logits[1:], k)
@@ -282,7 +273,7 @@ def check_ties(group: dist.ProcessGroup) -> None:
         logits[::4, : columns + 1] = -INF
         for k in (1, 3, columns, columns + 1, columns * group.size()):
             k = min(k, logits.shape[1])
-            found = vocab_parallel_topk(logits[:, mine(group, logits.shape[1])], k, tp_group=group)
+            found = losses.vocab_parallel_topk(logits[:, mine(group, logits.shape[1])], k, tp_group=group)
             assert found.indices.equal(largest(logits, k))
 
 
@@ -292,8 +283,8 @@ def check_bytes(group: dist.ProcessGroup) -> list[Tensor]:
     indices = random_indices(64, V, 16)
     leaf = logits.clone().requires_grad_()
     with sent_bytes() as sent:
-        found = vocab_parallel_topk(logits, 16, tp_group=group)
-        log_probs, tail = vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
+        found = losses.vocab_parallel_topk(logits, 16, tp_group=group)
+        log_probs, tail = losses.vocab_parallel_log_probs_at(leaf, indices, tp_group=group, with_tail=True)
         (log_probs.sum(-1) + tail)[found.tail_log_prob < 0].nan_to_num(neginf=0.0).sum().backward()
     # In all, a rank sends eight bytes more, what its logits have been divided by.
     assert sent == [
@@ -308,15 +299,15 @@ def check_padding(group: dist.ProcessGroup) -> None:
     rank, size = group.rank(), group.size()
     hidden = torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 3)
     weight = torch.linspace(0, 2, 48, dtype=torch.float64).view(16, 3).sin()
-    student = deferred_logits(hidden, weight.chunk(size)[rank], tp_group=group)
+    student = losses.deferred_logits(hidden, weight.chunk(size)[rank], tp_group=group)
     for rows in (4, 12, 20):
         num_ids = min(15, rows)
         weight_of_teacher = torch.linspace(1, 2, 3 * rows, dtype=torch.float64).view(rows, 3).sin()
         bias = weight_of_teacher[:, 0]
-        head = OutputHead(weight_of_teacher.chunk(size)[rank], bias.chunk(size)[rank])
+        head = losses.OutputHead(weight_of_teacher.chunk(size)[rank], bias.chunk(size)[rank])
         head = head.resharded(16 // size, group)
-        (teacher,) = FullDistribution.from_hidden(hidden, head).logits()
-        value = full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
+        (teacher,) = losses.FullDistribution.from_hidden(hidden, head).logits()
+        value = losses.full_vocabulary_divergence(student, teacher, num_ids=num_ids, tp_group=group)
         whole = hidden @ weight.T, hidden @ weight_of_teacher.T + bias
         log_p, log_q = (logits[:, :num_ids].log_softmax(1) for logits in whole)
         assert (value - (log_p.exp() * (log_p - log_q)).sum(1)).abs().max() < 1e-12
@@ -341,24 +332,24 @@ def test_distillation_over_context_parallel_ranks() -> None:
     """Every rank has the whole loss, and of its own rows the gradient of all ranks' losses together."""
     totals, responses = [9, 4, 21, 2], [5, 0, 20, 1]
     generator = torch.Generator().manual_seed(0)
-    teacher = vocab_parallel_topk(torch.randn(sum(responses), 30, generator=generator).double(), 5)
+    teacher = losses.vocab_parallel_topk(torch.randn(sum(responses), 30, generator=generator).double(), 5)
     masks = [torch.rand(n, generator=generator) < 0.8 for n in responses]
-    batch = DistillationBatch([teacher.split(responses)], masks)
+    batch = losses.DistillationBatch([teacher.split(responses)], masks)
     # By response token; on the ranks they lie elsewhere.
     rows = torch.randn(sum(responses), 30, generator=generator).double()
     group = dist.group.WORLD
-    whole = SequenceLayout.build(totals, responses)
-    split = SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
+    whole = losses.SequenceLayout.build(totals, responses)
+    split = losses.SequenceLayout.build(totals, responses, cp_rank=group.rank(), cp_size=2)
     for options in (
-        DistillationOptions(),
-        DistillationOptions(divergence="forward_kl", normalization="sequence"),
+        losses.DistillationOptions(),
+        losses.DistillationOptions(divergence="forward_kl", normalization="sequence"),
     ):
         results = []
         for layout, cp_group in ((whole, None), (split, group)):
             logits = torch.zeros(1, layout.num_rows, 30, dtype=torch.float64)
             logits[0, layout.response_rows] = rows[layout.response_index]
             logits.requires_grad_()
-            loss_func = make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
+            loss_func = losses.make_distillation_loss_func(layout, batch, options, cp_group=cp_group)
             loss, count, metrics = loss_func(logits)
             loss.backward()
             results.append((loss.detach(), count, metrics, logits.grad[0, layout.response_rows]))

@@ -21,24 +21,12 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl_patches import Settings, applied
+from megatron_rl_patches import Settings, applied, losses
 from megatron_rl_patches.inference import (
     TeacherPool,
     build_inference_model,
     forward_hidden_states,
     forward_topk,
-)
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    FullDistribution,
-    PolicyBatch,
-    SequenceLayout,
-    TopKDistribution,
-    make_distillation_loss_func,
-    make_loss_func,
-    mix_teachers,
-    reverse_kl,
-    route_teachers,
 )
 from megatron_rl_patches.testing import cpu_backend, spawn_ranks
 from megatron_rl_patches.testing.tiny_models import GatheredAttention
@@ -173,16 +161,18 @@ def _targets(
                 distributions[order] = _topk(teacher, tokens_bs, at=student)
             elif hidden := forward_hidden_states(teacher, [_microbatch(tokens_bs)], progress=False):
                 head: Any = pool.head(order)
-                distributions[order] = [FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden]
+                distributions[order] = [
+                    losses.FullDistribution.from_hidden(hidden_dh, head) for hidden_dh in hidden
+                ]
     if not parallel_state.is_pipeline_last_stage():
         return None
     names = [ORDERS[index] for index in _order_of(tokens_bs).tolist()]
     if target == "routed":
-        return route_teachers(names, distributions)
+        return losses.route_teachers(names, distributions)
     first, second = ORDERS
     weights = {first: (OWN, OTHER), second: (OTHER, OWN)}
     pairs = zip(distributions[first], distributions[second], strict=True)
-    return [mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
+    return [losses.mix_teachers(pair, weights[name]) for name, pair in zip(names, pairs, strict=True)]
 
 
 def _divergences(pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target: str) -> list[torch.Tensor]:
@@ -192,8 +182,8 @@ def _divergences(pool: TeacherPool, model: Any, tokens_bs: torch.Tensor, target:
     targets = _targets(pool, model, tokens_bs, target, VOCABULARY)
     means = torch.zeros(len(ORDERS))
     if student and targets:
-        buckets, whole = TopKDistribution.cat(student), TopKDistribution.cat(targets)
-        kl_n = reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
+        buckets, whole = losses.TopKDistribution.cat(student), losses.TopKDistribution.cat(targets)
+        kl_n = losses.reverse_kl(buckets.log_probs, buckets.tail_log_prob, whole)
         kl_b = kl_n.view(-1, DIGITS).mean(1)
         for index in range(len(ORDERS)):
             means[index] = kl_b[_order_of(tokens_bs) == index].mean()
@@ -279,7 +269,7 @@ def _answer(model: Any, prompts_bp: torch.Tensor, generator: torch.Generator | N
         if distributions := forward_topk(
             model, [_microbatch(tokens_bs, number + 1, 1)], VOCABULARY, progress=False
         ):
-            vocabulary = TopKDistribution.cat(distributions)
+            vocabulary = losses.TopKDistribution.cat(distributions)
             choice_b1 = (vocabulary.log_probs.exp() / noise_bv).argmax(1, keepdim=True)
             tokens_bs[:, number] = vocabulary.indices.gather(1, choice_b1)[:, 0]
         _broadcast_from_last_stage(tokens_bs)
@@ -309,7 +299,7 @@ def _train(
     model: Any,
     optimizer: Any,
     microbatches: Iterator[Batch],
-    loss: Callable[[Batch, SequenceLayout, dict[str, Any], torch.Tensor], Any],
+    loss: Callable[[Batch, losses.SequenceLayout, dict[str, Any], torch.Tensor], Any],
     steps: int,
     num_microbatches: int,
     size: int,
@@ -321,7 +311,7 @@ def _train(
         "cp_group": parallel_state.get_context_parallel_group(),
     }
     cp_rank, cp_size = groups["cp_group"].rank(), groups["cp_group"].size()
-    layout = SequenceLayout.build(
+    layout = losses.SequenceLayout.build(
         [LENGTH] * size,
         [DIGITS] * size,
         qkv_format="bshd",
@@ -342,17 +332,21 @@ def _train(
     train(forward_step, microbatches, model, optimizer, steps=steps, **sizes)
 
 
-def _likelihood_loss(batch: Batch, layout: SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+def _likelihood_loss(batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
     """Return a loss with the gradient of the negative log-likelihood of the answers: PPO's at advantage 1."""
     ones = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = make_loss_func(
-        list(batch["tokens"]), layout, PolicyBatch(ones, ones), with_entropy=False, **options
+    loss_func = losses.make_loss_func(
+        list(batch["tokens"]), layout, losses.PolicyBatch(ones, ones), with_entropy=False, **options
     )
     return loss_func(logits)
 
 
-def _distillation_loss(batch: Batch, layout: SequenceLayout, options: Any, logits: torch.Tensor) -> Any:
+def _distillation_loss(
+    batch: Batch, layout: losses.SequenceLayout, options: Any, logits: torch.Tensor
+) -> Any:
     """Return the reverse KL divergence of a batch from its teachers. The last pipeline stage calls it."""
     masks = list(torch.ones(len(batch["tokens"]), DIGITS))
-    loss_func = make_distillation_loss_func(layout, DistillationBatch([batch["teachers"]], masks), **options)
+    loss_func = losses.make_distillation_loss_func(
+        layout, losses.DistillationBatch([batch["teachers"]], masks), **options
+    )
     return loss_func(logits)

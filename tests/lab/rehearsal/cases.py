@@ -20,24 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.common.devices import on_device
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    FullDistribution,
-    OutputHead,
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    TopKDistribution,
-    deferred_logits,
-    full_vocabulary_divergence,
-    make_distillation_loss_func,
-    make_loss_func,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_and_entropy,
-    vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
-)
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES
 from megatron_rl_patches.losses.logits.tiles import add_product
 from tests.lab.rehearsal import counted
@@ -77,7 +61,7 @@ def materialized(dtype: torch.dtype, some_rows: bool = False, mask: bool = False
     n = ROWS if rows is None else len(rows)
     keep_mask = torch.empty(n, VOCABULARY, dtype=torch.bool, device=GPU) if mask else None
     options = {"rows": rows, "keep_mask": keep_mask, "temperature": 0.8, **options}
-    backward(hidden, *vocab_parallel_log_probs_and_entropy(hidden @ weight.T, ids(n), **options))
+    backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(hidden @ weight.T, ids(n), **options))
 
 
 def deferred(
@@ -85,11 +69,14 @@ def deferred(
 ) -> None:
     hidden, weight = layer(dtype, trains=trains)
     rows = every_second_row() if some_rows else None
-    logits, targets = deferred_logits(hidden, weight, **options), ids(ROWS if rows is None else len(rows))
+    logits, targets = (
+        losses.deferred_logits(hidden, weight, **options),
+        ids(ROWS if rows is None else len(rows)),
+    )
     if entropy:
-        backward(hidden, *vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
+        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, targets, rows=rows))
     else:
-        backward(hidden, vocab_parallel_log_probs(logits, targets, rows=rows))
+        backward(hidden, losses.vocab_parallel_log_probs(logits, targets, rows=rows))
     assert (weight.grad is not None and weight.grad.dtype == dtype) == trains
 
 
@@ -101,7 +88,7 @@ def kept_automatically(dtype: torch.dtype) -> None:
 @torch.no_grad()
 def scoring(dtype: torch.dtype) -> None:
     hidden, weight = layer(dtype)
-    vocab_parallel_log_probs_and_entropy(deferred_logits(hidden, weight), ids(ROWS))
+    losses.vocab_parallel_log_probs_and_entropy(losses.deferred_logits(hidden, weight), ids(ROWS))
 
 
 def main_grad(dtype: torch.dtype) -> None:
@@ -112,68 +99,75 @@ def main_grad(dtype: torch.dtype) -> None:
 
 def top_k(dtype: torch.dtype, is_deferred: bool) -> None:
     hidden, weight = (x.detach() for x in layer(dtype))
-    logits = deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
-    chosen = vocab_parallel_topk(logits, 8)
+    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    chosen = losses.vocab_parallel_topk(logits, 8)
     assert chosen.indices.is_cuda and chosen.indices.shape == (ROWS, 8)
 
 
 def at_ids(dtype: torch.dtype, is_deferred: bool) -> None:
     hidden, weight = layer(dtype)
-    logits = deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
-    backward(hidden, *vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
+    logits = losses.deferred_logits(hidden, weight) if is_deferred else hidden @ weight.T
+    backward(hidden, *losses.vocab_parallel_log_probs_at(logits, ids(ROWS, 8), with_tail=True))
 
 
 def divergence(dtype: torch.dtype, name: Any) -> None:
     hidden, weight = layer(dtype)
-    teacher, student = deferred_logits(*layer(dtype, HIDDEN // 2)), deferred_logits(hidden, weight)
-    old = deferred_logits(*layer(dtype)) if DIVERGENCES[name].needs_old else None
-    backward(hidden, full_vocabulary_divergence(student, teacher, divergence=name, old=old))
+    teacher, student = (
+        losses.deferred_logits(*layer(dtype, HIDDEN // 2)),
+        losses.deferred_logits(hidden, weight),
+    )
+    old = losses.deferred_logits(*layer(dtype)) if DIVERGENCES[name].needs_old else None
+    backward(hidden, losses.full_vocabulary_divergence(student, teacher, divergence=name, old=old))
 
 
 def host_memory(dtype: torch.dtype) -> None:
     """A teacher's hidden states and output layer wait in host memory."""
     hidden, weight = layer(dtype)
     of_teacher, its_weight = (x.detach() for x in layer(dtype, HIDDEN // 2))
-    waiting = FullDistribution.from_hidden(of_teacher, OutputHead(its_weight).copied_to("cpu")).to("cpu")
+    waiting = losses.FullDistribution.from_hidden(
+        of_teacher, losses.OutputHead(its_weight).copied_to("cpu")
+    ).to("cpu")
     assert not waiting.hidden[0].is_cuda and not waiting.heads[0].weight.is_cuda
     teacher = waiting.to(GPU).logits()
-    backward(hidden, full_vocabulary_divergence(deferred_logits(hidden, weight), teacher))
+    backward(hidden, losses.full_vocabulary_divergence(losses.deferred_logits(hidden, weight), teacher))
 
 
-def microbatch(dtype: torch.dtype) -> tuple[Tensor, Tensor, SequenceLayout, list[Tensor]]:
+def microbatch(dtype: torch.dtype) -> tuple[Tensor, Tensor, losses.SequenceLayout, list[Tensor]]:
     """Return hidden states, logits ``[1, T, V]``, and layout and masks of two responses."""
     hidden, weight = layer(dtype)
-    layout = SequenceLayout.build([ROWS // 2] * 2, [ROWS // 4] * 2, device=GPU)
+    layout = losses.SequenceLayout.build([ROWS // 2] * 2, [ROWS // 4] * 2, device=GPU)
     masks = [torch.ones(length) for length in layout.response_lengths]
-    return hidden, deferred_logits(hidden[None], weight), layout, masks
+    return hidden, losses.deferred_logits(hidden[None], weight), layout, masks
 
 
 def policy(dtype: torch.dtype) -> None:
     """A policy loss, whose batch is on the GPU already."""
     hidden, logits, layout, masks = microbatch(dtype)
     of_tokens = [on_device(mask, GPU) for mask in masks]
-    batch = PolicyBatch(*[of_tokens] * 5)
-    options = PolicyOptions(entropy_coef=0.1, kl_coef=0.1, tis_clip=2.0)
-    backward(hidden, make_loss_func([ids(ROWS // 2)] * 2, layout, batch, options)(logits)[0])
+    batch = losses.PolicyBatch(*[of_tokens] * 5)
+    options = losses.PolicyOptions(entropy_coef=0.1, kl_coef=0.1, tis_clip=2.0)
+    backward(hidden, losses.make_loss_func([ids(ROWS // 2)] * 2, layout, batch, options)(logits)[0])
 
 
 def distillation(dtype: torch.dtype, is_full: bool) -> None:
     """A distillation loss, whose teacher and masks come from host memory."""
     hidden, logits, layout, masks = microbatch(dtype)
     if is_full:
-        head = OutputHead(torch.empty(VOCABULARY, HIDDEN, device=GPU, dtype=dtype)).copied_to("cpu")
-        teacher: Any = FullDistribution.from_hidden(torch.empty(ROWS // 2, HIDDEN, dtype=dtype), head)
+        head = losses.OutputHead(torch.empty(VOCABULARY, HIDDEN, device=GPU, dtype=dtype)).copied_to("cpu")
+        teacher: Any = losses.FullDistribution.from_hidden(torch.empty(ROWS // 2, HIDDEN, dtype=dtype), head)
     else:
         k_ids = torch.arange(8).expand(ROWS // 2, -1)
-        teacher = TopKDistribution(k_ids, torch.zeros(k_ids.shape), torch.zeros(len(k_ids)))
-    batch = DistillationBatch([teacher.split(layout.response_lengths)], masks)
-    backward(hidden, make_distillation_loss_func(layout, batch)(logits)[0])
+        teacher = losses.TopKDistribution(k_ids, torch.zeros(k_ids.shape), torch.zeros(len(k_ids)))
+    batch = losses.DistillationBatch([teacher.split(layout.response_lengths)], masks)
+    backward(hidden, losses.make_distillation_loss_func(layout, batch)(logits)[0])
 
 
 def mixture_of_top_k(dtype: torch.dtype) -> None:
-    one = TopKDistribution(ids(ROWS, 8), torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU))
-    other = TopKDistribution(ids(ROWS, 8), one.log_probs, one.tail_log_prob)
-    assert TopKDistribution.mixture([one, other], [1.0, 2.0]).log_probs.is_cuda
+    one = losses.TopKDistribution(
+        ids(ROWS, 8), torch.zeros(ROWS, 8, device=GPU), torch.zeros(ROWS, device=GPU)
+    )
+    other = losses.TopKDistribution(ids(ROWS, 8), one.log_probs, one.tail_log_prob)
+    assert losses.TopKDistribution.mixture([one, other], [1.0, 2.0]).log_probs.is_cuda
 
 
 def tensor_parallel(dtype: torch.dtype) -> None:
@@ -181,12 +175,12 @@ def tensor_parallel(dtype: torch.dtype) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         (hidden, weight), group = layer(dtype), dist.group.WORLD
-        logits = deferred_logits(hidden, weight)
-        backward(hidden, *vocab_parallel_log_probs_and_entropy(logits, ids(ROWS), tp_group=group))
-        chosen = vocab_parallel_topk(logits.detach(), 8, tp_group=group).indices
-        backward(hidden, *vocab_parallel_log_probs_at(logits, chosen, with_tail=True, tp_group=group))
-        teacher = deferred_logits(*layer(dtype))
-        backward(hidden, full_vocabulary_divergence(logits, teacher, tp_group=group))
+        logits = losses.deferred_logits(hidden, weight)
+        backward(hidden, *losses.vocab_parallel_log_probs_and_entropy(logits, ids(ROWS), tp_group=group))
+        chosen = losses.vocab_parallel_topk(logits.detach(), 8, tp_group=group).indices
+        backward(hidden, *losses.vocab_parallel_log_probs_at(logits, chosen, with_tail=True, tp_group=group))
+        teacher = losses.deferred_logits(*layer(dtype))
+        backward(hidden, losses.full_vocabulary_divergence(logits, teacher, tp_group=group))
     finally:
         dist.destroy_process_group()
 

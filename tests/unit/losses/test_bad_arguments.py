@@ -18,17 +18,6 @@ from torch import Tensor
 
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    DistillationBatch,
-    DistillationOptions,
-    FullDistribution,
-    OutputHead,
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    TopKDistribution,
-    vocab_parallel_log_probs_at,
-)
 
 N, V = 4, 7
 
@@ -43,9 +32,9 @@ def both(make: Callable[[], Any]) -> list[Any]:
 
 
 IDS = torch.tensor([[0, 3], [1, 2], [6, 5], [4, 0]])
-LOG_PROBS, TAIL = vocab_parallel_log_probs_at(random(N, V), IDS, with_tail=True)
-TOPK = TopKDistribution(IDS, LOG_PROBS, TAIL)
-LAYOUT = SequenceLayout.build([4, 3], [2, 2])
+LOG_PROBS, TAIL = losses.vocab_parallel_log_probs_at(random(N, V), IDS, with_tail=True)
+TOPK = losses.TopKDistribution(IDS, LOG_PROBS, TAIL)
+LAYOUT = losses.SequenceLayout.build([4, 3], [2, 2])
 MASKS, VALUES = both(lambda: torch.ones(2)), both(lambda: random(2))
 POLICY = {
     "advantages": VALUES,
@@ -81,28 +70,24 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     ),
     (
         losses.full_vocabulary_divergence,
-        {
-            "student": random(N, V),
-            "teacher": random(N, V),
-            "old": random(N, V),
-            "beta": 0.5,
-            "divergence": "importance_weighted_reverse_kl",
-            "temperature": 1.0,
-            "num_ids": V,
-            "teacher_weights": [1.0],
-        },
+        {"divergence": "importance_weighted_reverse_kl", "beta": 0.5, "num_ids": V, "teacher_weights": [1.0]}
+        | {"student": random(N, V), "teacher": random(N, V), "old": random(N, V), "temperature": 1.0},
     ),
     (
         policy_loss_func,
-        {**OF_MICROBATCH, "tokens": [IDS.flatten()[:4], IDS.flatten()[:3]], "batch": PolicyBatch(**POLICY)},
+        {
+            **OF_MICROBATCH,
+            "tokens": [IDS.flatten()[:4], IDS.flatten()[:3]],
+            "batch": losses.PolicyBatch(**POLICY),
+        },
     ),
-    (distillation_loss_func, {**OF_MICROBATCH, "batch": DistillationBatch(**DISTILLATION)}),
+    (distillation_loss_func, {**OF_MICROBATCH, "batch": losses.DistillationBatch(**DISTILLATION)}),
     (
         losses.policy_loss,
         {
             "log_probs": VALUES,
-            "batch": PolicyBatch(**POLICY),
-            "options": PolicyOptions(),
+            "batch": losses.PolicyBatch(**POLICY),
+            "options": losses.PolicyOptions(),
             "entropies": VALUES,
         },
     ),
@@ -111,8 +96,8 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
         {
             "log_probs": list(LOG_PROBS.split(2)),
             "tail_log_probs": list(TAIL.split(2)),
-            "batch": DistillationBatch(**DISTILLATION),
-            "options": DistillationOptions(),
+            "batch": losses.DistillationBatch(**DISTILLATION),
+            "options": losses.DistillationOptions(),
         },
     ),
     (losses.estimate_kl, {"log_ratio": random(3), "estimator": "k3"}),
@@ -125,42 +110,30 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (losses.reverse_kl, OF_BUCKETS),
     (losses.jensen_shannon, {**OF_BUCKETS, "beta": 0.5}),
     (losses.importance_weighted_reverse_kl, {**OF_BUCKETS, "old": TOPK}),
-    (TopKDistribution, {"indices": IDS, "log_probs": LOG_PROBS, "tail_log_prob": TAIL, "temperature": 1.0}),
-    (FullDistribution, {"hidden": (random(N, 3),), "heads": (OutputHead(random(V, 3)),), "weights": (1.0,)}),
-    (OutputHead, {"weight": random(V, 3), "bias": random(V)}),
-    (PolicyBatch, POLICY),
-    (DistillationBatch, DISTILLATION),
     (
-        PolicyOptions,
-        {
-            "objective": "ppo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "dual_clip": 2.0,
-            "entropy_coef": 0.1,
-            "kl_coef": 0.1,
-            "kl_estimator": "k3",
-            "tis_clip": 2.0,
-            **CONSTANT,
-        },
+        losses.TopKDistribution,
+        {"indices": IDS, "log_probs": LOG_PROBS, "tail_log_prob": TAIL, "temperature": 1.0},
     ),
     (
-        DistillationOptions,
+        losses.FullDistribution,
+        {"hidden": (random(N, 3),), "heads": (losses.OutputHead(random(V, 3)),), "weights": (1.0,)},
+    ),
+    (losses.OutputHead, {"weight": random(V, 3), "bias": random(V)}),
+    (losses.PolicyBatch, POLICY),
+    (losses.DistillationBatch, DISTILLATION),
+    (
+        losses.PolicyOptions,
+        {"objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 2.0, "entropy_coef": 0.1}
+        | {"kl_coef": 0.1, "kl_estimator": "k3", "tis_clip": 2.0, **CONSTANT},
+    ),
+    (
+        losses.DistillationOptions,
         {"divergence": "forward_kl", "beta": 0.5, "teacher_weights": (1.0,), "num_ids": 3, **CONSTANT},
     ),
     (
-        SequenceLayout.build,
-        {
-            "total_lengths": [4, 3],
-            "response_lengths": [2, 2],
-            "qkv_format": "thd",
-            "num_rows": 8,
-            "padded_lengths": [4, 4],
-            "cp_rank": 0,
-            "cp_size": 1,
-            "allgather_cp": False,
-            "own_rows": False,
-        },
+        losses.SequenceLayout.build,
+        {"total_lengths": [4, 3], "response_lengths": [2, 2], "padded_lengths": [4, 4], "num_rows": 8}
+        | {"qkv_format": "thd", "cp_rank": 0, "cp_size": 1, "allgather_cp": False, "own_rows": False},
     ),
     (LAYOUT.rows_of, {"logits": random(1, 7, V)}),
     (LAYOUT.split_responses, {"values": random(4)}),
@@ -304,10 +277,12 @@ def test_masks_may_be_padded() -> None:
         assert torch.equal(weights[padded.flatten() != 0], of_each[0]) and count == of_each[1]
         assert not weights[padded.flatten() == 0].any()
     assert losses.mean_count(padded, 2, "token") == 1.5
-    batch = PolicyBatch(padded.float(), padded, padded.float())
-    values = losses.policy_loss(list(torch.zeros(3, 3)), batch, PolicyOptions())
-    in_list = PolicyBatch(list(padded.float()), list(padded), list(padded.float()))
-    assert torch.equal(values[0], losses.policy_loss(list(torch.zeros(3, 3)), in_list, PolicyOptions())[0])
+    batch = losses.PolicyBatch(padded.float(), padded, padded.float())
+    values = losses.policy_loss(list(torch.zeros(3, 3)), batch, losses.PolicyOptions())
+    in_list = losses.PolicyBatch(list(padded.float()), list(padded), list(padded.float()))
+    assert torch.equal(
+        values[0], losses.policy_loss(list(torch.zeros(3, 3)), in_list, losses.PolicyOptions())[0]
+    )
 
 
 def test_equal_rewards_have_no_advantage_without_eps() -> None:

@@ -12,16 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    PolicyBatch,
-    PolicyOptions,
-    SequenceLayout,
-    loss_functions,
-    make_loss_func,
-    packed_log_probs_and_entropy,
-    policy_loss,
-)
 
 from .sequences.cp_reference import Case, cases, corners, dense, microbatch, weighted
 
@@ -34,7 +26,7 @@ def test_equals_dense(case: Case) -> None:
     log_probs, entropies = dense(case, logits, tokens, temperature)
     loss: Any = 0
     for rank, layout in enumerate(case.layouts()):
-        got, got_entropies = packed_log_probs_and_entropy(
+        got, got_entropies = losses.packed_log_probs_and_entropy(
             case.shard(logits, rank), tokens, layout, temperature=temperature
         )
         torch.testing.assert_close(got, layout.local_parts(log_probs))
@@ -54,15 +46,15 @@ PACKED = Case((2, 3), (4, 1), tail=3)
 def test_entropy_is_optional_and_so_is_its_gradient() -> None:
     logits, tokens = microbatch(PACKED)
     shard, layout = PACKED.shard(logits, 0), PACKED.layout(0)
-    both, entropies = packed_log_probs_and_entropy(shard, tokens, layout, entropy_grad=False)
+    both, entropies = losses.packed_log_probs_and_entropy(shard, tokens, layout, entropy_grad=False)
     # Packed logits may come without the dimension of the batch.
-    alone, nothing = packed_log_probs_and_entropy(shard[0], tokens, layout, with_entropy=False)
+    alone, nothing = losses.packed_log_probs_and_entropy(shard[0], tokens, layout, with_entropy=False)
     assert nothing is None
     torch.testing.assert_close(alone, both)
     assert all(part.requires_grad for part in both + alone)
     assert not any(part.requires_grad for part in entropies)
     with torch.no_grad():
-        quiet, quiet_entropies = packed_log_probs_and_entropy(shard, tokens, layout)
+        quiet, quiet_entropies = losses.packed_log_probs_and_entropy(shard, tokens, layout)
     assert not any(part.requires_grad for part in quiet + quiet_entropies)
 
 
@@ -73,20 +65,20 @@ def test_logits_of_another_layout_are_refused(case: Case) -> None:
     too_few, sequence_first = shard[:, :-1], shard.transpose(0, 1)
     for wrong in (too_few, sequence_first, shard.flatten(), shard[..., None]):
         with pytest.raises(InvalidInputError, match="but their layout is"):
-            packed_log_probs_and_entropy(wrong, tokens, layout)
+            losses.packed_log_probs_and_entropy(wrong, tokens, layout)
     with pytest.raises(InvalidInputError, match=r"logits are on meta.*pass device=logits\.device"):
-        packed_log_probs_and_entropy(shard.to("meta"), tokens, layout)
+        losses.packed_log_probs_and_entropy(shard.to("meta"), tokens, layout)
 
 
 # --- the closure
 
 VOCABULARY = 11
 TOTALS, RESPONSES = [6, 4, 9], [3, 0, 8]
-LAYOUT = SequenceLayout.build(TOTALS, RESPONSES)
-OPTIONS = PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, normalization="sequence")
+LAYOUT = losses.SequenceLayout.build(TOTALS, RESPONSES)
+OPTIONS = losses.PolicyOptions(objective="gspo", entropy_coef=0.1, kl_coef=0.2, normalization="sequence")
 
 
-def batch_tokens_and_logits() -> tuple[PolicyBatch, list[torch.Tensor], torch.Tensor]:
+def batch_tokens_and_logits() -> tuple[losses.PolicyBatch, list[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random() -> list[torch.Tensor]:
@@ -95,22 +87,22 @@ def batch_tokens_and_logits() -> tuple[PolicyBatch, list[torch.Tensor], torch.Te
     masks = [torch.rand(n, generator=generator) < 0.8 for n in RESPONSES]
     tokens = [torch.randint(VOCABULARY, (n,), generator=generator) for n in TOTALS]
     logits = torch.randn(1, sum(TOTALS), VOCABULARY, generator=generator, requires_grad=True)
-    return PolicyBatch(random(), masks, random(), random(), random()), tokens, logits
+    return losses.PolicyBatch(random(), masks, random(), random(), random()), tokens, logits
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.1])
 def test_entropy_has_a_gradient_only_when_it_has_a_coefficient(coefficient: float, mocker: Any) -> None:
-    spy = mocker.spy(loss_functions, "packed_log_probs_and_entropy")
+    spy = mocker.spy(losses.loss_functions, "packed_log_probs_and_entropy")
     batch, tokens, logits = batch_tokens_and_logits()
-    make_loss_func(tokens, LAYOUT, batch, replace(OPTIONS, entropy_coef=coefficient))(logits)
+    losses.make_loss_func(tokens, LAYOUT, batch, replace(OPTIONS, entropy_coef=coefficient))(logits)
     assert all(entropy.requires_grad is bool(coefficient) for entropy in spy.spy_return[1])
 
 
 def test_what_does_not_fit_is_refused_before_the_forward() -> None:
     batch, tokens, _ = batch_tokens_and_logits()
     bare = replace(batch, ref_log_probs=None)
-    of_other = SequenceLayout.build(TOTALS, [3, 1, 8])
-    of_two_ranks = SequenceLayout.build(TOTALS, RESPONSES, cp_size=2)
+    of_other = losses.SequenceLayout.build(TOTALS, [3, 1, 8])
+    of_two_ranks = losses.SequenceLayout.build(TOTALS, RESPONSES, cp_size=2)
     for layout, data, others, message in (
         (of_other, batch, {}, "pass the full responses"),
         (of_two_ranks, batch, {}, "pass cp_group"),
@@ -119,17 +111,17 @@ def test_what_does_not_fit_is_refused_before_the_forward() -> None:
         (LAYOUT, batch, {"options": OPTIONS, "with_entropy": False}, "needs with_entropy=True"),
     ):
         with pytest.raises(InvalidInputError, match=message):
-            make_loss_func(tokens, layout, data, **others)
+            losses.make_loss_func(tokens, layout, data, **others)
 
 
 def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
     batch, tokens, logits = batch_tokens_and_logits()
     rows_nv = logits[0, LAYOUT.response_rows]
     keep_mask = rows_nv.detach() > -0.5
-    loss_func = make_loss_func(tokens, LAYOUT, batch, with_entropy=False, keep_mask=keep_mask)
+    loss_func = losses.make_loss_func(tokens, LAYOUT, batch, with_entropy=False, keep_mask=keep_mask)
     loss, _, metrics = loss_func(logits)
     assert "entropy" not in metrics
     targets = LAYOUT.response_targets(tokens)[:, None]
     kept_nv = rows_nv.where(keep_mask, -torch.inf).scatter(1, targets, rows_nv.gather(1, targets))
     log_probs = LAYOUT.split_responses(kept_nv.log_softmax(1).gather(1, targets)[:, 0])
-    torch.testing.assert_close(loss, policy_loss(log_probs, batch, PolicyOptions())[0])
+    torch.testing.assert_close(loss, losses.policy_loss(log_probs, batch, losses.PolicyOptions())[0])

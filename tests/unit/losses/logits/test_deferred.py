@@ -689,8 +689,7 @@ def test_a_hook_sees_the_gradient_and_comes_before_the_loss(retains: bool) -> No
         wait()
 
 
-@pytest.mark.parametrize("of_loss", [True, False])
-@pytest.mark.parametrize("of_backward", [True, False])
+@pytest.mark.parametrize(("of_loss", "of_backward"), [(True, False), (False, True), (True, True)])
 def test_autocast_changes_nothing(of_loss: bool, of_backward: bool) -> None:
     """Logits that are deferred have the dtype of the hidden states, in a loss and in its backward."""
     tensors = inputs()

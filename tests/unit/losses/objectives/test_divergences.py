@@ -13,21 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
+from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
-from megatron_rl_patches.losses import (
-    DeferredLogits,
-    FullDistribution,
-    OutputHead,
-    TopKDistribution,
-    deferred_logits,
-    full_vocabulary_divergence,
-    importance_weighted_reverse_kl,
-    opd_advantages,
-    reverse_kl,
-    vocab_parallel_log_probs,
-    vocab_parallel_log_probs_at,
-    vocab_parallel_topk,
-)
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES, divergence_named
 from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
@@ -75,25 +62,27 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def scored(logits: Tensor, indices: Tensor) -> TopKDistribution:
-    return TopKDistribution(indices, *vocab_parallel_log_probs_at(logits, indices, with_tail=True))
+def scored(logits: Tensor, indices: Tensor) -> losses.TopKDistribution:
+    return losses.TopKDistribution(
+        indices, *losses.vocab_parallel_log_probs_at(logits, indices, with_tail=True)
+    )
 
 
 def at_ids(name: str, student: Tensor, teacher: Tensor, ids: Tensor, old: Tensor | None = None) -> Tensor:
-    of_student = vocab_parallel_log_probs_at(student, ids, with_tail=True)
+    of_student = losses.vocab_parallel_log_probs_at(student, ids, with_tail=True)
     others = [scored(one, ids) for one in (teacher, old) if one is not None]
     return of_buckets(divergence_named(name, BETA), *of_student, *others)
 
 
 def at_topk(name: str, student: Tensor, teacher: Tensor, k: int) -> Tensor:
     """At the student's top-k."""
-    return at_ids(name, student, teacher, vocab_parallel_topk(student, k).indices)
+    return at_ids(name, student, teacher, losses.vocab_parallel_topk(student, k).indices)
 
 
 def compared(way: str, name: Any, student: Tensor, teacher: Tensor, old: Tensor) -> Tensor:
     """Over the whole vocabulary, or with a bucket for each id."""
     if way == "full":
-        return full_vocabulary_divergence(student, teacher, divergence=name, beta=BETA, old=old)
+        return losses.full_vocabulary_divergence(student, teacher, divergence=name, beta=BETA, old=old)
     ids = torch.arange(student.shape[1]).expand(len(student), -1)
     return at_ids(name, student, teacher, ids, old if divergence_named(name).needs_old else None)
 
@@ -143,7 +132,7 @@ def test_never_negative_and_never_above_the_dense_one(
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_gradcheck(name: str, k: int) -> None:
     student, teacher = pair(3, 6, 1.0, 1.0)
-    indices = vocab_parallel_topk(student, k).indices
+    indices = losses.vocab_parallel_topk(student, k).indices
     of_teacher, of_student = scored(teacher, indices), scored(student, indices)
 
     def divergence(log_probs: Tensor, tail: Tensor) -> Tensor:
@@ -160,7 +149,7 @@ def test_gradcheck(name: str, k: int) -> None:
 def test_the_tail_is_what_generalized_kl_leaves_out() -> None:
     student, teacher = pair(5, 30, 2.0, 1.0)
     p, q = student.softmax(1), teacher.softmax(1)
-    ids = vocab_parallel_topk(student, 4).indices
+    ids = losses.vocab_parallel_topk(student, 4).indices
     terms = (p * (p / q).log() - p + q).gather(1, ids)
     assert torch.allclose(at_topk("generalized_kl", student, teacher, 4), terms.sum(1))
 
@@ -169,11 +158,11 @@ def test_importance_weighted_reverse_kl_starts_as_the_reverse_kl() -> None:
     """Value and gradient are its own while the student is the old policy; later the value is not."""
     student, teacher = pair(7, 30, 2.0, 1.0)
     student.requires_grad_()
-    old = vocab_parallel_topk(student, 4)
-    of_student = vocab_parallel_log_probs_at(student, old.indices, with_tail=True)
+    old = losses.vocab_parallel_topk(student, 4)
+    of_student = losses.vocab_parallel_log_probs_at(student, old.indices, with_tail=True)
     of_teacher = scored(teacher, old.indices)
-    found = importance_weighted_reverse_kl(*of_student, of_teacher, old)
-    expected = reverse_kl(*of_student, of_teacher)
+    found = losses.importance_weighted_reverse_kl(*of_student, of_teacher, old)
+    expected = losses.reverse_kl(*of_student, of_teacher)
     assert torch.allclose(found, expected)
     gradients = [
         torch.autograd.grad(value.sum(), student, retain_graph=True)[0] for value in (found, expected)
@@ -181,7 +170,7 @@ def test_importance_weighted_reverse_kl_starts_as_the_reverse_kl() -> None:
     assert torch.allclose(*gradients, atol=1e-12)
 
     of_later = scored(student.detach() + torch.randn(30), old.indices)
-    found = importance_weighted_reverse_kl(of_later.log_probs, of_later.tail_log_prob, of_teacher, old)
+    found = losses.importance_weighted_reverse_kl(of_later.log_probs, of_later.tail_log_prob, of_teacher, old)
     p_old, p, q = (
         torch.cat([one.log_probs, one.tail_log_prob[:, None]], 1) for one in (old, of_later, of_teacher)
     )
@@ -193,22 +182,22 @@ def test_opd_advantages_are_the_gradient_of_the_reverse_kl_on_average() -> None:
     student, teacher = pair(2, 12, 1.0, 1.0)
     student.requires_grad_()
     log_p = student.log_softmax(1)
-    advantages = opd_advantages(log_p, teacher.log_softmax(1))
+    advantages = losses.opd_advantages(log_p, teacher.log_softmax(1))
     assert not advantages.requires_grad
     objective = -(log_p.exp().detach() * advantages * log_p).sum()
     [found] = torch.autograd.grad(objective, student)
     [expected] = torch.autograd.grad(at_topk("reverse_kl", student, teacher, 12).sum(), student)
     assert torch.allclose(found, expected, atol=1e-12)
-    assert (opd_advantages(log_p, log_p) == 0).all()
+    assert (losses.opd_advantages(log_p, log_p) == 0).all()
     with pytest.raises(InvalidInputError, match="same sampled tokens"):
-        opd_advantages(log_p, log_p[:2])
+        losses.opd_advantages(log_p, log_p[:2])
 
 
 def test_other_tokens_are_refused() -> None:
     student, teacher = pair(4, 30, 2.0, 2.0)
-    found = vocab_parallel_topk(student, 4)
+    found = losses.vocab_parallel_topk(student, 4)
     with pytest.raises(InvalidInputError, match=r"\[5, 4\].*\[5, 3\]"):
-        reverse_kl(found.log_probs, found.tail_log_prob, vocab_parallel_topk(teacher, 3))
+        losses.reverse_kl(found.log_probs, found.tail_log_prob, losses.vocab_parallel_topk(teacher, 3))
 
 
 # --- both ways: what is ruled out, and NaN
@@ -311,16 +300,16 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
     def logits(kind: str, hidden: Tensor, weight: Tensor) -> Tensor:
         if kind == "materialized":
             return linear(hidden, weight)
-        return deferred_logits(hidden, weight, tile_bytes=case["tile_bytes"])
+        return losses.deferred_logits(hidden, weight, tile_bytes=case["tile_bytes"])
 
     student = logits(case["student"], hidden, weight)
     *teachers, old = (logits(case["teacher"], *head) for head in others)
     options = {"divergence": case["divergence"], "beta": BETA, "rows": rows, "temperature": temperature}
     options |= {"old": old, "block_bytes": case["block_bytes"]}
     if number == 2:
-        values = full_vocabulary_divergence(student, teachers, teacher_weights=[3, 7], **options)
+        values = losses.full_vocabulary_divergence(student, teachers, teacher_weights=[3, 7], **options)
     else:
-        values = full_vocabulary_divergence(student, teachers[0], **options)
+        values = losses.full_vocabulary_divergence(student, teachers[0], **options)
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     *of_teachers, of_old = (linear(*(x.double() for x in head)) / temperature for head in others)
     of_student = linear(*exact)[index] / temperature
@@ -331,7 +320,7 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
     for mine, reference in zip(backward(values, hidden, weight), backward(expected, *exact), strict=True):
         assert (mine - reference).abs().max() <= 1.5 * BOUND[dtype] * reference.abs().max()
     for one in (student, *teachers):
-        assert not isinstance(one, DeferredLogits) or one.is_deferred
+        assert not isinstance(one, losses.DeferredLogits) or one.is_deferred
 
 
 @pytest.mark.parametrize("materialized", [False, True])
@@ -339,8 +328,8 @@ def test_equals_the_dense_formulas(case: dict[str, Any]) -> None:
 def test_of_equal_distributions_value_and_gradient_are_zero(name: Any, materialized: bool) -> None:
     hidden = random(T, H, seed=0, dtype=torch.float32).requires_grad_()
     weight = random(V, H, seed=1, dtype=torch.float32).requires_grad_()
-    student = linear(hidden, weight) if materialized else deferred_logits(hidden, weight)
-    values = full_vocabulary_divergence(student, student, divergence=name, old=student)
+    student = linear(hidden, weight) if materialized else losses.deferred_logits(hidden, weight)
+    values = losses.full_vocabulary_divergence(student, student, divergence=name, old=student)
     assert values.abs().max() < 1e-15
     assert all(gradient.abs().max() < 1e-14 for gradient in backward(values, hidden, weight))
 
@@ -355,7 +344,7 @@ def test_small_divergences_have_correct_digits_in_float32(name: Any, temperature
         student = teacher + temperature * scale * random(T, V, seed=1, dtype=torch.float32)
         student.requires_grad_()
         exact = student.detach().double().requires_grad_()
-        values = full_vocabulary_divergence(
+        values = losses.full_vocabulary_divergence(
             student, teacher, divergence=name, beta=0.3, temperature=temperature
         )
         of_teacher = teacher.double() / temperature
@@ -371,7 +360,7 @@ def test_mixtures_have_correct_digits_where_the_student_rules_ids_out_in_float32
     student = random(T, V, seed=0, dtype=torch.float32)
     student[:, V // 2 :] -= 9000.0
     teacher = random(T, V, seed=1, dtype=torch.float32)
-    values = full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
+    values = losses.full_vocabulary_divergence(student, teacher, divergence=name, beta=0.3)
     expected = dense(name, student, [teacher], [1.0], teacher, 0.3)
     assert ((values - expected) / expected).abs().max() < 1e-6
 
@@ -397,7 +386,7 @@ def test_compiled_equals_the_dense_formulas(name: Any, monkeypatch: pytest.Monke
         student, exact = student.clone().requires_grad_(), student.double().requires_grad_()
         some = teachers[: len(weights)]
         options: dict[str, Any] = {"divergence": name, "beta": beta, "teacher_weights": weights, "old": old}
-        values = full_vocabulary_divergence(student, some, **options)
+        values = losses.full_vocabulary_divergence(student, some, **options)
         expected = dense(name, exact.log_softmax(1).clamp(min=-1e4), some, weights, old, beta)
         assert max(errors(values, student, expected, exact)) < 3e-6
 
@@ -412,7 +401,7 @@ def test_the_gradient_is_that_of_the_value_where_the_student_rules_ids_out(name:
     others[0][2, 7] = -math.inf
 
     def loss(x: Tensor) -> Tensor:
-        return full_vocabulary_divergence(x, others, divergence=name, old=others[0])
+        return losses.full_vocabulary_divergence(x, others, divergence=name, old=others[0])
 
     leaf = student.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(leaf).sum(), leaf)
@@ -444,10 +433,12 @@ def test_large_negative_logits_count_as_ruled_out_however_columns_are_cut(
             for tile_bytes in (None, 3 * 256 * dtype.itemsize):
                 leaf = logits["student"].T.contiguous().requires_grad_()
                 student, teacher, old = (
-                    deferred_logits(torch.eye(3, dtype=dtype), weight, tile_bytes=tile_bytes)
+                    losses.deferred_logits(torch.eye(3, dtype=dtype), weight, tile_bytes=tile_bytes)
                     for weight in (leaf, logits["teacher"].T.contiguous(), logits["old"].T.contiguous())
                 )
-                values = full_vocabulary_divergence(student, teacher, old=old, divergence=name, beta=BETA)
+                values = losses.full_vocabulary_divergence(
+                    student, teacher, old=old, divergence=name, beta=BETA
+                )
                 assert ((values - expected) / expected.abs().clamp(min=1.0)).abs().max() < BOUND[dtype]
                 (gradient,) = backward(values, leaf)
                 off = (gradient.T - reference).abs().amax(1) / reference.abs().amax(1)
@@ -458,7 +449,7 @@ def test_large_negative_logits_count_as_ruled_out_however_columns_are_cut(
 def test_tensors_without_rows_are_not_taken_for_the_same_memory(inplace: bool) -> None:
     """Tensors without elements are all at the address 0."""
     student = torch.zeros(0, V, requires_grad=True) * 1
-    values = full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=inplace)
+    values = losses.full_vocabulary_divergence(student, torch.zeros(0, V), inplace_backward=inplace)
     assert values.shape == (0,)
     values.sum().backward()
     assert inplace or student._version == 0
@@ -470,9 +461,9 @@ def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: Any) 
     bias = torch.zeros(V, dtype=torch.float64).index_fill_(0, torch.arange(700, V), -math.inf)
     teacher_hidden, of_tiles = random(T, H, seed=2), []
     for tile_bytes in (None, 2000):
-        student = deferred_logits(hidden, weight, tile_bytes=tile_bytes)
-        teacher = deferred_logits(teacher_hidden, weight, bias=bias)
-        values = full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
+        student = losses.deferred_logits(hidden, weight, tile_bytes=tile_bytes)
+        teacher = losses.deferred_logits(teacher_hidden, weight, bias=bias)
+        values = losses.full_vocabulary_divergence(student, teacher, divergence=name, old=student.detach())
         of_tiles.append((values, *backward(values, hidden)))
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*of_tiles, strict=True))
     if name == "reverse_kl":
@@ -483,8 +474,8 @@ def test_a_tile_without_the_teacher_costs_the_same_as_columns_of_one(name: Any) 
 def test_a_teacher_without_weight_is_not_read() -> None:
     student, teacher = random(T, V, seed=0), random(T, V, seed=1)
     spoiled = torch.full_like(teacher, math.nan)
-    values = full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
-    assert torch.equal(values, full_vocabulary_divergence(student, teacher))
+    values = losses.full_vocabulary_divergence(student, [teacher, spoiled], teacher_weights=[1, 0])
+    assert torch.equal(values, losses.full_vocabulary_divergence(student, teacher))
 
 
 @pytest.mark.parametrize("materialized", [False, True])
@@ -492,20 +483,20 @@ def test_vocabularies_that_are_padded_differently(materialized: bool) -> None:
     ids, widths = 1000, (1024, 1050)
     heads = [(random(T, H, seed=w), random(w, H, seed=w + 1).requires_grad_()) for w in widths]
     student, teacher = (
-        linear(*head) if materialized else deferred_logits(*head, tile_bytes=2000) for head in heads
+        linear(*head) if materialized else losses.deferred_logits(*head, tile_bytes=2000) for head in heads
     )
     expected = dense(
         "reverse_kl", linear(*heads[0])[:, :ids], [linear(*heads[1])[:, :ids]], [1.0], student, 0
     )
-    values = full_vocabulary_divergence(student, teacher, num_ids=ids)
+    values = losses.full_vocabulary_divergence(student, teacher, num_ids=ids)
     assert torch.allclose(values, expected, rtol=1e-10)
     weight = heads[0][1]
     mine, reference = backward(values, weight)[0], backward(expected, weight)[0]
     assert torch.allclose(mine, reference, atol=1e-12) and not mine[ids:].any()
     with pytest.raises(InvalidInputError, match="need num_ids"):
-        full_vocabulary_divergence(student, teacher)
+        losses.full_vocabulary_divergence(student, teacher)
     with pytest.raises(InvalidInputError, match="num_ids is 1030, expected from 1 to 1024"):
-        full_vocabulary_divergence(student, teacher, num_ids=1030)
+        losses.full_vocabulary_divergence(student, teacher, num_ids=1030)
 
 
 def test_the_last_part_of_the_columns_may_be_narrower() -> None:
@@ -516,18 +507,18 @@ def test_the_last_part_of_the_columns_may_be_narrower() -> None:
     n, width = 1000, 1800
     student = random(1, width, seed=0, dtype=torch.float32).expand(60_000, width)
     head = random(n, 2, seed=1, dtype=torch.float32), random(width, 2, seed=2, dtype=torch.float32)
-    teacher = deferred_logits(*head, tile_bytes=4 * n * 1024)
-    values = full_vocabulary_divergence(student, teacher, rows=slice(0, n))
-    assert torch.allclose(values, full_vocabulary_divergence(student[:n], linear(*head)), rtol=1e-5)
+    teacher = losses.deferred_logits(*head, tile_bytes=4 * n * 1024)
+    values = losses.full_vocabulary_divergence(student, teacher, rows=slice(0, n))
+    assert torch.allclose(values, losses.full_vocabulary_divergence(student[:n], linear(*head)), rtol=1e-5)
 
 
 def test_no_tensor_of_rows_and_vocabulary() -> None:
     hidden, weight = random(64, H, seed=0).requires_grad_(), random(V, H, seed=1).requires_grad_()
-    teachers = [deferred_logits(random(64, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
+    teachers = [losses.deferred_logits(random(64, 4, seed=s), random(V, 4, seed=s)) for s in (2, 3)]
     for name in NAMES:
         with Sizes() as sizes:
-            student = deferred_logits(hidden, weight, tile_bytes=64 * 1024)
-            values = full_vocabulary_divergence(student, teachers, divergence=name, old=student)
+            student = losses.deferred_logits(hidden, weight, tile_bytes=64 * 1024)
+            values = losses.full_vocabulary_divergence(student, teachers, divergence=name, old=student)
             values.sum().backward()
         assert sizes.largest < 64 * V / 4
 
@@ -537,36 +528,36 @@ def test_a_teacher_may_have_been_scored_under_inference_mode() -> None:
     with torch.inference_mode():
         hidden, weight, logits = (random(*shape, seed=1) for shape in ((T, H), (V, H), (T, V)))
         rows, mask = torch.tensor([3, 1, 2]), random(3, V, seed=2) > 0
-    teacher = FullDistribution.from_hidden(hidden, OutputHead(weight))
+    teacher = losses.FullDistribution.from_hidden(hidden, losses.OutputHead(weight))
     for of_teacher in (logits, *teacher.logits()):
-        value = full_vocabulary_divergence(student, of_teacher)
-        expected = full_vocabulary_divergence(student, of_teacher.detach().clone())
+        value = losses.full_vocabulary_divergence(student, of_teacher)
+        expected = losses.full_vocabulary_divergence(student, of_teacher.detach().clone())
         assert torch.equal(*(backward(x, student)[0] for x in (value, expected)))
-    values = vocab_parallel_log_probs(student, rows, rows=rows, keep_mask=mask)
-    expected = vocab_parallel_log_probs(student, rows, rows=rows.clone(), keep_mask=mask.clone())
+    values = losses.vocab_parallel_log_probs(student, rows, rows=rows, keep_mask=mask)
+    expected = losses.vocab_parallel_log_probs(student, rows, rows=rows.clone(), keep_mask=mask.clone())
     assert torch.equal(*(backward(x, student)[0] for x in (values, expected)))
     # An output layer that is frozen, and was loaded so.
     mine = random(T, H, seed=3).requires_grad_()
-    log_probs = vocab_parallel_log_probs(deferred_logits(mine, weight), torch.arange(T))
-    expected = vocab_parallel_log_probs(linear(mine, weight.clone()), torch.arange(T))
+    log_probs = losses.vocab_parallel_log_probs(losses.deferred_logits(mine, weight), torch.arange(T))
+    expected = losses.vocab_parallel_log_probs(linear(mine, weight.clone()), torch.arange(T))
     assert torch.allclose(*(backward(x, mine)[0] for x in (log_probs, expected)))
 
 
 def test_the_gradient_may_overwrite_logits_that_are_materialized() -> None:
     leaf, teacher = random(T, V, seed=0).requires_grad_(), random(3, V, seed=1)
     rows = torch.tensor([1, 5, 7])
-    (expected,) = backward(full_vocabulary_divergence(leaf, teacher, rows=rows), leaf)
+    (expected,) = backward(losses.full_vocabulary_divergence(leaf, teacher, rows=rows), leaf)
     logits = leaf * 1
-    values = full_vocabulary_divergence(logits, teacher, rows=rows, inplace_backward=True)
+    values = losses.full_vocabulary_divergence(logits, teacher, rows=rows, inplace_backward=True)
     (gradient,) = backward(values, leaf)
     assert torch.equal(gradient, expected)
     with pytest.raises(InvalidInputError, match="overwritten with their gradient"):
-        full_vocabulary_divergence(logits, teacher, rows=rows)
+        losses.full_vocabulary_divergence(logits, teacher, rows=rows)
     logits = leaf * 1
     with pytest.raises(InvalidInputError, match="teacher 0 is in the memory of the student's logits"):
-        full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
-    deferred = deferred_logits(leaf, random(V, V, seed=2))
-    full_vocabulary_divergence(deferred, teacher, rows=rows, inplace_backward=True)
+        losses.full_vocabulary_divergence(logits, logits.detach()[:3], rows=rows, inplace_backward=True)
+    deferred = losses.deferred_logits(leaf, random(V, V, seed=2))
+    losses.full_vocabulary_divergence(deferred, teacher, rows=rows, inplace_backward=True)
     assert "materialized" not in repr(deferred)
 
 
@@ -584,4 +575,4 @@ def test_arguments_that_do_not_fit(case: str) -> None:
     arguments, message = REFUSED[case]
     both: Any = {"student": torch.zeros(4, V), "teacher": torch.zeros(4, V)}
     with pytest.raises(InvalidInputError, match=message):
-        full_vocabulary_divergence(**both | arguments)
+        losses.full_vocabulary_divergence(**both | arguments)
