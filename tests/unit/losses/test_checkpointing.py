@@ -37,22 +37,20 @@ def loss_and_grad(loss_fn: LossFn, logits: torch.Tensor, *args: Any) -> tuple[to
     return loss.detach(), leaf.grad
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        checkpointed,
-        checkpointed(),
-        checkpointed(early_stop=False, preserve_rng_state=True),
-        checkpointed(early_stop=True),
-        checkpointed(enabled=False),
-    ],
-)
-def test_loss_and_gradient_are_those_of_the_plain_call(wrap: Callable[[LossFn], LossFn]) -> None:
+WRAPS = {
+    "plain": checkpointed,
+    "called": checkpointed(),
+    "options": checkpointed(early_stop=False, preserve_rng_state=True),
+    "early stop": checkpointed(early_stop=True),
+    "off": checkpointed(enabled=False),
+}
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_loss_and_gradient_are_those_of_the_plain_call(name: str) -> None:
     logits, targets = logits_and_targets()
-    loss, grad = loss_and_grad(nll, logits, targets)
-    recomputed_loss, recomputed_grad = loss_and_grad(wrap(nll), logits, targets)
-    assert torch.equal(loss, recomputed_loss)
-    assert torch.equal(grad, recomputed_grad)
+    expected = loss_and_grad(nll, logits, targets)
+    assert all(map(torch.equal, expected, loss_and_grad(WRAPS[name](nll), logits, targets)))
 
 
 def test_nothing_is_kept_for_backward() -> None:
@@ -82,17 +80,12 @@ def overwriting_without_grad_mode(logits: torch.Tensor, targets: torch.Tensor) -
 
 
 def test_right_where_reentrant_checkpointing_is_wrong() -> None:
-    logits, targets = logits_and_targets()
-    loss, grad = loss_and_grad(overwriting_without_grad_mode, logits, targets)
-
-    recomputed_loss, recomputed_grad = loss_and_grad(
-        checkpointed(overwriting_without_grad_mode), logits, targets
-    )
-    assert torch.equal(recomputed_loss, loss)
-    assert torch.equal(recomputed_grad, grad)
-
+    arguments = logits_and_targets()
+    loss, grad = expected = loss_and_grad(overwriting_without_grad_mode, *arguments)
+    found = loss_and_grad(checkpointed(overwriting_without_grad_mode), *arguments)
+    assert all(map(torch.equal, found, expected))
     reentrant = partial(torch.utils.checkpoint.checkpoint, overwriting_without_grad_mode, use_reentrant=True)
-    reentrant_loss, reentrant_grad = loss_and_grad(reentrant, logits, targets)
+    reentrant_loss, reentrant_grad = loss_and_grad(reentrant, *arguments)
     assert torch.equal(reentrant_loss, loss)  # nothing to see in the loss
     assert (reentrant_grad - grad).abs().max() > 0.05
 

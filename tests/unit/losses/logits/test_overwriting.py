@@ -83,11 +83,11 @@ def test_a_part_of_something_alive_is_refused(part: Callable[[Tensor], Tensor]) 
     assert whole.equal(before)
 
 
-@pytest.mark.parametrize("view_of", [lambda x: x, lambda x: x.view(ROWS, V), lambda x: x.unsqueeze(0)[0]])
-def test_a_leaf_is_refused(leaf: Tensor, view_of: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(InvalidInputError, match="leaf that requires grad"):
-        in_place(view_of(leaf))
-    in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
+def test_a_leaf_is_refused(leaf: Tensor) -> None:
+    for view_of in (lambda x: x, lambda x: x.view(ROWS, V), lambda x: x.unsqueeze(0)[0]):
+        with pytest.raises(InvalidInputError, match="leaf that requires grad"):
+            in_place(view_of(leaf))
+        in_place(view_of(leaf.detach()))  # no gradient, nothing to overwrite
 
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -141,16 +141,13 @@ def test_another_loss_of_overwritten_logits_is_an_error(leaf: Tensor, earlier: b
 
 def test_what_was_overwritten_is_named(leaf: Tensor) -> None:
     rows, keep_mask = torch.arange(ROWS).flip(0), torch.ones(ROWS, V, dtype=torch.bool)
-    for overwritten, name in ((rows, "rows"), (keep_mask, "keep_mask")):
+    indices = TARGETS[:, None].clone()
+    for overwritten, name in ((rows, "rows"), (keep_mask, "keep_mask"), (indices, "indices")):
         loss = vocab_parallel_log_probs(leaf * 1, TARGETS, rows=rows, keep_mask=keep_mask).sum()
+        loss = loss + vocab_parallel_log_probs_at(leaf * 1, indices).sum()
         overwritten.copy_(overwritten.clone())
         with pytest.raises(InvalidInputError, match=f"since {name} had been overwritten after forward"):
             loss.backward()
-    indices = TARGETS[:, None].clone()
-    loss = vocab_parallel_log_probs_at(leaf * 1, indices).sum()
-    indices.copy_(TARGETS[:, None])
-    with pytest.raises(InvalidInputError, match="since indices had been overwritten after forward"):
-        loss.backward()
 
 
 def test_reading_overwritten_logits_again_is_an_error(leaf: Tensor) -> None:

@@ -154,21 +154,17 @@ def test_equals_the_transcription(recipe: str, seed: int) -> None:
     )
 
 
-def test_advantages_per_response_are_those_of_each_of_its_tokens() -> None:
+def test_first_update_is_the_policy_gradient() -> None:
+    """Advantages per response are those of each of its tokens."""
     log_probs, _, batch = make()
     scalars = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(1))
     spread = [value.expand(n) for value, n in zip(scalars, LENGTHS, strict=True)]
-    per_response = policy_loss(log_probs, replace(batch, advantages=scalars), PolicyOptions())
-    per_token = policy_loss(log_probs, replace(batch, advantages=spread), PolicyOptions())
-    assert torch.equal(per_response[0], per_token[0])
-
-
-def test_first_update_is_the_policy_gradient() -> None:
-    log_probs, _, batch = make()
-    loss, count, metrics = policy_loss(log_probs, replace(batch, old_log_probs=None), PolicyOptions())
-    expected = torch.cat([-a * m for a, m in zip(batch.advantages, batch.loss_masks, strict=True)])
-    assert torch.equal(gradients(loss, log_probs), expected)
-    assert metrics["ratio"].tolist() == [count, count]
+    expected = torch.cat([-a * m for a, m in zip(spread, batch.loss_masks, strict=True)])
+    for advantages in (scalars, spread):
+        first = replace(batch, advantages=advantages, old_log_probs=None)
+        loss, count, metrics = policy_loss(log_probs, first, PolicyOptions())
+        assert torch.equal(gradients(loss, log_probs), expected.double())
+        assert metrics["ratio"].tolist() == [count, count]
 
 
 def test_a_token_at_a_bound_has_its_gradient() -> None:
@@ -256,10 +252,7 @@ def test_metrics_are_those_of_the_whole_batch() -> None:
         averages["pg_loss"] - 0.2 * averages["entropy"] + 0.5 * averages["kl_loss"]
     )
     assert all(pair.shape == (2,) and not pair.requires_grad for pair in metrics.values())
-
-
-def test_what_the_options_leave_out_has_no_metrics() -> None:
-    log_probs, _, batch = make()
+    # What the options leave out has none.
     _, _, metrics = policy_loss(log_probs, batch, PolicyOptions())
     assert sorted(metrics) == ["approx_kl", "clip_fraction", "loss", "pg_loss", "ratio", "ratio_max"]
     assert average_metrics([]) == {}
@@ -393,28 +386,23 @@ def test_batches_that_do_not_fit_together() -> None:
 def test_group_advantages() -> None:
     rewards = torch.tensor([1.0, 0.0, 5.0, 2.0, 3.0, 7.0])
     groups = torch.tensor([7, -1, 7, -1, 7, 3])
-    of_7, of_minus_1 = [1.0, 5.0, 3.0], [0.0, 2.0]
-    mean, std = 3.0, 2.0
-    normalized = [(r - mean) / (std + 1e-6) for r in of_7]
-    other = [(r - 1.0) / (math.sqrt(2.0) + 1e-6) for r in of_minus_1]
-    expected = [normalized[0], other[0], normalized[1], other[1], normalized[2], 0.0]
+    of_7 = [(reward - 3.0) / (2.0 + 1e-6) for reward in (1.0, 5.0, 3.0)]
+    other = [(reward - 1.0) / (math.sqrt(2.0) + 1e-6) for reward in (0.0, 2.0)]
+    expected = [of_7[0], other[0], of_7[1], other[1], of_7[2], 0.0]
     torch.testing.assert_close(group_advantages(rewards, groups), torch.tensor(expected))
     plain = group_advantages(rewards, groups, divide_by_std=False)
     assert plain.tolist() == [-2, -1, 2, 1, 0, 0]
     assert torch.equal(group_advantages(rewards.long(), groups, divide_by_std=False), plain)
+    assert group_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    for of_rewards, of_groups in (((4,), (3,)), ((2, 2), (2, 2)), ((), ())):
+        with pytest.raises(InvalidInputError, match="must both be"):
+            group_advantages(torch.zeros(of_rewards), torch.zeros(of_groups))
 
 
 @given(st.floats(-1e3, 1e3, width=32), st.integers(1, 9))
 def test_equal_rewards_teach_nothing(reward: float, size: int) -> None:
     advantages = group_advantages(torch.full((size,), reward), torch.zeros(size, dtype=torch.int64))
     assert advantages.abs().max() < 1e-6
-
-
-def test_group_advantages_refuse_what_is_not_one_per_response() -> None:
-    assert group_advantages(torch.zeros(0), torch.zeros(0)).shape == (0,)
-    for rewards, groups in (((4,), (3,)), ((2, 2), (2, 2)), ((), ())):
-        with pytest.raises(InvalidInputError, match="must both be"):
-            group_advantages(torch.zeros(rewards), torch.zeros(groups))
 
 
 # --- estimators of the KL divergence: unbiased, with a gradient that always points to the reference
@@ -462,15 +450,14 @@ def test_k3_is_its_formula_up_to_20_nats_and_a_straight_line_beyond(dtype: torch
         expected = torch.tensor(log_ratio, dtype=torch.float64).neg().expm1() + log_ratio
         torch.testing.assert_close(estimate_kl(x, "k3"), expected.to(dtype))
         torch.testing.assert_close(slope_of(x, "k3"), -torch.tensor(-log_ratio).double().expm1().to(dtype))
+    infinite = torch.tensor([-torch.inf, torch.inf])
+    assert estimate_kl(infinite, "k3").tolist() == [torch.inf, torch.inf]
+    assert slope_of(infinite, "k3")[0] < 0 < slope_of(infinite, "k3")[1]
     steepest = slope_of(torch.tensor(-20.0, dtype=dtype), "k3")
     assert slope_of(torch.tensor([-25.0, -1e4], dtype=dtype), "k3").tolist() == [steepest] * 2
 
 
-def test_infinite_ratios_are_not_nan() -> None:
-    infinite = torch.tensor([-torch.inf, torch.inf])
-    assert estimate_kl(infinite, "k3").tolist() == [torch.inf, torch.inf]
-    assert slope_of(infinite, "k3")[0] < 0 < slope_of(infinite, "k3")[1]
-
+# --- tokens that are kept from making gradients NaN
 
 INF, NAN = math.inf, math.nan
 
