@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches import losses
-from tests.references.dense import dense_log_probs_and_entropy
+from tests.references.dense import dense_divergence, dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at
 
 from .programs import RESPONSES, TOTALS, Loss, Program, S
@@ -111,26 +111,8 @@ def dense(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     log_p = (rows / temperature).log_softmax(1)
     if loss.kind == "mixture":
         mixed = torch.logaddexp(data.log_q, data.old) - math.log(2)
-        return _divergence(loss.divergence, log_p, mixed)
-    return _divergence(loss.divergence, log_p, data.log_q, getattr(data, "old", None))
-
-
-def _divergence(name: str, log_p: Tensor, log_q: Tensor, log_old: Tensor | None = None) -> Tensor:
-    """A log-probability below -10,000 counts as a constant of -10,000."""
-    log_p, log_q = log_p.clamp(min=-1e4), log_q.clamp(min=-1e4)
-    p, q = log_p.exp(), log_q.exp()
-    if name == "importance_weighted_reverse_kl":
-        assert log_old is not None
-        return (p * (log_old.clamp(min=-1e4) - log_q)).sum(1)
-    if name == "reverse_kl":
-        return (p * (log_p - log_q)).sum(1)
-    if name == "forward_kl":
-        return (q * (log_q - log_p)).sum(1)
-    log_m = torch.logaddexp(log_q + math.log(BETA), log_p + math.log(1 - BETA))
-    to_middle = (q * (log_q - log_m)).sum(1), (p * (log_p - log_m)).sum(1)
-    if name == "jensen_shannon":
-        return BETA * to_middle[0] + (1 - BETA) * to_middle[1]
-    return to_middle[name == "skewed_reverse_kl"]
+        return dense_divergence(loss.divergence, log_p, mixed, beta=BETA)
+    return dense_divergence(loss.divergence, log_p, data.log_q, getattr(data, "old", None), BETA)
 
 
 def _policy(loss: Loss, data: Data, logits: Tensor) -> Tensor:
@@ -146,12 +128,12 @@ def _policy(loss: Loss, data: Data, logits: Tensor) -> Tensor:
 def _distillation(loss: Loss, data: Data, logits: Tensor) -> Tensor:
     if data.is_full:
         log_q = data.log_q[data.mask]
-        return _divergence(loss.divergence, (logits / loss.temperature).log_softmax(1), log_q)
+        return dense_divergence(loss.divergence, (logits / loss.temperature).log_softmax(1), log_q)
     ids = data.ids.clamp(0, data.vocabulary - 1)[data.mask]
     student = dense_log_probs_at(logits, ids, temperature=loss.temperature)
     teacher = data.teacher_at_ids
     log_q = torch.cat([teacher.log_probs, teacher.tail_log_prob[:, None]], 1)[data.mask]
-    return _divergence(loss.divergence, torch.cat([student[0], student[1][:, None]], 1), log_q)
+    return dense_divergence(loss.divergence, torch.cat([student[0], student[1][:, None]], 1), log_q)
 
 
 # --- ours

@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron_rl_patches import losses
 from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.frameworks import distillation_loss as framework_distillation
-from megatron_rl_patches.losses.loss_functions import LossFunc
 from tests.references.dense import IGNORE, dense_log_probs_and_entropy
 from tests.references.dense_topk import dense_log_probs_at, has_no_softmax
 from tests.unit.losses.logits.pairwise import pairwise
@@ -198,41 +197,6 @@ def test_rows_whose_values_have_no_gradient_have_none(dtype: torch.dtype, inplac
             second.view, targets[:, None], with_tail=True, inplace_backward=inplace
         )
         assert not backward(values, [weight[:, None], weight], second.view)[~counts].any()
-
-
-TOTALS, RESPONSES, VOCABULARY = [5, 7, 4], [3, 5, 2], 11
-MASKS = [torch.tensor([1, 0, 1]), torch.tensor([0, 1, 1, 0, 1]), torch.tensor([0, 0])]
-LAYOUT = losses.SequenceLayout.build(TOTALS, RESPONSES)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def policy_loss_func(inplace: bool) -> LossFunc:
-    tokens = [torch.arange(total) for total in TOTALS]
-    values = [random(length) for length in RESPONSES]
-    batch = losses.PolicyBatch(values, MASKS, values, values)
-    options = losses.PolicyOptions(entropy_coef=0.1, kl_coef=0.1)
-    return losses.make_loss_func(tokens, LAYOUT, batch, options, inplace_backward=inplace)
-
-
-@pytest.mark.parametrize("inplace", [False, True], ids=["fresh", "in place"])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_logits_of_tokens_that_do_not_count_may_hold_anything(inplace: bool, value: float) -> None:
-    """Of a policy; of a student, see ``tests/unit/losses/objectives/test_distillation.py``."""
-    counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)
-    counts[LAYOUT.response_rows] = torch.cat(MASKS) != 0
-    clean = random(LAYOUT.num_rows, VOCABULARY)
-    found = []
-    for logits in (clean, torch.where(counts[:, None], clean, value)):
-        leaf = logits[None].clone().requires_grad_()
-        total, _, metrics = policy_loss_func(inplace)(leaf * 1)
-        total.backward()
-        found.append((total.detach(), leaf.grad[0], torch.stack([metrics[name] for name in sorted(metrics)])))
-    for ours, of_clean in zip(found[1], found[0], strict=True):
-        assert torch.equal(ours, of_clean)
-    assert not found[1][1][~counts].any() and found[1][1][counts].any()
 
 
 def test_of_one_id_a_filler_of_the_framework_is_no_teacher() -> None:

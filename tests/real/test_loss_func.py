@@ -16,7 +16,6 @@ import torch
 import torch.distributed
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import get_model_config
 
@@ -167,18 +166,8 @@ def train_step(case: Case, model: list[Any]) -> tuple[list[dict[str, torch.Tenso
         return logits, loss_func_of(data, case, normalizer)
 
     get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
-    for chunk in model:
-        chunk.zero_grad_buffer()
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[iter(step) for _ in model],
-        model=model,
-        num_microbatches=MICROBATCHES,
-        seq_length=tiny_gpt.SEQUENCE,
-        micro_batch_size=1 if case.packed else tiny_gpt.BATCH,
-        forward_only=False,
-    )
-    return reports, replicas
+    size = 1 if case.packed else tiny_gpt.BATCH
+    return tiny_gpt.backward(model, [iter(step) for _ in model], MICROBATCHES, forward_step, size), replicas
 
 
 def causal_mask() -> torch.Tensor:

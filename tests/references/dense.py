@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,27 @@ def dense_log_probs_and_entropy(
     log_p = torch.where(log_p < -700, -700.0, log_p)  # not 0 * inf
     entropy = -(log_p.exp() * log_p).sum(1)
     return torch.where(counts, log_prob, 0.0), torch.where(counts, entropy, 0.0)
+
+
+def dense_divergence(
+    name: str, log_p: Tensor, log_q: Tensor, log_old: Tensor | None = None, beta: float = 0.3
+) -> Tensor:
+    """Return a divergence of the student's ``log_p``. Below -10,000 they count as a constant of -10,000."""
+    log_p, log_q = log_p.clamp(min=-1e4), log_q.clamp(min=-1e4)
+    p, q = log_p.exp(), log_q.exp()
+    if name in ("reverse_kl", "importance_weighted_reverse_kl"):
+        mine = log_p if log_old is None or name == "reverse_kl" else log_old.clamp(min=-1e4)
+        return (p * (mine - log_q)).sum(1)
+    if name == "forward_kl":
+        return (q * (log_q - log_p)).sum(1)
+    log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
+    to_middle = {
+        "skewed_forward_kl": (q * (log_q - log_m)).sum(1),
+        "skewed_reverse_kl": (p * (log_p - log_m)).sum(1),
+    }
+    if name == "jensen_shannon":
+        return beta * to_middle["skewed_forward_kl"] + (1 - beta) * to_middle["skewed_reverse_kl"]
+    return to_middle[name]
 
 
 class Errors(NamedTuple):

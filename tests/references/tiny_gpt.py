@@ -154,18 +154,8 @@ def train_step(
     num_microbatches: int,
 ) -> float:
     """One optimizer step; return the mean loss over microbatches and replicas."""
-    for chunk in model:
-        chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=list(data_iterator),
-        model=list(model),
-        num_microbatches=num_microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=BATCH,
-        forward_only=False,
-    )
+    reports = backward(model, data_iterator, num_microbatches, forward_step)
     succeeded, _, _ = optimizer.step()
     assert succeeded
     # Only the last pipeline stage has a loss.
@@ -175,6 +165,28 @@ def train_step(
     )
     torch.distributed.all_reduce(total_and_count)
     return (total_and_count[0] / total_and_count[1]).item()
+
+
+def backward(
+    model: Sequence[DistributedDataParallel],
+    data_iterator: Sequence[Iterator[Any]],
+    num_microbatches: int,
+    step: Callable[..., Any],
+    micro_batch_size: int = BATCH,
+) -> list[dict[str, Any]]:
+    """Let Megatron's own schedule write gradients into the buffers; return what the losses report."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    reports: list[dict[str, Any]] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=list(data_iterator),
+        model=list(model),
+        num_microbatches=num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+    )
+    return reports
 
 
 def enable_forward_pre_hook(model: Sequence[DistributedDataParallel]) -> None:

@@ -125,3 +125,20 @@ def test_the_entropy_can_be_left_out_and_sampling_has_its_mask() -> None:
     kept_nv = rows_nv.where(keep_mask, -torch.inf).scatter(1, targets, rows_nv.gather(1, targets))
     log_probs = LAYOUT.split_responses(kept_nv.log_softmax(1).gather(1, targets)[:, 0])
     torch.testing.assert_close(loss, losses.policy_loss(log_probs, batch, losses.PolicyOptions())[0])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_logits_of_tokens_that_do_not_count_may_hold_anything(inplace: bool, value: float) -> None:
+    """Of a policy; of a student, see ``objectives/test_distillation.py``."""
+    batch, tokens, logits = batch_tokens_and_logits()
+    loss_func = losses.make_loss_func(tokens, LAYOUT, batch, OPTIONS, inplace_backward=inplace)
+    counts = torch.zeros(LAYOUT.num_rows, dtype=torch.bool)
+    counts[LAYOUT.response_rows] = torch.cat(list(batch.loss_masks))
+    results = []
+    for spoiled in (logits.detach(), torch.where(counts[:, None], logits.detach(), value)):
+        leaf = spoiled.clone().requires_grad_()
+        total, _, metrics = loss_func(leaf * 1)
+        results.append((total, *torch.autograd.grad(total, leaf), *metrics.values()))
+    assert all(map(torch.equal, *results))
+    assert not results[1][1][0, ~counts].any() and results[1][1][0, counts].any()

@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl_patches.errors import InvalidInputError
@@ -861,28 +860,13 @@ def test_an_output_layer_in_host_memory_comes_tile_by_tile() -> None:
     source = checked_source(
         deferred_logits(hidden, **layer, tile_bytes=tile_bytes), None, VocabParallelOptions()
     )
-    copied = _Copied()
-    with copied:
+    with Sizes() as seen:
         sizes = [tile.logits.logits.numel() for tile in source.tiles()]
     assert sum(sizes) == T * width and 4 * max(sizes) <= tile_bytes
-    assert sum(copied.elements) == width * (H + 1)
-    assert max(copied.elements) == 1024 * H
+    assert sum(seen.copied) == width * (H + 1)
+    assert max(seen.copied) == 1024 * H
     with pytest.raises(InvalidInputError, match="where nothing requires a gradient"):
         deferred_logits(hidden.requires_grad_(), **layer)
-
-
-class _Copied(TorchDispatchMode):
-    """Notes how many elements each copy from host memory has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
-            self.elements.append(args[0].numel())
-        return result
 
 
 def _write_first(logits: Tensor) -> None:

@@ -18,6 +18,7 @@ from megatron_rl_patches.errors import InvalidInputError
 from megatron_rl_patches.losses.logits import compiling
 from megatron_rl_patches.losses.logits.divergences import DIVERGENCES, divergence_named
 from megatron_rl_patches.losses.objectives.topk_divergences import of_buckets
+from tests.references.dense import dense_divergence
 from tests.unit.losses.logits.pairwise import pairwise
 from tests.unit.losses.logits.sizes import Sizes
 
@@ -35,23 +36,10 @@ def dense(
     name: str, student: Tensor, teachers: Sequence[Tensor], weights: Sequence[float], old: Tensor, beta: float
 ) -> Tensor:
     """Return the formulas as they stand, in float64."""
-    log_p = student.double().log_softmax(1)
-    weighted = [
-        x.double().log_softmax(1) + math.log(weight) for x, weight in zip(teachers, weights, strict=True)
-    ]
-    log_q = torch.stack(weighted).logsumexp(0)
-    p, q = log_p.exp(), log_q.exp()
-    if name == "forward_kl":
-        return (q * (log_q - log_p)).sum(1)
-    log_m = (beta * q + (1 - beta) * p).log()
-    if name == "skewed_forward_kl":
-        return (q * (log_q - log_m)).sum(1)
-    if name == "skewed_reverse_kl":
-        return (p * (log_p - log_m)).sum(1)
-    if name == "jensen_shannon":
-        return (beta * q * (log_q - log_m) + (1 - beta) * p * (log_p - log_m)).sum(1)
-    log_old = old.double().log_softmax(1) if name == "importance_weighted_reverse_kl" else log_p
-    return (p * (log_old - log_q)).sum(1)
+    pairs = zip(teachers, weights, strict=True)
+    log_q = torch.stack([x.double().log_softmax(1) + math.log(weight) for x, weight in pairs]).logsumexp(0)
+    log_p, log_old = student.double().log_softmax(1), old.double().log_softmax(1)
+    return dense_divergence(name, log_p, log_q, log_old, beta)
 
 
 def dense_of_one(name: str, student: Tensor, teacher: Tensor) -> Tensor:
